@@ -1,0 +1,36 @@
+# Every target makes .venv first where it is missing or older than pyproject.toml or constraints.txt.
+# Needed beforehand: make and Python 3.10 or newer (make PYTHON=python3.12 names another one).
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+STAMP := .venv/.stamp
+OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": name one with make PYTHON=python3.11"
+
+.PHONY: demo test lint docs clean
+
+demo: $(STAMP)
+	$(BIN)/python recipes/train.py experiment=demo
+
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict lightning_decentral
+	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+
+# torch on its own and first: pip then takes the pinned build that is at hand (often the CPU one) before anything asks for a newer one.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and $(OLD_PYTHON) or 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv: some minutes the first time"
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
