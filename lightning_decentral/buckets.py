@@ -1,0 +1,87 @@
+"""Parameters as views of a few flat tensors.
+
+A message of many small tensors costs one latency each; a flat bucket costs one. The parameters stay what they are to
+everyone else: the same `Parameter` objects with the same shape, stride, dtype, gradient and hooks, whose storage now
+lies in a bucket.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
+BUCKET_BYTES = 256 * 2**20
+
+
+class Bucket:
+    """`flat[offset_p : offset_p + numel_p]` is the storage of parameter p, for p in order.
+
+    Args:
+        parameters: of one dtype and one device, each once.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        step = max(1, ALIGNMENT_BYTES // parameters[0].element_size())
+        sizes = [-(-p.numel() // step) * step for p in parameters]
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.adopt()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one message of this bucket, padding included."""
+        return self.flat.numel() * self.flat.element_size()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make every parameter a view of the bucket, keeping its value; those that are already cost a pointer
+        comparison."""
+        for parameter, offset in zip(self.parameters, self._offsets, strict=True):
+            if parameter.data_ptr() == self.flat.data_ptr() + offset * self.flat.element_size():
+                continue
+            view = _view_like(self.flat, offset, parameter)
+            view.copy_(parameter)
+            parameter.data = view
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give every parameter a storage of its own again, so that nothing outlives training in someone else's
+        memory."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+
+def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """A view of `flat` with the shape and memory format of `parameter` (channels_last stays channels_last)."""
+    rows = flat[offset : offset + parameter.numel()]
+    dense = torch.empty_like(parameter, device="meta")  # preserve_format: the strides that a dense copy would have
+    return rows.as_strided(parameter.size(), dense.stride(), rows.storage_offset())
+
+
+def pack(parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Buckets over the given parameters, in order, one dtype and device each, none over `bucket_bytes` unless one
+    parameter is. Tied parameters count once; what is not floating point or complex is left out.
+
+    Raises:
+        ValueError: `bucket_bytes` is not positive, or a lazy module has not seen its first batch.
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    groups: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in dict.fromkeys(parameters):
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        key = (parameter.dtype, parameter.device)
+        size = parameter.numel() * parameter.element_size()
+        if room.get(key, -1) < size:
+            groups.setdefault(key, []).append([])
+            room[key] = bucket_bytes
+        groups[key][-1].append(parameter)
+        room[key] -= size
+    return [Bucket(members) for chunks in groups.values() for members in chunks]

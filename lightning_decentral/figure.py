@@ -1,0 +1,88 @@
+"""The picture at the end of a run: losses and distance from consensus over steps. Needs matplotlib (extra `plot`)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+INK = "#1b263b"
+WORKER = "#8fb3d9"
+ACCENT = "#d1495b"
+LOSSES = ("train/loss", "train_loss", "loss")
+VALIDATION_LOSSES = ("val/loss", "val_loss")
+DISTANCE = "gossip/consensus_distance_relative"
+
+Rows = Sequence[Mapping[str, float]]
+Curve = tuple[list[float], list[float]]
+
+
+def curve(rows: Rows, key: str) -> Curve:
+    """Steps and values where the key was logged."""
+    points = [(row["step"], row[key]) for row in rows if key in row]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def first_curve(rows: Rows, keys: Sequence[str]) -> Curve:
+    """Of the first key that was logged; otherwise empty."""
+    return next((curve(rows, key) for key in keys if any(key in row for row in rows)), ([], []))
+
+
+def worker_keys(rows: Rows) -> list[str]:
+    """worker/0/loss, worker/1/loss, ... as far as they were logged."""
+    found = {key for row in rows for key in row if key.startswith("worker/") and key.endswith("/loss")}
+    return sorted(found, key=lambda key: int(key.split("/")[1]))
+
+
+def mean_curve(rows: Rows, keys: Sequence[str]) -> Curve:
+    """The mean over the keys, at the steps where all were logged."""
+    whole = [row for row in rows if all(key in row for key in keys)]
+    return [row["step"] for row in whole], [sum(row[key] for key in keys) / len(keys) for row in whole]
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Two panels over steps: losses of each worker, of their mean and in validation; relative consensus distance.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib.
+    """
+    from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
+
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    loss, distance = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    _draw_losses(loss, rows)
+    _draw_distance(distance, rows)
+    for axes in (loss, distance):
+        _tidy(axes)
+    distance.set_xlabel("step")
+    figure.savefig(path)
+
+
+def _draw_losses(axes: Any, rows: Rows) -> None:
+    workers = worker_keys(rows)
+    for index, key in enumerate(workers):
+        label = f"each of {len(workers)} workers" if index == 0 else None
+        axes.plot(*curve(rows, key), color=WORKER, linewidth=1, label=label)
+    mean = mean_curve(rows, workers) if workers else first_curve(rows, LOSSES)
+    axes.plot(*mean, color=INK, linewidth=2, label="mean of the workers" if workers else "training")
+    validation = first_curve(rows, VALIDATION_LOSSES)
+    axes.plot(*validation, color=ACCENT, linewidth=1.2, marker="o", markersize=3.5, label="validation")
+    axes.set_ylabel("loss")
+    axes.set_title("Loss", loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_distance(axes: Any, rows: Rows) -> None:
+    steps, values = curve(rows, DISTANCE)
+    percent = [100 * value for value in values]
+    axes.plot(steps, percent, color=INK, linewidth=1.6, marker="o", markersize=3)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("% of the parameters' norm")
+    axes.set_title("Distance of the workers from their mean", loc="left", fontsize=11, fontweight="bold", color=INK)
+    if not steps:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="grey")
+
+
+def _tidy(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=9)

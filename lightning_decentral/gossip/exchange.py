@@ -1,0 +1,246 @@
+"""How a round's messages become mixtures: mixed_i = sum_j w_ij sent_j.
+
+`start(message, step) -> land`, and `land()` waits and returns `mixed`, bucket by bucket. Three ways that give the same
+numbers up to rounding: sends and receives between peers, an all-reduce where a step's graph is disjoint cliques, and
+`W @ message` in a simulation.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.topology import Topology
+from lightning_decentral.gossip.verdict import Verdicts, refuse
+from lightning_decentral.gossip.weights import Weights, mixing_matrix, targets
+from lightning_decentral.stopwatch import stopwatch
+from lightning_decentral.transport import Message, Transport
+
+Land = Callable[[], list[Tensor]]
+
+_TAGS_PER_CHANNEL = 1 << 16  # buckets of one optimizer; keeps the messages of two optimizers apart
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one worker's exchange did so far."""
+
+    rounds: int = 0
+    bytes_sent: int = 0
+    wait_seconds: float = 0.0
+    in_flight_seconds: float = 0.0
+    refused: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Traffic(*(a + b for a, b in pairs))
+
+
+class Exchange(ABC):
+    """One worker's share of every round (or all workers' at once, in a simulation)."""
+
+    @abstractmethod
+    def silent(self, step: int) -> bool:
+        """Whether this worker neither sends nor hears anything at this step."""
+
+    @abstractmethod
+    def start(self, message: Sequence[Tensor], step: int) -> Land:
+        """Send the buckets of `message` and begin to hear the others'; the buckets stay untouched until landed."""
+
+    def traffic(self) -> Traffic:
+        """Counters since construction."""
+        return Traffic()
+
+
+@dataclass(frozen=True)
+class MatrixExchange(Exchange):
+    """mixed = W_t @ message, the workers as the first axis: the simulator's exchange."""
+
+    topology: Topology
+    weights: Weights
+    size: int
+
+    def silent(self, step: int) -> bool:
+        """Whether nobody talks at this step."""
+        return not any(self.topology.sources(rank, self.size, step) for rank in range(self.size))
+
+    def start(self, message: Sequence[Tensor], step: int) -> Land:
+        """Multiply at once; nothing travels."""
+        matrix = torch.from_numpy(mixing_matrix(self.topology, self.size, step, self.weights))
+        mixed = [matrix.to(m.dtype) @ m for m in message]
+        return lambda: mixed
+
+
+@dataclass
+class PeerExchange(Exchange):
+    """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
+
+    Every message is preceded by a header (round, elements). A header of another round is an error: some worker took
+    another number of optimizer steps, and mixing would pair rounds wrongly without a sign. A message with NaN or
+    infinity is refused: its weight falls to the receiver's own parameters, and it is counted.
+
+    Args:
+        channel: keeps apart the messages of several exchanges on one transport (one per optimizer).
+    """
+
+    topology: Topology
+    weights: Weights
+    transport: Transport
+    device: torch.device
+    channel: int = 0
+    _verdicts: Verdicts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._verdicts = Verdicts(self.transport.rank)
+        self._waited = stopwatch(self.device)
+        self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
+        self._plans: dict[int, tuple[dict[int, float], tuple[int, ...]]] = {}
+
+    def _plan(self, step: int) -> tuple[dict[int, float], tuple[int, ...]]:
+        """(weights of what I hear, who hears me), computed once per phase of the topology."""
+        rank, size = self.transport.rank, self.transport.size
+        phase = step % self.topology.period(size)
+        if phase not in self._plans:
+            row = self.weights.row(self.topology, rank, size, phase)
+            self._plans[phase] = row, targets(self.topology, rank, size, phase)
+        return self._plans[phase]
+
+    def silent(self, step: int) -> bool:
+        """No source and no target."""
+        row, heard_by = self._plan(step)
+        return len(row) == 1 and not heard_by
+
+    def start(self, message: Sequence[Tensor], step: int) -> Land:
+        """Start the round's transfers. Memory until landed: one copy of the parameters for each source."""
+        row, heard_by = self._plan(step)
+        sources = sorted(set(row) - {self.transport.rank})
+        header = torch.tensor([step, sum(m.numel() for m in message)], device=self.device)
+        headers = {j: torch.empty_like(header) for j in sources}
+        heard = {j: [torch.empty_like(m) for m in message] for j in sources}
+        first_tag = self.channel * _TAGS_PER_CHANNEL
+
+        def messages(peer: int, tensors: Sequence[Tensor]) -> list[Message]:
+            return [Message(peer, tensor, first_tag + i) for i, tensor in enumerate(tensors)]
+
+        outgoing, incoming = self.transport.exchange(
+            sends=[m for j in heard_by for m in messages(j, [header, *message])],
+            receives=[m for j in sources for m in messages(j, [headers[j], *heard[j]])],
+        )
+        launched = perf_counter()
+        self._bytes_sent += len(heard_by) * sum(t.numel() * t.element_size() for t in (header, *message))
+
+        def land() -> list[Tensor]:
+            self._waited.start()
+            for pending in incoming:
+                pending.wait()
+            self._waited.stop()
+            self._in_flight_seconds += perf_counter() - launched
+            self._rounds += 1
+            mixed = self._mix(row, message, heard, headers, header)
+            for pending in outgoing:
+                pending.wait()
+            return mixed
+
+        return land
+
+    def _mix(
+        self,
+        row: Mapping[int, float],
+        message: Sequence[Tensor],
+        heard: Mapping[int, Sequence[Tensor]],
+        headers: Mapping[int, Tensor],
+        header: Tensor,
+    ) -> list[Tensor]:
+        """w_ii sent_i + sum_j w_ij sent_j over j in order, so that a resumed run rounds alike; in what was heard."""
+        mine = _finite(message)
+        healthy = {j: _finite(tensors) for j, tensors in heard.items()}
+        rows = {j: torch.cat([headers[j], healthy[j].long().view(1)]) for j in headers}
+        self._verdicts.add({self.transport.rank: torch.cat([header, mine.long().view(1)]), **rows})
+        if not heard:
+            return [m.clone() for m in message]
+        for j, tensors in heard.items():
+            refuse(tensors, message, healthy[j])
+            for tensor in tensors:
+                tensor.mul_(row[j])
+        first, *others = heard.values()
+        for total, own, *rest in zip(first, message, *others, strict=True):
+            total.add_(own, alpha=row[self.transport.rank])
+            for tensor in rest:
+                total.add_(tensor)
+        return list(first)
+
+    def traffic(self) -> Traffic:
+        """Counters since construction."""
+        refused = self._verdicts.refused
+        return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
+
+
+@dataclass
+class CliqueExchange(Exchange):
+    """All-reduce inside disjoint cliques: the mean of this worker's clique, at 2 (c - 1) / c of the parameters' bytes
+    for a clique of c workers, where sends and receives would take c - 1.
+
+    A message with NaN or infinity is left out of the mean by its own sender, and counted by the others.
+
+    Args:
+        cliques: one partition of the workers for each phase (`cliques.partitions`).
+        transports: one for each clique of more than one worker that this worker belongs to.
+    """
+
+    cliques: Sequence[Sequence[tuple[int, ...]]]
+    transports: Mapping[tuple[int, ...], Transport]
+    rank: int
+    device: torch.device
+    _verdicts: Verdicts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._verdicts = Verdicts(self.rank)
+        self._waited = stopwatch(self.device)
+        self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
+
+    def _clique(self, step: int) -> tuple[int, ...]:
+        return next(c for c in self.cliques[step % len(self.cliques)] if self.rank in c)
+
+    def silent(self, step: int) -> bool:
+        """This worker's clique is itself alone."""
+        return len(self._clique(step)) == 1
+
+    def start(self, message: Sequence[Tensor], step: int) -> Land:
+        """Start the all-reduces. Memory until landed: one copy of the parameters."""
+        clique = self._clique(step)
+        transport = self.transports[clique]
+        finite = _finite(message)
+        header = torch.tensor([step, sum(m.numel() for m in message)], device=self.device)
+        gathering, rows = transport.all_gather(torch.cat([header, finite.long().view(1)]))
+        totals = [torch.where(finite, m, torch.zeros_like(m)) for m in message]
+        reducing = [transport.all_reduce(total) for total in totals]
+        launched = perf_counter()
+        payload = sum(t.numel() * t.element_size() for t in totals)
+        self._bytes_sent += 2 * (len(clique) - 1) * payload // len(clique)
+
+        def land() -> list[Tensor]:
+            self._waited.start()
+            for pending in (gathering, *reducing):
+                pending.wait()
+            self._waited.stop()
+            self._in_flight_seconds += perf_counter() - launched
+            self._rounds += 1
+            self._verdicts.add(dict(zip(clique, rows, strict=True)))
+            count = torch.stack(rows)[:, 2].sum().clamp(min=1)
+            return [total.div_(count.to(total.dtype)) for total in totals]
+
+        return land
+
+    def traffic(self) -> Traffic:
+        """Counters since construction."""
+        refused = self._verdicts.refused
+        return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
+
+
+def _finite(tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar: no element is NaN or infinite. One pass each and no copy: the largest magnitude carries both."""
+    largest = [torch.linalg.vector_norm(t, ord=torch.inf) for t in tensors if t.numel()]
+    return torch.stack([torch.isfinite(norm) for norm in largest]).all()

@@ -1,0 +1,136 @@
+"""When rounds are launched and landed: buckets x combine x exchange."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_decentral.gossip.combine import Combine, State
+from lightning_decentral.gossip.exchange import Exchange, Land
+
+
+class Flat(Protocol):
+    """What a mixer mixes: `buckets.Bucket` on a worker, anything with a flat tensor in a simulation."""
+
+    flat: Tensor
+
+    def adopt(self) -> None:
+        """See that the parameters are views of `flat`."""
+
+
+@dataclass
+class Flight:
+    """One round between launch and landing; `land` may be called once, what it returned is kept for a checkpoint."""
+
+    round: int
+    sent: list[Tensor]
+    land: Land
+
+
+class Mixer:
+    """Runs one exchange round per optimizer step.
+
+    After update t:   land the round launched after update t - delay;   launch round t.
+    delay 0 (ATC)     x(t+1) = W (x + u)            launched and landed after the same update
+    delay 1 (AWC)     x(t+1) = W x + u(x)           hidden behind a whole forward and backward
+    delay k           x(t+1) = x + u(x) + rate (W - I) x(t-k+1)
+
+    Memory beyond the model: one copy of the parameters for every message in flight, the sent one and each heard one.
+
+    Args:
+        buckets: the parameters; more may be appended while training (all workers in the same round).
+        delay: updates between launch and landing, at least 0.
+
+    Attributes:
+        round: rounds taken so far.
+        wanted: rounds that the neighbours must have launched for the last landing.
+
+    Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `weights.largest_stable_rate`.
+    """
+
+    def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange, delay: int) -> None:
+        self.buckets: list[Flat] = []
+        self.round = 0
+        self.wanted = 0
+        self.exchange = exchange
+        self._combine, self._delay = combine, delay
+        self._states: list[State] = []
+        self._flights: deque[Flight] = deque()
+        self.extend(buckets)
+
+    def extend(self, buckets: Sequence[Flat]) -> None:
+        """Mix these too, from the next launch on."""
+        self.buckets += buckets
+        self._states += [self._combine.init(bucket.flat) for bucket in buckets]
+
+    def step(self) -> None:
+        """One round. Call after the user's update, on every worker equally often."""
+        for bucket in self.buckets:
+            bucket.adopt()
+        if self._delay:
+            self._land_until(self.round - self._delay)
+        self._launch()
+        if not self._delay:
+            self._land_until(self.round)
+        self.round += 1
+
+    def drain(self) -> None:
+        """Land all that is in flight."""
+        self._land_until(self.round)
+
+    def _launch(self) -> None:
+        if self.exchange.silent(self.round):
+            return
+        sent = [self._combine.message(b.flat, s) for b, s in zip(self.buckets, self._states, strict=True)]
+        self._flights.append(Flight(self.round, sent, self.exchange.start(sent, self.round)))
+
+    def _land_until(self, last: int) -> None:
+        while self._flights and self._flights[0].round <= last:
+            flight = self._flights.popleft()
+            self.wanted = flight.round + 1
+            for bucket, state, sent, mixed in zip(self.buckets, self._states, flight.sent, flight.land(), strict=False):
+                self._combine.apply(bucket.flat, sent, mixed, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
+        flights = []
+        for flight in self._flights:
+            mixed = flight.land()
+            flight.land = _landed(mixed)
+            flights.append({"round": flight.round, "sent": list(flight.sent), "mixed": list(mixed)})
+        return {
+            "round": self.round,
+            "states": [dict(state) for state in self._states],
+            "flights": flights,
+            "elements": [bucket.flat.numel() for bucket in self.buckets],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: it was taken with other buckets.
+        """
+        elements = [bucket.flat.numel() for bucket in self.buckets]
+        if state["elements"] != elements:
+            raise ValueError(
+                f"the checkpoint's messages have buckets of {state['elements']} elements, this run has {elements}: "
+                "resume with the same bucket_bytes, or delete the checkpoint's .workers folder to start from the mean"
+            )
+        like = [bucket.flat for bucket in self.buckets]
+        self.round = state["round"]
+        self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
+        self._flights = deque(
+            Flight(f["round"], _copies(f["sent"], like), _landed(_copies(f["mixed"], like))) for f in state["flights"]
+        )
+
+
+def _landed(mixed: list[Tensor]) -> Land:
+    return lambda: mixed
+
+
+def _copies(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """A flight may be older than the last buckets, so it may be shorter than `like`."""
+    return [tensor.to(x.device, copy=True) for tensor, x in zip(tensors, like, strict=False)]

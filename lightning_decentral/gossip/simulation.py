@@ -1,0 +1,58 @@
+"""All workers in one process: the same rule and mixer over the matrix exchange."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.combine import Combine
+from lightning_decentral.gossip.exchange import MatrixExchange
+from lightning_decentral.gossip.mixer import Mixer
+from lightning_decentral.gossip.topology import Topology
+from lightning_decentral.gossip.weights import Own, Weights
+
+Gradient = Callable[[Tensor, int], Tensor]
+
+
+@dataclass
+class _Rows:
+    """The workers' parameters as the rows of one tensor [size, dim]."""
+
+    flat: Tensor
+
+    def adopt(self) -> None:
+        """Nothing else holds them."""
+
+
+def simulate(
+    topology: Topology,
+    combine: Combine,
+    gradient: Gradient,
+    x0: Tensor,
+    steps: int,
+    learning_rate: float,
+    delay: int = 1,
+    weights: Weights | None = None,
+) -> Tensor:
+    """x_i <- x_i - learning_rate * gradient(x, step)_i, then one round of the mixer, `steps` times.
+
+    Args:
+        gradient: (x [size, dim], step) -> [size, dim], row i the gradient of worker i at its own x_i.
+        x0: [size, dim], row i where worker i starts.
+        steps: updates to take.
+        delay: updates between launch and landing, as in `Mixer`.
+        weights: the topology's own where None.
+
+    Returns:
+        [steps + 1, size, dim]: x0 and the parameters after each step.
+    """
+    size = x0.shape[0]
+    rows = _Rows(x0.detach().clone())
+    mixer = Mixer([rows], combine, MatrixExchange(topology, weights or Own(), size), delay)
+    trajectory = [x0.detach().clone()]
+    for step in range(steps):
+        rows.flat.sub_(gradient(rows.flat, step), alpha=learning_rate)
+        mixer.step()
+        trajectory.append(rows.flat.clone())
+    return torch.stack(trajectory)

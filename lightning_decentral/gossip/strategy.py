@@ -1,0 +1,254 @@
+"""`Trainer(strategy="gossip")`: decentralized data-parallel training, one word away from `ddp`."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_decentral.buckets import BUCKET_BYTES, Bucket, pack
+from lightning_decentral.gossip.cliques import partitions
+from lightning_decentral.gossip.combine import Combine, Gossip
+from lightning_decentral.gossip.exchange import CliqueExchange, Exchange, PeerExchange, Traffic
+from lightning_decentral.gossip.mixer import Mixer
+from lightning_decentral.gossip.topology import Auto, Topology
+from lightning_decentral.gossip.weights import (
+    Own,
+    Weights,
+    check,
+    consensus_steps,
+    describe,
+    largest_stable_rate,
+    targets,
+)
+from lightning_decentral.mean import mean
+from lightning_decentral.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.transport import Transport, Wire
+
+
+@dataclass(frozen=True)
+class Consensus:
+    """How far the workers are apart.
+
+    absolute = sqrt((1/n) sum_i ||x_i - xbar||^2);  relative = absolute / ||xbar||.
+    """
+
+    absolute: float
+    relative: float
+
+
+@dataclass
+class _Trained:
+    """One optimizer's parameters and the mixer that mixes them."""
+
+    optimizer: Optimizer
+    mixer: Mixer
+    buckets: list[Bucket]
+    known: set[int] = field(default_factory=set)
+
+
+class GossipStrategy(ReplicaStrategy):
+    """Each worker updates its own replica and averages with a few neighbours instead of all: x_i+ = sum_j w_ij x_j +
+    u_i.
+
+    `optimizer_step` is the user's update, then one round: land what was launched `delay` updates ago, launch the next.
+    With the default delay of 1 an exchange has a whole forward and backward to hide behind. One round per real step:
+    nothing is sent while gradients are only accumulated. Any optimizer; its moments stay local.
+
+    Args:
+        topology: who hears whom at which step; `Auto()` reaches exact consensus in finite time for any number of
+        workers. combine: what a worker does with what it heard.
+        weights: of what is heard; the topology's own by default.
+        delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining), k
+        serves
+            slow links and stragglers. Delayed mixing is stable only for small rates (`largest_stable_rate`); `Every(k,
+            topology)` with delay k keeps one message in flight and is always stable.
+        evaluate: "mean" validates and tests the mean of the workers, "own" each worker's model.
+        sigterm_every: rounds between two looks whether some worker got a SIGTERM.
+        bucket_bytes: largest flat tensor that is sent as one message.
+        **ddp: what Lightning's DDPStrategy takes (start_method, process_group_backend, timeout, cluster_environment,
+        ...).
+
+    Raises:
+        ValueError: at set-up, before any worker talks: the topology can't serve the number of workers, the weights
+        don't preserve the
+            mean, the delay isn't stable (with the largest rate that is).
+
+    Source: Wang et al. 2410.11998.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: Topology | None = None,
+        combine: Combine | None = None,
+        weights: Weights | None = None,
+        delay: int = 1,
+        evaluate: Evaluate = "mean",
+        sigterm_every: int = 10,
+        bucket_bytes: int = BUCKET_BYTES,
+        **ddp: Any,
+    ) -> None:
+        super().__init__(evaluate=evaluate, sigterm_every=sigterm_every, **ddp)
+        if delay < 0:
+            raise ValueError(f"delay must be at least 0, got {delay}: 0 blocks, 1 overlaps, k lands k updates later")
+        self.topology = topology or Auto()
+        self.combine = combine or Gossip()
+        self.weights = weights or Own()
+        self.delay = delay
+        self.bucket_bytes = bucket_bytes
+        self._trained: list[_Trained] = []
+
+    # ---- set-up -------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Check the plan, then connect."""
+        self._check_plan(self.num_nodes * self.num_processes)
+        super().setup_environment()
+
+    def _check_plan(self, size: int) -> None:
+        check(self.topology, size, self.weights)
+        safe = largest_stable_rate(self.topology, size, self.delay, self.weights)
+        if self.combine.rate >= safe and size > 1:
+            below = math.floor(safe * 1000 - 1e-9) / 1000
+            raise ValueError(
+                f"rate {self.combine.rate} with delay {self.delay} doesn't contract on "
+                f"{describe(self.topology, size)}: the rate must stay below {safe:.4g}; use Gossip(rate={below}), "
+                f"or topology=Every({self.delay}, ...), which is stable at rate 1"
+            )
+
+    def prepare(self, wire: Wire | None) -> None:
+        """One mixer for each optimizer; a parameter of several optimizers is mixed by the first."""
+        self._trained = []
+        if wire is None:
+            return
+        exchanges = self._exchanges(wire, len(self.optimizers))
+        taken: set[int] = set()
+        for optimizer, exchange in zip(self.optimizers, exchanges, strict=True):
+            trained = _Trained(optimizer, Mixer([], self.combine, exchange, self.delay), [], taken)
+            self._trained.append(trained)
+            self._adopt_new(trained)
+
+    def _exchanges(self, wire: Wire, number: int) -> list[Exchange]:
+        cliques = partitions(self.topology, self.weights, wire.peers.size)
+        if cliques is None:
+            return [
+                PeerExchange(self.topology, self.weights, wire.peers, self.root_device, channel)
+                for channel in range(number)
+            ]
+        groups = {c: wire.group(c) for c in dict.fromkeys(c for step in cliques for c in step) if len(c) > 1}
+        mine: dict[tuple[int, ...], Transport] = {c: t for c, t in groups.items() if t is not None}
+        return [CliqueExchange(cliques, mine, wire.peers.rank, self.root_device) for _ in range(number)]
+
+    def _adopt_new(self, trained: _Trained) -> None:
+        """Take in parameters that the optimizer got since the last look (gradual unfreezing adds groups)."""
+        parameters = [p for group in trained.optimizer.param_groups for p in group["params"]]
+        new = [p for p in dict.fromkeys(parameters) if id(p) not in trained.known]
+        if new:
+            trained.known.update(map(id, new))
+            buckets = pack(new, self.bucket_bytes)
+            trained.buckets += buckets
+            trained.mixer.extend(buckets)
+
+    # ---- rounds -------------------------------------------------------------------------------------------------
+
+    def advance(self, optimizer: Optimizer) -> None:
+        """One round of the mixer of this optimizer."""
+        trained = next(t for t in self._trained if t.optimizer is optimizer)
+        self._adopt_new(trained)
+        trained.mixer.step()
+
+    def take_part(self, index: int) -> None:
+        """One round without an update."""
+        self._trained[index].mixer.step()
+
+    def rounds(self) -> list[int]:
+        """Rounds taken, one number for each optimizer."""
+        return [trained.mixer.round for trained in self._trained]
+
+    def wanted(self) -> list[int]:
+        """Rounds that the neighbours must have launched."""
+        return [max(t.mixer.round, t.mixer.wanted) for t in self._trained]
+
+    def settle(self) -> None:
+        """Land what is in flight."""
+        for trained in self._trained:
+            trained.mixer.drain()
+
+    def release(self) -> None:
+        """Give every parameter a storage of its own again."""
+        for bucket in self._buckets:
+            bucket.release()
+        self._trained = []
+
+    def progress_state(self) -> dict[str, Any]:
+        """The mixers' states."""
+        return {"mixers": [trained.mixer.state_dict() for trained in self._trained]}
+
+    def load_progress_state(self, state: dict[str, Any]) -> None:
+        """Restore the mixers."""
+        for trained, mixer_state in zip(self._trained, state["mixers"], strict=True):
+            trained.mixer.load_state_dict(mixer_state)
+
+    # ---- what users watch ---------------------------------------------------------------------------------------
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for trained in self._trained for bucket in trained.buckets]
+
+    def traffic(self) -> Traffic:
+        """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages since fit began.
+
+        No communication.
+        """
+        return sum((trained.mixer.exchange.traffic() for trained in self._trained), Traffic())
+
+    @torch.no_grad()
+    def consensus(self) -> Consensus:
+        """How far the workers are apart now. Collective: every worker calls it at the same step; costs one all-reduce
+        of the trained parameters, and makes the workers wait for each other."""
+        if self._wire is None:
+            return Consensus(0.0, 0.0)
+        own = [bucket.flat for bucket in self._buckets]
+        means = mean(own, self._wire.world)
+        apart = _squared_norm([a - b for a, b in zip(own, means, strict=True)])
+        (apart,) = mean([apart], self._wire.world)
+        return Consensus(float(apart.sqrt()), float((apart / _squared_norm(means).clamp(min=1e-300)).sqrt()))
+
+    def summary(self) -> dict[str, str]:
+        """The plan in words, for the start of a run."""
+        size, steps = self.world_size, consensus_steps(self.topology, self.world_size, self.weights)
+        model_bytes = sum(bucket.bytes for bucket in self._buckets)
+        period = self.topology.period(size)
+        heard_by = sum(len(targets(self.topology, self.global_rank, size, s)) for s in range(period)) / period
+        order = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
+        return {
+            "workers": str(size),
+            "topology": describe(self.topology, size),
+            "steps to exact consensus": "never exact" if steps is None else str(steps),
+            "order": order.get(self.delay, f"landed {self.delay} updates later"),
+            "bytes per worker and step": f"{heard_by * model_bytes:,.0f} ({heard_by:.3g} x the trained parameters)",
+            "evaluated": "the mean of the workers" if self.evaluate == "mean" else "each worker's own model",
+        }
+
+    # ---- names --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
+        """`gossip` and its variants for other ways to start processes; a second call changes nothing."""
+        for name, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            strategy_registry.register(
+                f"gossip{name}",
+                cls,
+                description=f"decentralized gossip averaging, processes by {start_method}",
+                override=True,
+                start_method=start_method,
+            )
+
+
+def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([t.double().square().sum() for t in tensors]).sum()

@@ -1,0 +1,95 @@
+"""What a worker thinks of the messages of a round: right round, finite numbers; and what follows."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Verdicts:
+    """Checks the rounds of one exchange.
+
+    On the host the verdict falls at once. On a device it is copied to pinned memory and read when the next round lands,
+    long after the device passed it: nobody waits for it, and a message is accepted or refused on the device itself.
+
+    Args:
+        rank: of this worker, for the texts.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.refused = 0
+        self._rank = rank
+        self._open: _Flags | None = None
+
+    def add(self, rows: Mapping[int, Tensor]) -> None:
+        """Judge one round by a row (round, elements, finite) of integers for this worker and each that it heard.
+
+        Raises:
+            RuntimeError: a source is in another round, or its model has another size.
+            FloatingPointError: this worker's own message is not finite.
+        """
+        flags = _Flags(tuple(rows), torch.stack(list(rows.values())))
+        if flags.on_host:
+            self._judge(flags)
+            return
+        if self._open is not None:
+            self._judge(self._open)
+        self._open = flags
+
+    def _judge(self, flags: "_Flags") -> None:
+        rows = flags.read()
+        step, elements, finite = rows.pop(self._rank)
+        for source, (other_step, other_elements, healthy) in rows.items():
+            if other_step != step:
+                raise RuntimeError(
+                    f"worker {self._rank} is in round {step} but heard round {other_step} from worker {source}: "
+                    "every worker must take the same number of optimizer steps"
+                )
+            if other_elements != elements:
+                raise RuntimeError(
+                    f"worker {self._rank} mixes {elements} elements but worker {source} sent {other_elements}: "
+                    "every worker must train the same parameters in the same step"
+                )
+            if not healthy:
+                self.refused += 1
+                warnings.warn(
+                    f"worker {self._rank} refused a message from worker {source} in round {step}: "
+                    f"it holds NaN or infinity ({self.refused} refused so far)",
+                    stacklevel=2,
+                )
+        if not finite:
+            raise FloatingPointError(
+                f"worker {self._rank}: its parameters hold NaN or infinity in round {step}; its neighbours refused "
+                "them. Lower the learning rate, clip gradients (gradient_clip_val) or find the operation with "
+                "detect_anomaly=True"
+            )
+
+
+def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
+    """heard <- own unless `healthy`, in place: NaN times a weight of zero would still be NaN.
+
+    A device decides by itself; on the host a healthy message is left alone.
+    """
+    if not healthy.is_cuda and bool(healthy):
+        return
+    for tensor, mine in zip(heard, own, strict=True):
+        torch.where(healthy, tensor, mine, out=tensor)
+
+
+class _Flags:
+    """A small integer matrix on its way to the host; row k belongs to worker workers[k]."""
+
+    def __init__(self, workers: tuple[int, ...], rows: Tensor) -> None:
+        self._workers = workers
+        self.on_host = not rows.is_cuda
+        self._rows = rows
+        if rows.is_cuda:
+            self._rows = torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> dict[int, list[int]]:
+        if not self.on_host:
+            self._arrived.synchronize()
+        return dict(zip(self._workers, self._rows.tolist(), strict=True))

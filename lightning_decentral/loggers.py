@@ -1,0 +1,134 @@
+"""Loggers beside Lightning's own: one W&B run per worker, and rows kept in memory for the report."""
+
+import uuid
+from argparse import Namespace
+from collections.abc import Mapping
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import wandb
+from lightning.fabric.utilities.logger import _convert_json_serializable, _convert_params, _sanitize_callable_params
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+STEP = "trainer/global_step"
+
+
+class WandbPerWorker(Logger):
+    """One W&B run for every worker, together in one group: each shows that worker's own losses, waiting and bytes.
+
+    `lightning.pytorch.loggers.WandbLogger` makes one run, of worker 0; choose this one to see every worker's machine.
+
+    Args:
+        project: of all the runs.
+        group: what the runs have in common; by default the name of `save_dir`, then each training needs its own.
+        save_dir: where W&B keeps its files.
+        offline: write files only; `wandb sync` sends them later.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str = "lightning-decentral",
+        group: str | None = None,
+        save_dir: str = ".",
+        offline: bool = False,
+    ) -> None:
+        super().__init__()
+        self.project = project
+        self.group = group or Path(save_dir).resolve().name
+        self.offline = offline
+        self._save_dir = save_dir
+        self._token = uuid.uuid4().hex[:8]
+        self._settings: dict[str, Any] = {}
+        self._run: Any = None
+
+    @property
+    def name(self) -> str:
+        """The project, as WandbLogger has it."""
+        return self.project
+
+    @property
+    def version(self) -> str:
+        """The group."""
+        return self.group
+
+    @property
+    def save_dir(self) -> str:
+        """Where W&B keeps its files."""
+        return self._save_dir
+
+    @property
+    def experiment(self) -> Any:
+        """This worker's `wandb.Run`, begun when first asked for: by then the worker knows its rank."""
+        if self._run is None:
+            rank = rank_zero_only.rank  # type: ignore[attr-defined]
+            self._run = wandb.init(
+                project=self.project,
+                group=self.group,
+                name=f"worker {rank}",
+                id=f"{self._token}-{rank}",
+                dir=self._save_dir,
+                config=self._settings,
+                mode="offline" if self.offline else None,
+                resume=None if self.offline else "allow",
+            )
+            if parent_process() is not None:  # forked and spawned workers end without `atexit`, where W&B would finish
+                Finalize(self, self._run.finish, exitpriority=1)
+            self._run.define_metric(STEP)
+            self._run.define_metric("*", step_metric=STEP, step_sync=True)
+        return self._run
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """One row of this worker's run."""
+        self.experiment.log({**metrics, **({} if step is None else {STEP: step})})
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Kept until the run begins: workers may not have been started yet."""
+        self._settings.update(_convert_json_serializable(_sanitize_callable_params(_convert_params(params))))
+        if self._run is not None:
+            self._run.config.update(self._settings, allow_val_change=True)
+
+
+class Rows(Logger):
+    """Keeps worker 0's logged metrics in memory, one row per step.
+
+    Args:
+        directory: where Lightning puts checkpoints if no other logger says so.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._rows: dict[int, dict[str, float]] = {}
+
+    @property
+    def name(self) -> str:
+        """None."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """None."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The directory."""
+        return str(self._directory)
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """In order of steps; the key "step" is first."""
+        return [{"step": step, **self._rows[step]} for step in sorted(self._rows)]
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Into the row of that step."""
+        if step is not None:
+            self._rows.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Not kept."""

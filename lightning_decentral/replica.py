@@ -1,0 +1,328 @@
+"""What strategies with one model replica per worker share: launching, ranks, the mean model, stopping together.
+
+The replicas may differ while training. Everything that Lightning does once for all of them (validation, checkpoints,
+the model handed back after `fit`) sees their exact mean; each worker's own trajectory is never touched by it.
+"""
+
+import functools
+import signal
+from abc import abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.agreement import RollCall, StopFlag, check_same_model, start_from_worker_0
+from lightning_decentral.checkpoint import ReplicaCheckpoints
+from lightning_decentral.mean import Swap, floating, mean
+from lightning_decentral.transport import Wire, connect, connected
+
+Evaluate = Literal["mean", "own"]
+
+
+class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
+    """A DDP strategy without the gradient all-reduce: no wrapper module, gradients stay local.
+
+    Args:
+        evaluate: "mean" validates, tests and predicts with the mean of the workers, "own" with each worker's model.
+        sigterm_every: rounds between two looks whether some worker got a SIGTERM (read one interval later).
+        **ddp: what DDPStrategy takes: accelerator, cluster_environment, process_group_backend, timeout, start_method,
+        ...
+    """
+
+    def __init__(
+        self,
+        *,
+        evaluate: Evaluate = "mean",
+        sigterm_every: int = 10,
+        timeout: timedelta | None = default_pg_timeout,
+        **ddp: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, **ddp)
+        if evaluate not in ("mean", "own"):
+            raise ValueError(f"evaluate must be 'mean' or 'own', got {evaluate!r}")
+        if sigterm_every < 1:
+            raise ValueError(f"sigterm_every must be at least 1, got {sigterm_every}")
+        self.evaluate: Evaluate = evaluate
+        self._sigterm_every = sigterm_every
+        self._wire: Wire | None = None
+        self._roll: RollCall | None = None
+        self._stop: StopFlag | None = None
+        self._swap: Swap | None = None
+        self._apart = False
+        self._met = 0
+        self._undo: list[Callable[[], None]] = []
+
+    # ---- what a method adds -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare(self, wire: Wire | None) -> None:
+        """Check the plan and build what training needs; the optimizers exist. No wire: a single worker."""
+
+    @abstractmethod
+    def advance(self, optimizer: Optimizer) -> None:
+        """Run one round after the update of `optimizer`."""
+
+    @abstractmethod
+    def take_part(self, index: int) -> None:
+        """Run one round of the optimizer with that index, without an update."""
+
+    @abstractmethod
+    def rounds(self) -> list[int]:
+        """Rounds taken, one number for each optimizer."""
+
+    @abstractmethod
+    def wanted(self) -> list[int]:
+        """Rounds that the others must have launched before this worker can go on."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Land what is in flight."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the model its own storage back."""
+
+    # ---- set-up -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """As DDPStrategy, but without a wrapper, and with equal models at the start."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._refuse_what_hangs(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self._wire is None and connected():
+            self._wire = connect(self.root_device, self._timeout)
+        self._equalize(fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self.prepare(self._wire)
+            self._resume()
+            self._listen(trainer)
+
+    def configure_ddp(self) -> None:
+        """No wrapper."""
+
+    def _refuse_what_hangs(self, module: nn.Module) -> None:
+        sync = self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
+        if sync:
+            raise ValueError(
+                "SyncBatchNorm makes all workers wait for each other in every layer, "
+                f"which {type(self).__name__} exists to avoid: use plain BatchNorm (its statistics are averaged for the mean model), GroupNorm or LayerNorm"
+            )
+
+    def _equalize(self, fitting: bool) -> None:
+        """Start equal: restored workers keep what they restored, replicas that a fit left apart are averaged, and
+        otherwise all take worker 0's values."""
+        if self._wire is None or (not fitting and self.evaluate == "own"):
+            return
+        module = self._module
+        check_same_model(module, self._wire.roll)
+        if fitting and self.resuming:
+            return
+        if self._apart:
+            self._average_in_place()
+        start_from_worker_0([*module.parameters(), *module.buffers()], self._wire.world)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The user's update, exactly as in one process; then one round."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._wire is not None:
+            self._apart = True
+            with self._watched():
+                self.advance(optimizer)
+                if optimizer is self.optimizers[0] and self._stop is not None:
+                    self._stop.tick()
+        return output
+
+    def _watched(self) -> RollCall:
+        assert self._roll is not None
+        return self._roll
+
+    def _take_part(self, index: int) -> None:
+        self.take_part(index)
+        if index == 0 and self._stop is not None:
+            self._stop.tick()
+
+    # ---- stopping together --------------------------------------------------------------------------------------
+
+    def _listen(self, trainer: Trainer) -> None:
+        """Replace Lightning's broadcast before every batch, which makes all workers wait for worker 0, by a flag that
+        nobody waits for; and call the roll where an epoch ends."""
+        if self._wire is None:
+            return
+        self._stop = StopFlag(self._wire.flags, self._sigterm_every)
+        self._roll = RollCall(
+            self._wire.roll, self._wire.store, self.rounds, self.wanted, self._take_part, lambda: self._met
+        )
+        loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
+        self._replace(loop, "_broadcast_sigterm_tensor", lambda _: self._stop_if_agreed(trainer))
+        self._replace(signals, "_sigterm_notifier_fn", lambda _, signum, __: self._on_sigterm(signum))
+        self._replace(loop, "on_advance_end", lambda inner, fetcher: self._end_batch(trainer, inner, fetcher))
+        self._replace(trainer.fit_loop, "on_advance_end", lambda inner: self._end_epoch(inner))
+        self._epoch_ended = False
+
+    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+        inner = getattr(owner, name, None)
+        if inner is None:
+            rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {_LOST[name]}")
+            return
+        setattr(owner, name, functools.partial(by, inner))
+        self._undo.append(lambda: delattr(owner, name))
+
+    def _on_sigterm(self, signum: int) -> None:
+        assert self._stop is not None
+        if not self._stop.raised and self.launcher is not None:
+            self.launcher.kill(signum)
+        self._stop.raised = True
+
+    def _stop_if_agreed(self, trainer: Trainer) -> None:
+        if self._stop is not None and self._stop.agreed:
+            trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException(128 + signal.SIGTERM)  # with 0, a launcher that forked would wait for a result
+
+    def _end_batch(self, trainer: Trainer, inner: Callable[..., None], fetcher: object) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._call_roll()
+        else:
+            self._epoch_ended = False
+        inner(fetcher)
+
+    def _end_epoch(self, inner: Callable[[], None]) -> None:
+        self._call_roll()
+        self._epoch_ended = False
+        inner()
+
+    def _call_roll(self) -> None:
+        if not self._epoch_ended and self._roll is not None:
+            self._roll.end_epoch()
+        self._epoch_ended = True
+
+    # ---- Lightning's collectives: counted, so that a worker that waits in one alone is found ------------------------
+
+    def _meet(self, call: Callable[[], Any]) -> Any:
+        if self._roll is None:
+            return call()
+        self._met += 1
+        with self._roll:
+            return call()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all workers."""
+        if not self.alone:
+            self._meet(lambda: super(ReplicaStrategy, self).barrier(*args, **kwargs))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Worker `src`'s object."""
+        return self._meet(lambda: super(ReplicaStrategy, self).broadcast(obj, src))
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """The mean, or another reduction, over the workers."""
+        reduced: Tensor = self._meet(lambda: super(ReplicaStrategy, self).reduce(tensor, group, reduce_op))
+        return reduced
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """[size, ...]: every worker's tensor."""
+        if self._wire is None or sync_grads or group is not None:
+            gathered: Tensor = self._meet(lambda: super(ReplicaStrategy, self).all_gather(tensor, group, sync_grads))
+            return gathered
+        pending, rows = self._wire.world.all_gather(tensor.detach().contiguous())
+        self._meet(pending.wait)
+        return torch.stack(rows)
+
+    # ---- the mean model -----------------------------------------------------------------------------------------
+
+    def _averaged(self) -> list[Tensor]:
+        """What the mean model is made of; an averaged copy that a WeightAveraging callback validates with included."""
+        callbacks = [c for c in self._trainer.callbacks if isinstance(c, WeightAveraging)]
+        copies = [c._average_model for c in callbacks if c._average_model is not None]
+        return floating([self._module, *copies])
+
+    def _average_in_place(self) -> None:
+        assert self._wire is not None
+        tensors = floating([self._module])
+        Swap(tensors, mean(tensors, self._wire.world))
+        self._apart = False
+
+    def _swap_in(self) -> None:
+        if self._wire is None or not self._apart or self.evaluate == "own":
+            return
+        tensors = self._averaged()
+        self._swap = Swap(tensors, mean(tensors, self._wire.world))
+
+    def _swap_out(self) -> None:
+        if self._swap is not None:
+            self._swap.undo()
+            self._swap = None
+
+    on_validation_start = on_test_start = on_predict_start = _swap_in
+    on_validation_end = on_test_end = on_predict_end = _swap_out
+
+    def on_train_end(self) -> None:
+        """Training ends with all workers at the mean (with `evaluate="own"`, only where the model is handed to another
+        process)."""
+        if self._wire is None or not self._apart:
+            return
+        self.settle()
+        if self.evaluate == "mean" or self._start_method != "popen":
+            self._average_in_place()
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    @property
+    def alone(self) -> bool:
+        """An exception has taken this worker off the others' path: nothing collective may be called any more."""
+        trainer = self._module._trainer if self.lightning_module is not None else None
+        agreed = self._stop is not None and self._stop.agreed
+        return trainer is not None and trainer.interrupted and not agreed and connected()
+
+    def teardown(self) -> None:
+        """Put Lightning's methods and the parameters' own storage back."""
+        if self._roll is not None:
+            self._roll.close()
+        for undo in self._undo:
+            undo()
+        self._undo, self._roll, self._swap = [], None, None
+        self.release()
+        super().teardown()
+
+
+_LOST = {
+    "_broadcast_sigterm_tensor": "it may make workers wait for each other before every batch",
+    "_sigterm_notifier_fn": "a SIGTERM may not reach every worker",
+    "on_advance_end": "unequal numbers of batches may hang",
+}
+
+
+def seconds(value: float) -> timedelta:
+    """A time span for `timeout`, from a configuration file."""
+    return timedelta(seconds=value)

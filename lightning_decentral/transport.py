@@ -1,0 +1,249 @@
+"""Groups, batched send and receive, staging: the one file that calls torch.distributed.
+
+Gloo and NCCL want peers addressed differently. Gloo takes plain sends and receives on the group object
+(`batch_isend_irecv` refuses groups that are not registered, which a world of threads never is) and tells messages
+apart by tag; NCCL wants all sends and receives of a round coalesced into one launch and pairs them by order. Whoever
+holds a `Transport` sees neither.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class PeerLost(ConnectionError):
+    """A neighbour ended or its connection broke while a message to or from it was under way."""
+
+
+class Message(NamedTuple):
+    """One tensor to or from one peer; `tag` tells apart the messages of one pair."""
+
+    peer: int
+    tensor: Tensor
+    tag: int
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor may be read (a receive) or overwritten (a send)."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Only collectives know on gloo."""
+
+
+class Transport(ABC):
+    """Point-to-point and collective transfers over one process group.
+
+    Args:
+        group: any process group, registered or not; the global one is never used.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """Start all transfers of a round; both sides list the messages of a pair in the same order."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """tensor <- sum over workers of tensor, in place."""
+        return _Work(self.group.allreduce([tensor]), "all workers", self.rank)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
+        """One tensor from every worker, in order of rank, valid after the wait."""
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        return _Work(self.group.allgather([rows], [tensor]), "all workers", self.rank), rows
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """tensor <- the source's tensor, in place."""
+        return _Work(self.group.broadcast([tensor], _broadcast_options(source)), f"worker {source}", self.rank)
+
+
+class GlooTransport(Transport):
+    """Plain sends and receives on the group object; CPU tensors."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """See `Transport.exchange`."""
+        with _Naming("a neighbour", self.rank):
+            incoming = [self.group.recv([m.tensor], m.peer, m.tag) for m in receives]
+            outgoing = [self.group.send([m.tensor], m.peer, m.tag) for m in sends]
+        return (
+            [_Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(outgoing, sends, strict=True)],
+            [_Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(incoming, receives, strict=True)],
+        )
+
+
+class NcclTransport(Transport):
+    """All transfers of a round coalesced; the wait is the current stream's, not the host's."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """See `Transport.exchange`."""
+        operations = [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
+        operations += [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        pending: list[Pending] = [_Work(work, "a neighbour", self.rank) for work in works]
+        return pending, pending
+
+
+class StagedTransport(Transport):
+    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.group)
+        self._inner = inner
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """See `Transport.exchange`."""
+        staged_sends = [m._replace(tensor=_pinned(m.tensor).copy_(m.tensor)) for m in sends]
+        staged_receives = [m._replace(tensor=_pinned(m.tensor)) for m in receives]
+        outgoing, incoming = self._inner.exchange(staged_sends, staged_receives)
+        landing: list[Pending] = [
+            _Staged(pending, host.tensor, device.tensor)
+            for pending, host, device in zip(incoming, staged_receives, receives, strict=True)
+        ]
+        kept: list[Pending] = [_Staged(p, m.tensor, None) for p, m in zip(outgoing, staged_sends, strict=True)]
+        return kept, landing
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """See `Transport.all_reduce`."""
+        host = _pinned(tensor).copy_(tensor)
+        return _Staged(self._inner.all_reduce(host), host, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """See `Transport.broadcast`."""
+        host = _pinned(tensor).copy_(tensor)
+        return _Staged(self._inner.broadcast(host, source), host, tensor)
+
+
+@dataclass
+class _Work:
+    """A torch work handle whose errors name the peer."""
+
+    work: Any
+    peer: str
+    rank: int
+
+    def wait(self) -> None:
+        with _Naming(self.peer, self.rank):
+            self.work.wait()
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+@dataclass
+class _Staged:
+    """Waits, then copies from the host to the device; keeps the host tensor alive meanwhile."""
+
+    inner: Pending
+    host: Tensor
+    device: Tensor | None
+
+    def wait(self) -> None:
+        self.inner.wait()
+        if self.device is not None:
+            self.device.copy_(self.host)
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+
+class _Naming:
+    """Turns a backend's connection error into `PeerLost` with the peer's name; anything else passes."""
+
+    def __init__(self, peer: str, rank: int) -> None:
+        self._peer, self._rank = peer, rank
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and re.search(
+            "closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)
+        ):
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
+            raise PeerLost(
+                f"worker {self._rank} lost {self._peer} ({reason}): it ended or its network is cut; "
+                "see that worker's own output"
+            ) from error
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+
+
+def _broadcast_options(source: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    options.rootTensor = 0
+    return options
+
+
+def transport(group: Any, device: torch.device) -> Transport:
+    """The transport of `group` for tensors on `device`."""
+    if group.name() == "nccl":
+        return NcclTransport(group)
+    return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one worker talks over. Separate groups, since each orders its own calls: gossip messages, means over all
+    workers, the flag that stops a run (CPU), the roll call at the end of an epoch (CPU); and the store of the group."""
+
+    peers: Transport
+    world: Transport
+    flags: Transport
+    roll: Transport
+    store: Any
+    group: Callable[[Sequence[int]], Transport | None]
+
+
+def connect(device: torch.device, timeout: timedelta | None) -> Wire:
+    """New groups over the initialized world. Every worker must call it at the same point."""
+    settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+
+    def group(ranks: Sequence[int]) -> Transport | None:
+        made = dist.new_group(list(ranks), **settings)  # every worker makes every group, members or not
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else transport(made, device)
+
+    def world() -> Transport:
+        return transport(dist.new_group(**settings), device)
+
+    def control() -> Transport:
+        return GlooTransport(dist.new_group(backend="gloo", **settings))
+
+    flags = control()
+    return Wire(world(), world(), flags, control(), flags.group.get_group_store(), group)
+
+
+def connected() -> bool:
+    """Whether this process belongs to a world of more than one worker right now."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def gather_objects(over: Transport, value: Any) -> list[Any]:
+    """The value of every worker, in order of rank (pickled; for set-up only)."""
+    values: list[Any] = [None] * over.size
+    dist.all_gather_object(values, value, group=over.group)
+    return values
+
+
+def gather_world(value: Any) -> list[Any]:
+    """The same before groups of our own exist; one value where there is no world."""
+    if not connected():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

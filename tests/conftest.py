@@ -1,0 +1,31 @@
+"""What every test may rely on: one thread per process, no network, a device where its marker asks for one."""
+
+import os
+
+# Before torch is imported, and inherited by every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_SILENT"] = "true"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# Machines that build are shared, so an example has no deadline of its own: pytest-timeout ends a test that hangs.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+DEVICES = {"gpu": 1, "multigpu": 2}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, needed in DEVICES.items():
+        found = torch.cuda.device_count()
+        if item.get_closest_marker(marker) and found < needed:
+            pytest.skip(f"needs {needed} CUDA device(s), this machine has {found}")

@@ -1,0 +1,585 @@
+"""Everything of Lightning that works under `ddp` keeps working; its traps are closed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+import lightning_decentral
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip.topology import OnePeerExponential, Ring
+from tests.tiny import QUIET, Batches, Net, SizedBatches, in_processes
+
+SIZE = 3
+
+
+class Watched(Trainer):
+    """Writes every worker's own error to `folder/rank.error`: a launcher only hands on the first."""
+
+    folder: Path
+
+    def _fit_impl(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._fit_impl(*args, **kwargs)
+        except BaseException as error:
+            (self.folder / f"{self.global_rank}.error").write_text(f"{type(error).__name__}: {error}")
+            raise
+
+
+def errors(folder: Path, size: int = SIZE) -> list[str]:
+    """Each worker's error; empty for one that was ended from outside before it had one."""
+    paths = [folder / f"{rank}.error" for rank in range(size)]
+    return [path.read_text() if path.exists() else "" for path in paths]
+
+
+class Inspect(Callback):
+    """Collects, on every worker, what a test asks for, and writes it to `folder/rank.pt` after each step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: dict[str, Any] = {}
+
+    def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After each batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen["steps"] = trainer.global_step
+        self.look(trainer, pl_module)
+        self.write(trainer)
+
+    def write(self, trainer: Trainer) -> None:
+        torch.save(self.seen, self.folder / f"{trainer.global_rank}.pt")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["own"] = {k: v.clone() for k, v in pl_module.state_dict().items()}
+        self.write(trainer)
+
+
+def seen(folder: Path, size: int = SIZE) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+def fit(
+    folder: Path,
+    module: LightningModule,
+    options: dict[str, Any],
+    trainer_options: dict[str, Any],
+    callbacks: list[Callback],
+    batches: Any,
+    size: int = SIZE,
+    validation: Any = None,
+) -> dict[str, Any]:
+    seed_everything(1, workers=True, verbose=False)
+    inspect = [] if any(isinstance(c, Inspect) for c in callbacks) else [Inspect(folder)]
+    strategy = GossipStrategy(**{"start_method": "fork", **options})
+    settings = {**QUIET, "max_steps": 8, **trainer_options}
+    trainer = Watched(**settings, devices=size, strategy=strategy, callbacks=[*callbacks, *inspect])
+    trainer.folder = folder
+    trainer.fit(module, batches, validation)
+    return {"state": module.state_dict(), "metrics": dict(trainer.callback_metrics)}
+
+
+def run(folder: Path, module: LightningModule | None = None, **changes: Any) -> dict[str, Any]:
+    arguments = {
+        "module": module or Net(),
+        "options": {},
+        "trainer_options": {},
+        "callbacks": [],
+        "batches": SizedBatches(6),
+        **changes,
+    }
+    return in_processes(fit_with, folder, arguments)
+
+
+def fit_with(folder: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    return fit(folder, **arguments)
+
+
+def assert_mean(state: dict[str, Tensor], rows: list[dict[str, Tensor]]) -> None:
+    for key, value in state.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, torch.stack([row[key] for row in rows]).mean(0).to(value.dtype))
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gossip", "gossip_spawn", "gossip_fork", "gossip_notebook"])
+def test_names_are_registered_once_and_for_all(name: str) -> None:
+    lightning_decentral._register()
+    lightning_decentral._register()
+    trainer = Trainer(**QUIET, devices=2, strategy=name)
+    assert isinstance(trainer.strategy, GossipStrategy)
+    assert trainer.strategy._start_method == {"gossip": "popen", "gossip_spawn": "spawn"}.get(name, "fork")
+
+
+def test_pytorch_lightning_users_get_the_remedy() -> None:
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+    lightning_decentral._register()
+    with pytest.raises(ValueError, match=r"write `from lightning.pytorch import Trainer`"):
+        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy="gossip")
+
+
+# ---- precision, clipping, compile ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_precisions_train_and_hand_the_mean_back(tmp_path: Path, precision: str) -> None:
+    result = run(tmp_path, Net(dropout=0.0), trainer_options={"precision": precision}, batches=Cast(precision))
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
+    rows = [s["own"] for s in seen(tmp_path)]
+    assert rows[0]["head.weight"].dtype == dtype, "parameters changed their type"
+    assert not torch.equal(rows[0]["head.weight"], rows[1]["head.weight"])
+    if dtype != torch.bfloat16:
+        assert_mean(result["state"], rows)
+
+
+class Cast(SizedBatches):
+    """Batches in the precision's input type."""
+
+    def __init__(self, precision: str) -> None:
+        super().__init__(6)
+        self._dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
+
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield [x.to(self._dtype), y]
+
+
+class Overflow(Net):
+    """Worker 1's loss overflows half precision at step 3."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if self.global_rank == 1 and batch_idx == 3 else loss
+
+
+class Scale(Inspect):
+    def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen.setdefault("scale", []).append(trainer.precision_plugin.scaler.get_scale())
+        self.seen["rounds"] = trainer.strategy.rounds()
+
+
+def test_a_scaler_per_worker_skips_a_step_alone_and_rounds_stay_paired(tmp_path: Path) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    run(tmp_path, Overflow(dropout=0.0), trainer_options={"plugins": [plugin]}, callbacks=[Scale(tmp_path)])
+    rows = seen(tmp_path)
+    assert [row["scale"][-1] for row in rows] == [1024.0, 512.0, 1024.0]
+    assert [row["rounds"] for row in rows] == [[8]] * SIZE
+    assert all(bool(torch.isfinite(v).all()) for row in rows for v in row["own"].values())
+
+
+class Compiled(Net):
+    """Without `self.log`, which dynamo can't trace through in this pair of Lightning and torch."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def fit_compiled(folder: Path, backend: str) -> None:
+    strategy = GossipStrategy(start_method="fork")
+    module = torch.compile(Compiled(), backend=backend)
+    trainer = Trainer(**QUIET, max_steps=4, devices=2, strategy=strategy, callbacks=[Inspect(folder)])
+    trainer.fit(module, SizedBatches(6))
+
+
+def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path) -> None:
+    compiled, plain = tmp_path / "compiled", tmp_path / "plain"
+    compiled.mkdir(), plain.mkdir()
+    in_processes(fit_compiled, compiled, "aot_eager", seconds=100)
+    run(plain, Compiled(), trainer_options={"max_steps": 4}, size=2)
+    for a, b in zip(seen(compiled, 2), seen(plain, 2), strict=True):
+        torch.testing.assert_close(a["own"], b["own"])
+
+
+# ---- several optimizers ----------------------------------------------------------------------------------------------
+
+
+class Two(LightningModule):
+    """Two parameters with an optimizer each, manual optimization; the second steps at every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a = nn.Parameter(torch.zeros(3))
+        self.b = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward((self.a - self.global_rank).square().sum())
+        first.step()
+        if batch_idx % 2:
+            second.zero_grad()
+            self.manual_backward((self.b + self.global_rank).square().sum())
+            second.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([self.a], lr=0.1), torch.optim.SGD([self.b], lr=0.2)]
+
+
+class Rounds(Inspect):
+    def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["rounds"] = trainer.strategy.rounds()
+
+
+def test_each_optimizer_has_rounds_of_its_own(tmp_path: Path) -> None:
+    from lightning_decentral.gossip.combine import Gossip
+    from lightning_decentral.gossip.simulation import simulate
+    from lightning_decentral.gossip.topology import Auto
+
+    run(tmp_path, Two(), callbacks=[Rounds(tmp_path)], trainer_options={"max_steps": -1, "max_epochs": 1})
+    rows = seen(tmp_path)
+    assert [row["rounds"] for row in rows] == [[6, 3]] * SIZE
+    ranks = torch.arange(SIZE).float().unsqueeze(1)
+    a = simulate(Auto(), Gossip(), lambda x, _: 2 * (x - ranks), torch.zeros(SIZE, 3), 6, 0.1)[-1]
+    b = simulate(Auto(), Gossip(), lambda x, _: 2 * (x + ranks), torch.zeros(SIZE, 2), 3, 0.2)[-1]
+    torch.testing.assert_close(torch.stack([row["own"]["a"] for row in rows]), a)
+    torch.testing.assert_close(torch.stack([row["own"]["b"] for row in rows]), b)
+
+
+class Backbone(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.backbone = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.head.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_parameters_that_an_optimizer_gets_while_training_are_mixed_too(tmp_path: Path) -> None:
+    """Lightning #20340: under plain DDP unfrozen parameters never enter the reducer. Complete graph, blocking: equal workers."""
+    from lightning_decentral.gossip.topology import Complete
+
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    run(
+        tmp_path,
+        Backbone(),
+        callbacks=[finetuning],
+        options={"topology": Complete(), "delay": 0},
+        trainer_options={"max_steps": -1, "max_epochs": 3},
+    )
+    rows = [row["own"] for row in seen(tmp_path)]
+    before = Backbone()
+    assert all(not torch.equal(row["backbone.weight"], rows[0]["backbone.bias"]) for row in rows)
+    for row in rows[1:]:
+        torch.testing.assert_close(row["backbone.weight"], rows[0]["backbone.weight"])
+    assert before.backbone.weight.shape == rows[0]["backbone.weight"].shape
+
+
+# ---- the mean model --------------------------------------------------------------------------------------------------
+
+
+class Validating(Inspect):
+    """The weights that validation sees, and the own ones before and after."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module)
+        self.seen.setdefault("before", []).append(_copy(pl_module))
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen["during"] = _copy(pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen.setdefault("after", []).append(_copy(pl_module))
+
+
+def _copy(module: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("evaluate", ["mean", "own"])
+def test_validation_uses_the_mean_and_leaves_no_trace(tmp_path: Path, evaluate: str) -> None:
+    run(
+        tmp_path,
+        callbacks=[Validating(tmp_path)],
+        options={"evaluate": evaluate},
+        trainer_options={"val_check_interval": 4},
+        validation=SizedBatches(2),
+    )
+    rows = seen(tmp_path)
+    for row in rows:
+        # Validation ran after batch 4 of the second epoch at the latest: what training had before is there after.
+        assert all(torch.equal(v, row["after"][4][k]) for k, v in row["before"][3].items())
+    own = [row["before"][3] for row in rows]
+    if evaluate == "mean":
+        assert_mean(rows[0]["during"], own)
+        assert all(
+            torch.equal(rows[0]["during"][k], row["during"][k]) for row in rows for k in own[0] if "num" not in k
+        )
+    else:
+        assert all(torch.equal(v, row["during"][k]) for row in rows for k, v in row["before"][3].items())
+
+
+def test_early_stopping_and_best_checkpoint_agree_on_all_workers(tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        callbacks=[
+            EarlyStopping("val_loss", patience=1, min_delta=10.0),
+            ModelCheckpoint(tmp_path, monitor="val_loss"),
+        ],
+        trainer_options={"max_steps": -1, "max_epochs": 9, "enable_checkpointing": True},
+        validation=SizedBatches(2),
+    )
+    assert [row["steps"] for row in seen(tmp_path)] == [12] * SIZE
+    assert "val_loss" in result["metrics"]
+    (path,) = tmp_path.glob("*.ckpt")
+    assert len(list(Path(f"{path}.workers").iterdir())) == SIZE
+
+
+@pytest.mark.parametrize("averaging", ["ema", "swa"])
+def test_weight_averaging_callbacks_hand_back_the_mean_of_their_averages(tmp_path: Path, averaging: str) -> None:
+    callback = (
+        EMAWeightAveraging(decay=0.5) if averaging == "ema" else StochasticWeightAveraging(0.05, swa_epoch_start=1)
+    )
+    result = run(
+        tmp_path,
+        callbacks=[callback],
+        trainer_options={"max_steps": -1, "max_epochs": 3},
+        validation=SizedBatches(2),
+    )
+    rows = [row["own"] for row in seen(tmp_path)]  # Inspect runs last: after the callback put its average in place
+    assert not torch.equal(rows[0]["head.weight"], rows[1]["head.weight"])
+    assert_mean(result["state"], rows)
+
+
+def test_the_checkpoint_of_an_averaged_model_holds_the_mean_of_the_averages(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, filename="last", save_weights_only=False)
+    run(
+        tmp_path,
+        callbacks=[EMAWeightAveraging(decay=0.5), checkpoint],
+        trainer_options={"max_steps": -1, "max_epochs": 1, "enable_checkpointing": True},
+        validation=SizedBatches(2),
+    )
+    rows = [row["own"] for row in seen(tmp_path)]
+    assert_mean(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"], rows)
+
+
+# ---- evaluation as the first call ------------------------------------------------------------------------------------
+
+
+class Unequal(Net):
+    """Every worker builds other weights."""
+
+    def setup(self, stage: str) -> None:
+        with torch.no_grad():
+            self.head.weight.fill_(float(self.global_rank + 1))
+
+
+def evaluate_first(call: str, evaluate: str) -> list[float]:
+    module = Unequal(dropout=0.0)
+    strategy = GossipStrategy(start_method="fork", evaluate=evaluate)
+    trainer = Trainer(**QUIET, devices=2, strategy=strategy, callbacks=[HeadWeight()])
+    getattr(trainer, call)(module, SizedBatches(2))
+    return [float(v) for v in trainer.callback_metrics.values()]
+
+
+class HeadWeight(Callback):
+    """Every worker's weight while evaluating must be worker 0's (mean) or its own."""
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        weight = float(pl_module.head.weight[0, 0])
+        assert weight == (1.0 if trainer.strategy.evaluate == "mean" else trainer.global_rank + 1), weight
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _check
+
+
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+@pytest.mark.parametrize("evaluate", ["mean", "own"])
+def test_evaluation_works_as_the_first_call(call: str, evaluate: str) -> None:
+    values = in_processes(evaluate_first, call, evaluate)
+    assert call == "predict" or all(v == v for v in values)
+
+
+# ---- buffers, frozen parameters, other models ------------------------------------------------------------------------
+
+
+class DifferentStart(Net):
+    """Each worker starts from other values, in frozen parameters and buffers too."""
+
+    def setup(self, stage: str) -> None:
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.add_(self.global_rank)
+
+
+class Start(Inspect):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["start"] = _copy(pl_module)
+
+
+def test_all_workers_start_from_worker_0(tmp_path: Path) -> None:
+    run(tmp_path, DifferentStart(), callbacks=[Start(tmp_path)])
+    first, *others = (row["start"] for row in seen(tmp_path))
+    assert torch.equal(first["norm.running_mean"], torch.zeros(8))
+    assert all(torch.equal(v, other[k]) for other in others for k, v in first.items())
+
+
+class DifferentModel(Net):
+    """Worker 1 has one more layer."""
+
+    def configure_model(self) -> None:
+        if self.global_rank == 1:
+            self.extra = nn.Linear(2, 2)
+
+
+def test_workers_with_different_models_are_told_which_tensor(tmp_path: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"worker 1 has extra.weight \(2, 2\) torch.float32 where worker 0 has no extra.weight"
+    ):
+        run(tmp_path, DifferentModel())
+
+
+class WithSyncBatchNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(8)
+
+
+@pytest.mark.parametrize("how", ["option", "module"])
+def test_sync_batch_norm_is_refused(tmp_path: Path, how: str) -> None:
+    module = Net() if how == "option" else WithSyncBatchNorm()
+    options = {"sync_batchnorm": True} if how == "option" else {}
+    with pytest.raises(RuntimeError, match="use plain BatchNorm"):
+        run(tmp_path, module, trainer_options=options)
+
+
+# ---- stopping together -----------------------------------------------------------------------------------------------
+
+
+class Sigterm(Inspect):
+    """Worker 1, which has no children to forward it to, gets a SIGTERM after its third step."""
+
+    def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_sigterm_of_one_worker_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="exit code 143"):
+        run(tmp_path, callbacks=[Sigterm(tmp_path)], options={"sigterm_every": 4}, trainer_options={"max_steps": 200})
+    assert [error.split(":")[0] for error in errors(tmp_path)] == ["SIGTERMException"] * SIZE
+    # Raised in step 3, counted from the look after step 5 on, read at the one after step 9.
+    assert [row["steps"] for row in seen(tmp_path)] == [9] * SIZE
+
+
+class Slow(Inspect):
+    """Worker 0 takes 40 ms more for each step."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0:
+            time.sleep(0.04)
+        self.seen.setdefault("started", []).append(time.monotonic())
+
+
+def test_no_barrier_before_every_batch(tmp_path: Path) -> None:
+    """Silent gossip (one exchange in 100 steps): the others run ahead of a slow worker 0, as Lightning's broadcast would forbid."""
+    from lightning_decentral.gossip.topology import Every
+
+    run(
+        tmp_path,
+        callbacks=[Slow(tmp_path)],
+        options={"topology": Every(100, Ring()), "sigterm_every": 100},
+        trainer_options={"max_steps": 20},
+        batches=SizedBatches(20),
+    )
+    slow, fast, _ = (row["started"] for row in seen(tmp_path))
+    assert fast[19] < slow[10], "a worker waited for worker 0"
+
+
+# ---- unequal numbers of batches, lost workers, NaN -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("sized", [False, True], ids=["iterable", "sized"])
+def test_unequal_numbers_of_batches_do_not_hang(tmp_path: Path, delay: int, sized: bool, capfd: Any) -> None:
+    class_ = Uneven if sized else Batches
+    run(
+        tmp_path,
+        callbacks=[Rounds(tmp_path)],
+        options={"delay": delay, "topology": OnePeerExponential()},
+        trainer_options={"max_steps": -1, "max_epochs": 2},
+        batches=class_(lengths=(5, 3, 7)),
+        validation=SizedBatches(2),
+    )
+    assert [row["steps"] for row in seen(tmp_path)] == [10, 6, 14]
+    assert "worker 0 ended after round 5, worker 1 ended after round 3, the longest took 7" in capfd.readouterr().err
+
+
+class Uneven(Batches):
+    def __len__(self) -> int:
+        return self._lengths[self._rank]
+
+
+class Reduces(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("synced", loss, sync_dist=True)
+        return loss
+
+
+def test_unequal_batches_with_values_averaged_in_every_step_end_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match="give every worker the same number of batches, or log with sync_dist=False|lost"
+    ):
+        run(tmp_path, Reduces(), trainer_options={"max_steps": -1, "max_epochs": 1}, batches=Batches(lengths=(5, 3, 7)))
+    assert any("log with sync_dist=False" in error for error in errors(tmp_path))
+
+
+class Dies(Inspect):
+    def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            os._exit(3)
+
+
+def test_a_worker_that_dies_ends_the_others_within_seconds(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="exit code 3|lost"):
+        run(tmp_path, callbacks=[Dies(tmp_path)], trainer_options={"max_steps": 10_000}, batches=SizedBatches(10_000))
+    assert time.monotonic() - started < 30
+
+
+class Poisoned(Net):
+    """Worker 1's parameters become NaN at step 3."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.global_rank == 1 and self.global_step == 3:
+            with torch.no_grad():
+                self.head.weight[0, 0] = torch.nan
+
+
+def test_the_sender_of_nan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        run(tmp_path, Poisoned())
+    first, second, third = errors(tmp_path)
+    assert second.startswith("FloatingPointError: worker 1: its parameters hold NaN or infinity in round 3")
+    assert "NaN" not in first + third
+
+
+def test_one_worker_trains_like_a_single_device(tmp_path: Path) -> None:
+    run(tmp_path, Net(dropout=0.0), size=1)
+    plain = Net(dropout=0.0)
+    seed_everything(1, workers=True, verbose=False)
+    Trainer(**QUIET, max_steps=8, devices=1).fit(plain, SizedBatches(6))
+    (row,) = seen(tmp_path, 1)
+    assert all(torch.equal(v, row["own"][k]) for k, v in plain.state_dict().items())

@@ -1,0 +1,193 @@
+"""A checkpoint is one plain file of the mean, plus what each worker needs to go on bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip.combine import Gossip
+from lightning_decentral.gossip.topology import Every, OnePeerExponential
+from tests.tiny import QUIET, Net, SizedBatches, in_processes
+
+
+class SaveOwn(Callback):
+    """Each worker's final parameters, buffers and optimizer moments, before the mean takes their place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        moments = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        state = {**pl_module.state_dict(), **{f"moment {i}": m for i, m in enumerate(moments)}}
+        torch.save(state, self._folder / f"own-{trainer.global_rank}.pt")
+
+
+def shuffled() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(48, 8, generator=generator)
+    return DataLoader(
+        TensorDataset(images, torch.randint(0, 3, (48,), generator=generator)), batch_size=4, shuffle=True
+    )
+
+
+def fit(
+    folder: Path,
+    size: int,
+    steps: int,
+    options: dict[str, Any],
+    net: dict[str, Any],
+    trainer_options: dict[str, Any],
+    save_every: int | None,
+    resume: Path | None,
+    plain_loader: bool,
+) -> dict[str, Tensor]:
+    folder.mkdir(exist_ok=True)
+    seed_everything(5, workers=True, verbose=False)
+    callbacks: list[Callback] = [SaveOwn(folder)]
+    settings = {**QUIET, "max_steps": steps, **trainer_options}
+    if save_every:
+        settings["enable_checkpointing"] = True
+        callbacks.append(ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=save_every, save_top_k=-1))
+    module = Net(**net)
+    trainer = Trainer(
+        **settings, devices=size, strategy=GossipStrategy(start_method="fork", **options), callbacks=callbacks
+    )
+    trainer.fit(module, shuffled() if plain_loader else SizedBatches(6), ckpt_path=resume)
+    return module.state_dict()
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool]] = {
+    "momentum, overlap, mid-epoch": ({}, {}, {}, 4, False),
+    "AdamW, overlap, scheduler, mid-epoch": ({}, {"optimizer": "adamw", "scheduler": True}, {}, 4, False),
+    "AdamW, accumulation, mid-epoch": (
+        {},
+        {"optimizer": "adamw", "scheduler": True},
+        {"accumulate_grad_batches": 2},
+        2,
+        False,
+    ),
+    "blocking": ({"topology": OnePeerExponential(), "delay": 0}, {}, {}, 4, False),
+    "two in flight": ({"delay": 2, "combine": Gossip(rate=0.4)}, {}, {}, 4, False),
+    "one in flight over three steps": ({"topology": Every(3, OnePeerExponential()), "delay": 3}, {}, {}, 4, False),
+    "several buckets": ({"bucket_bytes": 300}, {"optimizer": "adamw"}, {}, 4, False),
+    "bf16": ({}, {"optimizer": "adamw"}, {"precision": "bf16-mixed"}, 4, False),
+    "end of an epoch, plain loader": ({}, {"optimizer": "adamw", "scheduler": True}, {}, 4, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path, case: str) -> None:
+    options, net, trainer_options, at, plain_loader = CASES[case]
+    size = 3
+    if plain_loader:
+        at = 4  # 48 samples / 3 workers / batches of 4
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    in_processes(fit, whole, size, 11, options, net, trainer_options, at, None, plain_loader)
+    in_processes(fit, part, size, 11, options, net, trainer_options, None, whole / f"at-step={at}.ckpt", plain_loader)
+    for rank in range(size):
+        expected, measured = (torch.load(f / f"own-{rank}.pt") for f in (whole, part))
+        assert {k: (expected[k] - measured[k]) for k in expected if not torch.equal(expected[k], measured[k])} == {}
+    first, second = (torch.load(whole / f"own-{rank}.pt")["head.weight"] for rank in (0, 1))
+    assert not torch.equal(first, second), "the workers were never apart: the test could not fail"
+
+
+def test_the_checkpoint_is_the_mean_and_loads_without_this_package(tmp_path: Path) -> None:
+    handed_back = in_processes(fit, tmp_path, 3, 4, {}, {"optimizer": "adamw"}, {}, 4, None, False)
+    path = tmp_path / "at-step=4.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    own = [torch.load(tmp_path / f"own-{rank}.pt") for rank in range(3)]
+    for key, value in checkpoint["state_dict"].items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, torch.stack([o[key] for o in own]).mean(0))
+            torch.testing.assert_close(handed_back[key], value)
+    plain = Net.load_from_checkpoint(path)
+    assert plain.hparams.optimizer == "adamw"
+    torch.testing.assert_close(plain.state_dict(), checkpoint["state_dict"])
+    for rank in range(3):
+        worker = torch.load(tmp_path / "at-step=4.ckpt.workers" / f"worker-{rank}-of-3.ckpt", weights_only=True)
+        assert torch.equal(worker["state_dict"]["head.weight"], own[rank]["head.weight"])
+
+
+def resume_on(folder: Path, size: int, path: Path) -> dict[str, Tensor]:
+    folder.mkdir()
+    module = Net(optimizer="adamw")
+    start = ModelAtStart()
+    strategy = GossipStrategy(start_method="fork")
+    Trainer(**{**QUIET, "max_steps": 7}, devices=size, strategy=strategy, callbacks=[start, SaveOwn(folder)]).fit(
+        module, SizedBatches(6), ckpt_path=path
+    )
+    return module.state_dict()
+
+
+class ModelAtStart(Callback):
+    """Checks that training starts from the checkpoint's mean."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        mean = torch.load(trainer.ckpt_path, weights_only=True)["state_dict"]
+        assert [k for k, v in pl_module.state_dict().items() if not torch.equal(mean[k], v)] == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_resume_on_another_number_of_workers_starts_from_the_mean_and_says_so(
+    tmp_path: Path, size: int, capfd: Any
+) -> None:
+    whole = tmp_path / "whole"
+    in_processes(fit, whole, 3, 4, {}, {"optimizer": "adamw"}, {}, 4, None, False)
+    in_processes(resume_on, tmp_path / "part", size, whole / "at-step=4.ckpt")
+    assert f"saved by 3 workers, resumed on {size}; all workers start from the mean" in capfd.readouterr().err
+
+
+def test_a_missing_or_foreign_worker_file_means_the_mean_for_all(tmp_path: Path, capfd: Any) -> None:
+    whole = tmp_path / "whole"
+    in_processes(fit, whole, 2, 4, {}, {"optimizer": "adamw"}, {}, 4, None, False)
+    path = whole / "at-step=4.ckpt"
+    (whole / "at-step=4.ckpt.workers" / "worker-1-of-2.ckpt").unlink()
+    in_processes(resume_on, tmp_path / "part", 2, path)
+    assert "worker 1 can't read its own state" in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(b"PK\x03\x04 this is no checkpoint")
+    with pytest.raises(
+        RuntimeError, match="ValueError: can't read the checkpoint .*damaged.ckpt .*damaged or of another kind"
+    ):
+        in_processes(fit, tmp_path / "run", 2, 4, {}, {}, {}, None, path, False)
+
+
+class Other(Net):
+    """One layer more."""
+
+    def __init__(self, **net: Any) -> None:
+        super().__init__(**net)
+        self.extra = torch.nn.Linear(2, 2)
+
+
+def fit_other(path: Path) -> None:
+    strategy = GossipStrategy(start_method="fork")
+    Trainer(**QUIET, max_steps=2, devices=2, strategy=strategy).fit(Other(), SizedBatches(6), ckpt_path=path)
+
+
+def test_a_checkpoint_of_another_model_is_named_in_one_line(tmp_path: Path) -> None:
+    in_processes(fit, tmp_path / "whole", 2, 4, {}, {}, {}, 4, None, False)
+    with pytest.raises(RuntimeError, match="the checkpoint is of another model: Missing key.*extra.weight"):
+        in_processes(fit_other, tmp_path / "whole" / "at-step=4.ckpt")
+
+
+def test_removing_a_checkpoint_removes_the_workers_files(tmp_path: Path) -> None:
+    in_processes(fit_top_1, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["at-step=6.ckpt", "at-step=6.ckpt.workers"]
+    assert len(list((tmp_path / "at-step=6.ckpt.workers").iterdir())) == 2
+
+
+def fit_top_1(folder: Path) -> None:
+    checkpoint = ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=2, save_top_k=1)
+    settings = {**QUIET, "enable_checkpointing": True, "max_steps": 6}
+    strategy = GossipStrategy(start_method="fork")
+    Trainer(**settings, devices=2, strategy=strategy, callbacks=[checkpoint]).fit(Net(), SizedBatches(6))

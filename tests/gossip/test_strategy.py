@@ -1,0 +1,109 @@
+"""`Trainer(strategy=GossipStrategy(...))` with forked workers equals the simulation; everything of Lightning goes on working."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tests.gossip.topologies import every_topology
+from torch import Tensor
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip.combine import Gossip
+from lightning_decentral.gossip.simulation import simulate
+from lightning_decentral.gossip.topology import Auto, BaseGraph, Complete, Every, Ring, Star, Topology
+from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
+
+STEPS = 9
+
+
+def gradient(x: Tensor, step: int) -> Tensor:
+    rank = torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1)
+    return (1 + 0.1 * rank) * (x - rank - 0.3 * step)
+
+
+def fit_quadratic(folder: Path, size: int, options: dict[str, Any], trainer_options: dict[str, Any]) -> Tensor:
+    """Train; returns what fork handed back."""
+    module = Quadratic()
+    strategy = GossipStrategy(start_method="fork", **options)
+    Trainer(
+        **QUIET, devices=size, strategy=strategy, max_steps=STEPS, callbacks=[Record(folder)], **trainer_options
+    ).fit(module)
+    return module.x.detach().clone()
+
+
+def expected(size: int, topology: Topology, rate: float, delay: int) -> Tensor:
+    x0 = Quadratic().x.detach().expand(size, -1)
+    return simulate(topology, Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay)
+
+
+def fit_all(folder: Path, size: int, topologies: list[Topology], delay: int, rate: float) -> list[Tensor]:
+    results = []
+    for number, topology in enumerate(topologies):
+        path = folder / str(number)
+        path.mkdir()
+        results.append(
+            fit_quadratic(path, size, {"topology": topology, "delay": delay, "combine": Gossip(rate=rate)}, {})
+        )
+    return results
+
+
+@pytest.mark.parametrize(("delay", "rate"), [(0, 1.0), (1, 1.0), (2, 0.4)])
+def test_trainer_equals_simulation_for_every_topology(tmp_path: Path, delay: int, rate: float) -> None:
+    topologies = [topology for topology, size in every_topology() if size == 4]
+    assert len(topologies) >= 10
+    results = in_processes(fit_all, tmp_path, 4, topologies, delay, rate, seconds=240)
+    for number, (topology, handed_back) in enumerate(zip(topologies, results, strict=True)):
+        trajectory = expected(4, topology, rate, delay)
+        torch.testing.assert_close(recorded(tmp_path / str(number), 4), trajectory[1:], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(handed_back, trajectory[-1].mean(0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "topology"), [(1, Auto()), (2, Auto()), (3, Ring()), (5, BaseGraph()), (3, Star())], ids=str
+)
+def test_other_sizes(tmp_path: Path, size: int, topology: Topology) -> None:
+    in_processes(fit_quadratic, tmp_path, size, {"topology": topology}, {}, seconds=60)
+    torch.testing.assert_close(recorded(tmp_path, size), expected(size, topology, 1.0, 1)[1:], rtol=1e-12, atol=1e-12)
+
+
+def test_accumulation_exchanges_once_per_real_step(tmp_path: Path) -> None:
+    """Gradients of k equal micro-batches average to the gradient of one, so the run is the one without accumulation."""
+    in_processes(fit_quadratic, tmp_path, 4, {}, {"accumulate_grad_batches": 3}, seconds=60)
+    measured = recorded(tmp_path, 4)[2::3]
+    torch.testing.assert_close(measured, expected(4, Auto(), 1.0, 1)[1:], rtol=1e-12, atol=1e-12)
+
+
+def test_clipping_is_over_the_whole_model_of_the_worker(tmp_path: Path) -> None:
+    in_processes(fit_quadratic, tmp_path, 4, {}, {"gradient_clip_val": 0.5}, seconds=60)
+
+    def clipped(x: Tensor, step: int) -> Tensor:
+        g = gradient(x, step)
+        return g * (0.5 / (g.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
+
+    x0 = Quadratic().x.detach().expand(4, -1)
+    trajectory = simulate(Auto(), Gossip(), clipped, x0, STEPS, 0.1)
+    torch.testing.assert_close(recorded(tmp_path, 4), trajectory[1:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (4, {"topology": Complete(), "delay": 3}, "Gossip\\(rate=0.6"),
+        (4, {"delay": -1}, "delay must be at least 0, got -1"),
+        (2, {"evaluate": "best"}, "evaluate must be 'mean' or 'own', got 'best'"),
+        (2, {"sigterm_every": 0}, "sigterm_every must be at least 1, got 0"),
+        (2, {"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_in_one_line(tmp_path: Path, size: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        in_processes(fit_quadratic, tmp_path, size, options, {}, seconds=60)
+
+
+def test_long_delay_with_one_message_in_flight_is_accepted(tmp_path: Path) -> None:
+    topology = Every(3, Auto())
+    in_processes(fit_quadratic, tmp_path, 4, {"topology": topology, "delay": 3}, {}, seconds=60)
+    torch.testing.assert_close(recorded(tmp_path, 4), expected(4, topology, 1.0, 3)[1:], rtol=1e-12, atol=1e-12)

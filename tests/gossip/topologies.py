@@ -1,0 +1,51 @@
+"""Every topology of the module, constructed, with small sizes it serves: a new class joins all tests by being there."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+
+import networkx as nx
+
+from lightning_decentral.gossip import topology as module
+from lightning_decentral.gossip.topology import BaseGraph, Every, FromGraph, OnePeerExponential, RandomMatching, Topology, Torus
+
+SIZES = range(1, 9)
+
+# More than the class without arguments, and classes that need some.
+INSTANCES: dict[type[Topology], list[Topology]] = {
+    BaseGraph: [BaseGraph(), BaseGraph(max_degree=2)],
+    Torus: [Torus(), Torus(rows=2)],
+    RandomMatching: [RandomMatching(), RandomMatching(seed=3, rounds=8)],
+    Every: [Every(3, OnePeerExponential())],
+    FromGraph: [
+        FromGraph(nx.path_graph(4)),
+        FromGraph(edges=[[0, 1], [1, 2], [2, 0], [2, 3], [3, 4]]),
+        FromGraph(nx.circulant_graph(6, [1, 2], create_using=nx.DiGraph)),
+    ],
+}
+
+
+def classes() -> list[type[Topology]]:
+    """Concrete topologies that the module offers, in alphabetical order."""
+    members = [member for _, member in inspect.getmembers(module, inspect.isclass)]
+    return [member for member in members if issubclass(member, Topology) and not inspect.isabstract(member)]
+
+
+def instances() -> Iterator[Topology]:
+    for cls in classes():
+        needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        assert cls in INSTANCES or not needed, f"{cls.__name__} needs {needed}: add an instance to INSTANCES"
+        yield from INSTANCES.get(cls) or [cls()]
+
+
+def serves(topology: Topology, size: int) -> bool:
+    try:
+        topology.period(size)
+    except ValueError:
+        return False
+    return True
+
+
+def every_topology(sizes: range = SIZES) -> list[tuple[Topology, int]]:
+    """(topology, size) pairs."""
+    return [(topology, size) for topology in instances() for size in sizes if serves(topology, size)]

@@ -1,0 +1,101 @@
+"""Parameters in buckets stay what they are to everyone else."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_decentral.buckets import pack
+
+
+class Mixed(nn.Module):
+    """Tied weights, two dtypes, channels_last, a frozen parameter, an empty one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.half = nn.Linear(3, 3, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0))
+        self.norm = nn.BatchNorm1d(3)
+
+
+@pytest.fixture
+def module() -> Mixed:
+    torch.manual_seed(0)
+    return Mixed()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 600, 10**9])
+def test_parameters_stay_what_they_are(module: Mixed, bucket_bytes: int) -> None:
+    before = copy.deepcopy(module.state_dict())
+    identities = {name: (id(p), p.stride(), p.requires_grad, p.dtype) for name, p in module.named_parameters()}
+    pack(module.parameters(), bucket_bytes)
+    after = module.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
+    assert identities == {n: (id(p), p.stride(), p.requires_grad, p.dtype) for n, p in module.named_parameters()}
+    assert module.head.weight is module.embed.weight
+    assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_change_of_the_bucket_is_a_change_of_the_parameters(module: Mixed) -> None:
+    buckets = pack(module.parameters())
+    for bucket in buckets:
+        bucket.flat.fill_(2.0)
+    assert all(bool((p == 2.0).all()) for p in module.parameters())
+    assert {b.flat.dtype for b in buckets} == {torch.float32, torch.bfloat16}
+
+
+def test_no_bucket_over_its_bytes_unless_one_parameter_is(module: Mixed) -> None:
+    for bucket in pack(module.parameters(), 600):
+        payload = sum(p.numel() * p.element_size() for p in bucket.parameters)
+        assert payload <= 600 or len(bucket.parameters) == 1
+
+
+def test_replaced_storage_is_adopted_again(module: Mixed) -> None:
+    (bucket, *_) = pack(module.parameters())
+    module.conv.weight.data = torch.ones_like(module.conv.weight)
+    bucket.flat.zero_()
+    assert bool((module.conv.weight == 1).all())
+    bucket.adopt()
+    bucket.flat.zero_()
+    assert bool((module.conv.weight == 0).all())
+
+
+def test_released_parameters_have_a_storage_of_their_own(module: Mixed) -> None:
+    buckets = pack(module.parameters())
+    expected = copy.deepcopy(module.state_dict())
+    for bucket in buckets:
+        bucket.release()
+        bucket.flat.zero_()
+    assert all(torch.equal(expected[k], v) for k, v in module.state_dict().items())
+    assert module.conv.weight.untyped_storage().nbytes() == module.conv.weight.numel() * 4
+    assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_optimizer_does_not_notice(module: Mixed) -> None:
+    """Three steps of Adam in buckets equal three steps without, bit for bit."""
+    plain = copy.deepcopy(module)
+    pack(module.parameters())
+    for m in (plain, module):
+        optimizer = torch.optim.Adam([m.embed.weight, *m.conv.parameters()], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            images = torch.arange(75.0).view(1, 3, 5, 5)
+            (m.conv(images).square().mean() + m.head(m.embed(torch.tensor([1, 2]))).square().sum()).backward()
+            optimizer.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.state_dict().values(), module.state_dict().values(), strict=True)
+    )
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
+        pack([nn.Parameter(torch.zeros(1))], 0)
+    with pytest.raises(ValueError, match="run one batch through it"):
+        pack(nn.LazyLinear(3).parameters())

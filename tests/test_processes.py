@@ -1,0 +1,124 @@
+"""Real processes: every way to start them, from the command line, with a hard kill."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import Trainer
+import lightning_decentral
+from tests.tiny import QUIET, Net, SizedBatches
+from tests.gossip.test_lightning import Inspect
+
+if __name__ == "__main__":
+    from pathlib import Path
+    folder, strategy, devices, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    module = Net()
+    trainer = Trainer(**QUIET, strategy=strategy, devices=devices, max_steps=steps, callbacks=[Inspect(folder)])
+    trainer.fit(module, SizedBatches(6))
+    print("world", trainer.world_size, "rank", trainer.global_rank, flush=True)
+    torch.save(module.state_dict(), folder / f"handed-back-{trainer.global_rank}.pt")
+"""
+
+
+def start(command: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 100.0) -> tuple[int, str]:
+    """(exit code, output); kills the whole session of a process that does not end."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {seconds} s:\n{output[-4000:]}") from None
+    return process.returncode, output
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def assert_mean_of_own(folder: Path, size: int, handed_back: list[int]) -> None:
+    own = [torch.load(folder / f"{rank}.pt")["own"] for rank in range(size)]
+    assert not torch.equal(own[0]["head.weight"], own[1]["head.weight"]), "the workers were never apart"
+    for rank in handed_back:
+        state = torch.load(folder / f"handed-back-{rank}.pt")
+        mean = torch.stack([o["head.weight"] for o in own]).mean(0)
+        torch.testing.assert_close(state["head.weight"], mean)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "handed_back"), [("gossip", [0, 1]), ("gossip_spawn", [0])])
+def test_lightning_starts_the_processes(tmp_path: Path, script: Path, strategy: str, handed_back: list[int]) -> None:
+    code, output = finish(start([sys.executable, str(script), str(tmp_path), strategy, "2", "5"]))
+    assert code == 0, output[-4000:]
+    assert_mean_of_own(tmp_path, 2, handed_back)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_processes(tmp_path: Path, script: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    code, output = finish(start([*launcher, str(script), str(tmp_path), "gossip", "2", "5"]))
+    assert code == 0, output[-4000:]
+    assert_mean_of_own(tmp_path, 2, [0, 1])
+
+
+@pytest.mark.slow
+def test_slurm_starts_the_processes(tmp_path: Path, script: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, str(script), str(tmp_path), "gossip", "2", "5"]
+    tasks = [start(command, {**slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(2)]
+    for code, output in map(finish, tasks):
+        assert code == 0, output[-4000:]
+    assert_mean_of_own(tmp_path, 2, [0, 1])
+
+
+@pytest.mark.slow
+def test_a_sigterm_to_the_command_ends_every_worker(tmp_path: Path, script: Path) -> None:
+    process = start([sys.executable, str(script), str(tmp_path), "gossip", "2", "100000"])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "1.pt").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, 60)
+    assert code == 128 + signal.SIGTERM, output[-4000:]
+    with pytest.raises(ProcessLookupError):  # nobody of the session is left
+        for _ in range(100):
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)

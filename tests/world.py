@@ -1,0 +1,37 @@
+"""Worlds for tests: ranks as threads, one gloo group each on a store in memory (about 0.1 s a world)."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def world(size: int, worker: Callable[[Any], T], seconds: float = 20.0) -> list[T]:
+    """[worker(group of rank 0), worker(group of rank 1), ...], each in a thread of its own.
+
+    The first worker's exception is raised here; a world that doesn't end in time fails (its threads are daemons).
+    """
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            group = dist.ProcessGroupGloo(dist.PrefixStore("world", store), rank, size, timedelta(seconds=seconds))
+            results[rank] = worker(group)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"a worker still ran after {seconds} s"
+    return results
