@@ -1,0 +1,87 @@
+"""Errors of a command line as one line that names the remedy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from hydra.utils import get_object
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_decentral.recipes.extras import MissingExtra
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+# Errors a user can mend; any other is a fault of the program and keeps its traceback.
+MENDABLE = (
+    HydraException,
+    OmegaConfBaseException,
+    MisconfigurationException,
+    MissingExtra,
+    ValueError,
+    OSError,
+)
+
+
+def mendable(error: BaseException) -> bool:
+    """Whether its user can mend the error; one that Hydra wrapped counts as what it was."""
+    causes = list(chain_of_causes(error))
+    if isinstance(error, InstantiationException) and len(causes) > 1:
+        return isinstance(causes[-1], (*MENDABLE, TypeError, ImportError))
+    return isinstance(error, MENDABLE)
+
+
+def one_line(error: BaseException) -> str:
+    """The message without line breaks; for an unknown name, the known ones."""
+    causes = list(chain_of_causes(error))
+    for cause in causes:
+        if isinstance(cause, MissingConfigException) and cause.options:
+            return f"{_flat(str(cause).splitlines()[0])}: choose one of {', '.join(cause.options)}"
+        if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+            return _unknown_key(cause)
+        if isinstance(cause, TypeError) and isinstance(error, InstantiationException):
+            return _wrong_arguments(str(error))
+    last = causes[-1] if isinstance(error, InstantiationException) else error
+    return _flat(str(last)) or type(last).__name__
+
+
+def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def _unknown_key(error: OmegaConfBaseException) -> str:
+    """Key 'x' is not in 'node': it has a, b; its class also takes +c, +d."""
+    node: Any = error.parent_node
+    if not isinstance(node, DictConfig):
+        return _flat(str(error))
+    keys = [str(key) for key in node if not str(key).startswith("_")]
+    place = str(error.full_key or "").rpartition(".")[0]
+    known = f"no '{error.key}' in {place or 'the configuration'}: it has {', '.join(keys)}"
+    more = [f"+{place}.{name}" for name in _parameters(node.get("_target_")) if name not in keys]
+    return f"{known}; add others as {', '.join(more)}" if more else known
+
+
+def _wrong_arguments(message: str) -> str:
+    """TypeError of a constructor, with the names that it takes."""
+    line = _flat(message)
+    target = line.partition("'")[2].partition("'")[0]
+    names = _parameters(target)
+    return f"{line}; it takes {', '.join(names)}" if names else line
+
+
+def _parameters(target: str | None) -> list[str]:
+    """Names of the arguments of the class or function at this dotted path; none if it can't be found."""
+    try:
+        parameters = inspect.signature(get_object(target)).parameters.values() if target else ()
+    except (ImportError, ValueError, TypeError):
+        return []
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

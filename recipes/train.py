@@ -1,0 +1,135 @@
+"""Train one recipe: `python recipes/train.py recipe=vit strategy=gossip trainer.devices=4`.
+
+Every word of the command line is Hydra's: `group=choice`, `node.key=value`; `--help` lists the groups, `--cfg job`
+shows the configuration. Installed as `lightning-decentral-train`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning_decentral.recipes.errors import mendable, one_line
+from lightning_decentral.recipes.loaders import Loaders
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import lightning_decentral  # noqa: F401  # registers the strategies' names
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+OBJECTIVE = "val/loss"
+
+
+def build_model(cfg: DictConfig, sizes: dict[str, int]) -> LightningModule:
+    """The module of `cfg.model`; what the data decide yields to what the user wrote."""
+    with open_dict(cfg.model):
+        cfg.model.config = {**sizes, **cfg.model.config}
+    model: LightningModule = instantiate(cfg.model, optimizer=cfg.optimizer, scheduler=cfg.scheduler, _convert_="all")
+    return model
+
+
+def build_trainer(cfg: DictConfig) -> Trainer:
+    """The trainer of `cfg.trainer` with its strategy, callbacks and logger."""
+    trainer: Trainer = instantiate(
+        cfg.trainer,
+        strategy=cfg.strategy,
+        callbacks=list(cfg.callbacks.values()),
+        logger=cfg.logger,
+        _convert_="all",
+    )
+    return trainer
+
+
+def launched_elsewhere() -> bool:
+    """Whether torchrun, SLURM or a parent started this process as one of its workers."""
+    environment = LightningEnvironment()
+    return environment.creates_processes_externally or SLURMEnvironment.detect() or TorchElasticEnvironment.detect()
+
+
+def spawn_in_sweeps(cfg: DictConfig) -> None:
+    """In a sweep, start workers as functions: as scripts, each would run the whole sweep and wait for the others."""
+    if "start_method" in cfg.strategy and not launched_elsewhere():
+        cfg.strategy.start_method = "spawn"
+
+
+def refuse_scripts_in_sweeps(trainer: Trainer) -> None:
+    """ValueError where the workers of a sweep would still be started as scripts."""
+    if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher) and not launched_elsewhere():
+        raise ValueError(
+            "--multirun can't start its workers as scripts, each would run the whole sweep: "
+            "use strategy=gossip or strategy=ddp, or one device"
+        )
+
+
+def train(cfg: DictConfig) -> float | None:
+    """Fit and test; the last validation loss, which a sweeper minimises."""
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if sweep:
+        spawn_in_sweeps(cfg)
+    seed_everything(cfg.seed, workers=True)
+    data: Loaders = instantiate(cfg.data, _convert_="all")
+    model = build_model(cfg, data.sizes)
+    trainer = build_trainer(cfg)
+    if sweep:
+        refuse_scripts_in_sweeps(trainer)
+    choices: Any = OmegaConf.to_container(cfg, resolve=True)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(choices)
+    trainer.fit(model, datamodule=data, ckpt_path=cfg.checkpoint)
+    objective = trainer.callback_metrics.get(OBJECTIVE)
+    trainer.test(model, datamodule=data)
+    return None if objective is None else float(objective)
+
+
+@contextmanager
+def environment(name: str, value: str | None) -> Iterator[None]:
+    """The environment variable has this value, or none, until the end of the block."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def mistakes_in_one_line(verbose: bool) -> Iterator[None]:
+    """A mistake of the user ends the program with one line and code 1, unless the traceback is asked for."""
+    try:
+        yield
+    except Exception as error:
+        if verbose or not mendable(error):
+            raise
+        sys.exit(f"error: {one_line(error)} ({FULL_ERROR}=1 shows where)")
+
+
+def main() -> None:
+    """The command."""
+    asked = os.environ.get(FULL_ERROR)
+    verbose = asked is not None and asked != "0"
+
+    @hydra.main(version_base="1.3", config_path="pkg://lightning_decentral.conf", config_name="train")
+    def run(cfg: DictConfig) -> float | None:
+        # Workers are started in here and must find the user's environment.
+        with environment(FULL_ERROR, asked), mistakes_in_one_line(verbose):
+            return train(cfg)
+
+    # Hydra prints errors of the command line itself, in many lines, unless it is told to let them pass.
+    with mistakes_in_one_line(verbose), environment(FULL_ERROR, "1"):
+        run()
+
+
+if __name__ == "__main__":
+    main()
