@@ -1,0 +1,101 @@
+"""Whole configurations: the commands of the documentation, every choice, every combination of a gossip strategy."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_decentral import GossipStrategy
+from tests.conf.groups import CONF, choices, nodes, parameters, unowned
+
+GROUPS = [
+    "recipe",
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "trainer",
+    "logger",
+    "callbacks",
+    "experiment",
+    "strategy",
+]
+MUST_BE_GIVEN = {
+    "hub_image": ["data.source.path=imagefolder", "data.num_labels=2"],
+    "hub_text": ["data.source.path=text"],
+    "from_graph": ["strategy.topology.edges=[[0,1]]"],
+}
+GIVEN_BY_TRAIN = {"optimizer", "scheduler", "params", "total_steps", "strategy", "callbacks", "logger"}
+
+
+@pytest.fixture(autouse=True)
+def configuration() -> Iterator[None]:
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> DictConfig:
+    cfg = compose("train", ["hydra.runtime.output_dir=/nowhere", *overrides], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    return cfg
+
+
+def checked(*overrides: str) -> dict:
+    """The resolved configuration, after each of its nodes was found to name all that its constructor needs."""
+    cfg = composed(*overrides)
+    tree = {key: OmegaConf.to_container(cfg[key], resolve=True, throw_on_missing=True) for key in cfg
+            if key != "hydra" and isinstance(cfg[key], DictConfig)}  # fmt: skip
+    for path, node in nodes(tree):
+        accepted = parameters(get_object(node["_target_"]))
+        required = {name for name, p in accepted.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+        assert unowned(node) == set(), path
+        assert required - set(node) <= GIVEN_BY_TRAIN, path
+    return tree
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in sorted(choices(group))])
+def test_every_choice_composes(choice):
+    checked(choice, *MUST_BE_GIVEN.get(choice.partition("=")[2], []))
+
+
+@pytest.mark.parametrize("command", [
+    "recipe=gpt strategy=gossip strategy/topology=ring optimizer=adamw trainer.devices=4",
+    "recipe=vit strategy=gossip strategy/topology=ring strategy.combine.rate=0.5",
+    "recipe=vit optimizer.lr=1e-3 model.config.hidden_size=64",
+    "recipe=resnet data=cifar10 logger=wandb logger.offline=true scheduler=linear",
+    "recipe=gpt data=wikitext data/tokenizer=pretrained data.tokenizer.name=gpt2",
+    "strategy=gossip strategy/topology=every strategy.topology.steps=4 strategy.delay=4",
+    "experiment=demo trainer.devices=2 data=cifar10",
+    "+callback@callbacks.second=consensus_monitor ~callbacks.start_summary",
+])  # fmt: skip
+def test_documented_command_composes(command):
+    checked(*command.split())
+
+
+def test_recipe_chooses_and_command_line_wins():
+    assert composed("recipe=gpt").data._target_.endswith("Pydoc")
+    assert composed("recipe=resnet", "data=cifar10").data.num_labels == 10
+    assert composed("experiment=demo", "trainer.devices=2").trainer.devices == 2
+    assert composed("experiment=demo").callbacks.report._target_.endswith("Report")
+
+
+@pytest.mark.parametrize(("topology", "combine", "weights"), list(itertools.product(
+    *(sorted(choices(f"strategy/{group}")) for group in ("topology", "combine", "weights"))
+)))  # fmt: skip
+def test_every_gossip_strategy_can_be_constructed(topology, combine, weights):
+    chosen = [f"strategy/topology={topology}", f"strategy/combine={combine}", f"strategy/weights={weights}"]
+    cfg = composed("strategy=gossip", *chosen, *MUST_BE_GIVEN.get(topology, []))
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    assert isinstance(strategy, GossipStrategy)
+    named = {"topology": strategy.topology, "combine": strategy.combine, "weights": strategy.weights}
+    for parameter, value in named.items():
+        assert cfg.strategy[parameter]._target_ == f"{type(value).__module__}.{type(value).__name__}"
+
+
+def test_experiments_that_were_not_run_say_so():
+    for file in (CONF / "experiment").glob("*.yaml"):
+        assert ("NOT RUN HERE" in file.read_text()) == (file.stem != "demo")

@@ -1,0 +1,90 @@
+"""One YAML is one constructor call, and each group lists exactly what its module offers."""
+
+import inspect
+import re
+from types import ModuleType
+from typing import Protocol
+
+import pytest
+import torch
+from hydra.utils import get_object
+from lightning.pytorch.callbacks import Callback
+from lightning_decentral.recipes import schedules
+
+from lightning_decentral import callbacks
+from lightning_decentral.gossip import combine, topology, weights
+from tests.conf.groups import CONF, FILES, choices, nodes, parameters, read, unowned
+
+# A group whose files each are one object of this module (or several), under the object's own name.
+OBJECT_GROUPS = [
+    "strategy/topology",
+    "strategy/combine",
+    "strategy/weights",
+    "scheduler",
+    "optimizer",
+    "callback",
+    "model",
+]
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def concrete_classes(module: ModuleType, kind: type) -> set[str]:
+    found = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    public = [c for c in found if issubclass(c, kind) and c is not kind and not inspect.isabstract(c)]
+    return {c.__name__ for c in public if not c.__name__.startswith("_")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
+def test_every_key_belongs_to_its_constructor(file):
+    for path, node in nodes(read(file)):
+        assert unowned(node) == set(), f"{file.name}: {path or 'top'}"
+
+
+@pytest.mark.parametrize("group", OBJECT_GROUPS)
+def test_file_is_named_as_its_object(group):
+    for name in choices(group):
+        target = read(CONF / group / f"{name}.yaml")["_target_"].rpartition(".")[2]
+        assert name in (snake(target), target.lower())
+
+
+@pytest.mark.parametrize(("group", "module", "kind"), [
+    ("strategy/topology", topology, topology.Topology),
+    ("strategy/weights", weights, weights.Weights),
+])  # fmt: skip
+def test_group_lists_its_module(group, module, kind):
+    assert choices(group) == {snake(name) for name in concrete_classes(module, kind)}
+
+
+def test_combine_lists_its_module():
+    classes = [c for _, c in inspect.getmembers(combine, inspect.isclass) if c.__module__ == combine.__name__]
+    rules = {c.__name__ for c in classes if not c.__name__.startswith("_") and Protocol not in c.__bases__}
+    assert choices("strategy/combine") == {snake(name) for name in rules}
+
+
+def test_scheduler_lists_its_module():
+    functions = [f for _, f in inspect.getmembers(schedules, inspect.isfunction) if f.__module__ == schedules.__name__]
+    assert choices("scheduler") == {f.__name__ for f in functions if not f.__name__.startswith("_")}
+
+
+def test_callback_lists_all_of_the_package():
+    ours = {snake(name) for name in concrete_classes(callbacks, Callback)}
+    assert choices("callback") == ours | {"report", "model_checkpoint"}
+
+
+@pytest.mark.parametrize("name", sorted(choices("scheduler") | {f"../optimizer/{n}" for n in choices("optimizer")}))
+def test_partial_objects_lack_only_what_training_gives(name):
+    node = read(CONF / "scheduler" / f"{name}.yaml")
+    required = {n for n, p in parameters(get_object(node["_target_"])).items() if p.default is p.empty}
+    assert node["_partial_"] is True
+    assert required - set(node) <= {"params", "optimizer", "total_steps", "lr"}
+
+
+def test_optimizer_defaults_are_accepted_by_torch():
+    for name in choices("optimizer"):
+        node = read(CONF / "optimizer" / f"{name}.yaml")
+        options = {k: float(v) if isinstance(v, str) else v for k, v in node.items() if not k.startswith("_")}
+        optimizer = get_object(node["_target_"])([torch.zeros(2, 2, requires_grad=True)], **options)
+        assert optimizer.param_groups[0]["lr"] == options["lr"]

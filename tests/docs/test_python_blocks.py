@@ -1,0 +1,50 @@
+"""The Python blocks of every page run as one script in a fresh process and print what the page says they print."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, name, promised, script
+
+WITH_CODE = [page for page in PAGES if page.exists() and script(page)]
+
+
+def run(file: Path, seconds: float) -> tuple[int, str]:
+    """Exit status and output; the whole process group is killed when the time is over."""
+    command = [sys.executable, str(file)]
+    process = subprocess.Popen(
+        command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return 124, f"killed after {seconds} s\n{output}"
+    return process.returncode, output
+
+
+def test_the_pages_have_code_and_promises() -> None:
+    assert {"README.md", "docs/index.md", "docs/strategies/gossip.md"} <= {name(page) for page in WITH_CODE}
+    assert promised("import sys\nif sys:\n    print(1 + 1)  # 2\n") == ["2"]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+def test_page_runs(page: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.py"
+    file.write_text(script(page))
+    status, output = run(file, seconds=120)
+    assert status == 0, output
+    missing = [text for text in promised(script(page)) if text not in output]
+    assert not missing, f"the page promises {missing}, its code printed:\n{output}"
+
+
+def test_a_page_that_hangs_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "page.py"
+    file.write_text("import time\ntime.sleep(60)\n")
+    assert run(file, seconds=0.5)[0] == 124

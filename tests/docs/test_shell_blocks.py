@@ -1,0 +1,87 @@
+"""Every command in the pages names things that exist: make targets, scripts, extras, Hydra overrides that compose."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.docs.pages import PAGES, ROOT, commands, name
+from tests.packaging.project import PROJECT
+
+COMMANDS = [pytest.param(words, id=f"{name(page)}: {' '.join(words)}") for page in PAGES for words in commands(page)]
+
+
+def check(words: list[str]) -> None:
+    """Raises or fails where the command names something that isn't there."""
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    program, arguments = Path(words[0]).name, words[1:]
+    {
+        "make": check_make,
+        "pip": check_pip,
+        "python": check_python,
+        "lightning-decentral-train": check_overrides,
+        "cd": lambda arguments: None,
+        "git": lambda arguments: None,
+    }[program](arguments)
+
+
+def check_make(arguments: list[str]) -> None:
+    phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert phony
+    targets = {word for word in arguments if "=" not in word}
+    assert targets <= set(phony[1].split()), f"unknown make target in {targets}"
+
+
+def check_pip(arguments: list[str]) -> None:
+    named = re.findall(r"\[([\w,-]+)\]", " ".join(arguments))
+    extras = {extra for group in named for extra in group.split(",")}
+    assert extras <= set(PROJECT["optional-dependencies"]), f"unknown extra in {extras}"
+
+
+def check_python(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1]), f"no module {arguments[1]}"
+        return
+    assert (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
+    if arguments[0] == "recipes/train.py":
+        check_overrides(arguments[1:])
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Of a sweep the first value is composed."""
+    written = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+    parsed = OverridesParser.create().parse_overrides(written)
+    lines = [(o.input_line or "", o.is_sweep_override()) for o in parsed]
+    first = [line.split(",")[0] if sweep else line for line, sweep in lines]
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        compose("train", overrides=first)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_command_names_what_exists(words: list[str]) -> None:
+    check(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["make", "coffee"],
+        ["pip", "install", "lightning-decentral[coffee]"],
+        ["python", "recipes/coffee.py"],
+        ["python", "recipes/train.py", "strategy=coffee"],
+        ["coffee"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_is_found(words: list[str]) -> None:
+    with pytest.raises(Exception, match="coffee"):
+        check(words)
+
+
+def test_the_first_screen_names_both_commands() -> None:
+    screen = (ROOT / "README.md").read_text().splitlines()[:40]
+    assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in screen}

@@ -1,0 +1,101 @@
+"""The wheel carries what the repository has, and works where the repository isn't."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.project import ROOT
+
+PARTS = {
+    "lightning_decentral": "lightning_decentral",
+    "conf": "lightning_decentral/conf",
+    "recipes": "lightning_decentral/recipes",
+}
+SUFFIXES = {".py", ".yaml", ".typed"}
+
+COMPOSE = """
+import lightning_decentral
+from hydra import compose, initialize_config_dir, initialize_config_module
+
+with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+    print("own", compose("train", overrides=["strategy=gossip", "strategy/topology=ring"]).strategy.topology._target_)
+with initialize_config_dir({here!r}, version_base="1.3"):
+    print("reused", compose("mine").strategy._target_)
+print("from", lightning_decentral.__file__)
+"""
+
+MINE = """
+defaults:
+  - strategy: gossip
+  - _self_
+hydra:
+  searchpath: [pkg://lightning_decentral.conf]
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that the build leaves nothing in the repository."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in PARTS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", source / "dist", cwd=source)
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the wheel. Its dependencies are read from this one: a plain path in a .pth file is put on
+    sys.path without running the .pth files in there, so the editable install of the repository stays unseen."""
+    home = tmp_path_factory.mktemp("clean")
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home)
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return home
+
+
+def test_the_wheel_carries_every_file(wheel: Path) -> None:
+    expected = {
+        f"{inside}/{path.relative_to(ROOT / folder)}"
+        for folder, inside in PARTS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in SUFFIXES
+    }
+    carried = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert carried == expected
+    assert "lightning_decentral/py.typed" in carried
+
+
+@pytest.mark.timeout(240)
+def test_configurations_compose_elsewhere(clean: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    output = run(clean / "bin" / "python", "-c", COMPOSE.format(here=str(tmp_path)), cwd=tmp_path)
+    said = dict(
+        line.split(" ", 1) for line in output.splitlines() if line.split(" ", 1)[0] in ("own", "reused", "from")
+    )
+    assert said["own"] == "lightning_decentral.gossip.topology.Ring"
+    assert said["reused"] == "lightning_decentral.GossipStrategy"
+    assert Path(said["from"]).is_relative_to(clean)
+
+
+@pytest.mark.timeout(240)
+def test_the_console_command_starts_elsewhere(clean: Path, tmp_path: Path) -> None:
+    output = run(clean / "bin" / "lightning-decentral-train", "--cfg", "job", "strategy=gossip", cwd=tmp_path)
+    assert "_target_: lightning_decentral.GossipStrategy" in output
