@@ -54,6 +54,26 @@ class Bucket:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 
+class Pool:
+    """Message buffers that are used again, so that a round allocates nothing.
+
+    Fresh memory costs more than the copy into it: on a host every page is faulted in anew.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A buffer of the same shape, type and device, with any content."""
+        free = self._free.get((like.shape, like.dtype, like.device))
+        return free.pop() if free else torch.empty_like(like)
+
+    def give(self, buffers: Iterable[Tensor]) -> None:
+        """Hand back what was taken; each once."""
+        for buffer in buffers:
+            self._free.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
+
+
 def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """A view of `flat` with the shape and memory format of `parameter` (channels_last stays channels_last)."""
     rows = flat[offset : offset + parameter.numel()]

@@ -65,6 +65,7 @@ def _draw_losses(axes: Any, rows: Rows) -> None:
     axes.plot(*mean, color=INK, linewidth=2, label="mean of the workers" if workers else "training")
     validation = first_curve(rows, VALIDATION_LOSSES)
     axes.plot(*validation, color=ACCENT, linewidth=1.2, marker="o", markersize=3.5, label="validation")
+    _logarithmic_if_positive(axes, [*mean[1], *validation[1]])
     axes.set_ylabel("loss")
     axes.set_title("Loss", loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.legend(frameon=False, fontsize=9)
@@ -74,11 +75,16 @@ def _draw_distance(axes: Any, rows: Rows) -> None:
     steps, values = curve(rows, DISTANCE)
     percent = [100 * value for value in values]
     axes.plot(steps, percent, color=INK, linewidth=1.6, marker="o", markersize=3)
-    axes.set_ylim(bottom=0)
+    _logarithmic_if_positive(axes, percent)
     axes.set_ylabel("% of the parameters' norm")
     axes.set_title("Distance of the workers from their mean", loc="left", fontsize=11, fontweight="bold", color=INK)
     if not steps:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="grey")
+
+
+def _logarithmic_if_positive(axes: Any, values: Sequence[float]) -> None:
+    if values and min(values) > 0:
+        axes.set_yscale("log")
 
 
 def _tidy(axes: Any) -> None:

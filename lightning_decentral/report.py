@@ -38,7 +38,7 @@ class Report(Callback):
     with `score(batch)` and `score_name`; the evaluated model's score is the logged metric `test/<score_name>`.
 
     Cost: at the end of training every worker goes over the whole test set once, and one all-reduce of the parameters
-    and one all-gather of a few numbers. Under a strategy that does not gossip there are only the logged metrics.
+    and one of a few numbers. Under a strategy that does not gossip there are only the logged metrics.
 
     Args:
         directory: where the files go; one for each training.
@@ -90,9 +90,11 @@ def _outcome(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     assert isinstance(strategy, Gossiping)
     apart, traffic = strategy.consensus(), strategy.traffic()
     mine = [_own_score(trainer, pl_module), traffic.bytes_sent, traffic.wait_seconds, traffic.refused]
-    row = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
     names = ("score", "bytes_sent", "seconds_waited", "refused_messages")
-    rows = strategy.all_gather(row).reshape(-1, len(names)).tolist()
+    # A sum over workers of tables with one row each gathers them; Lightning's all_gather warns of its own deprecation.
+    table = torch.zeros(trainer.world_size, len(names), dtype=torch.float64, device=strategy.root_device)
+    table[trainer.global_rank] = torch.tensor(mine, dtype=table.dtype)
+    rows = strategy.reduce(table, reduce_op="sum").tolist()
     return {
         "workers": [dict(zip(names, map(_known, values), strict=True)) for values in rows],
         "consensus_distance": apart.absolute,
@@ -153,9 +155,8 @@ def _distance(result: Mapping[str, Any]) -> list[str]:
     if "consensus_distance" not in result:
         return []
     absolute, relative = result["consensus_distance"], result["consensus_distance_relative"]
-    return [
-        f"{'distance':<11}{absolute:.4g} from consensus when training ended, {relative:.3%} of the parameters' norm"
-    ]
+    percent = f"{100 * relative:.3g} % of the parameters' norm"
+    return [f"{'distance':<11}{absolute:.4g} from consensus when training ended, {percent}"]
 
 
 def _places(directory: Path, trainer: Trainer) -> list[str]:

@@ -120,6 +120,12 @@ class StagedTransport(Transport):
         host = _pinned(tensor).copy_(tensor)
         return _Staged(self._inner.all_reduce(host), host, tensor)
 
+    def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
+        """See `Transport.all_gather`."""
+        pending, hosts = self._inner.all_gather(_pinned(tensor).copy_(tensor))
+        rows = [torch.empty_like(tensor) for _ in hosts]
+        return _Together([_Staged(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """See `Transport.broadcast`."""
         host = _pinned(tensor).copy_(tensor)
@@ -157,6 +163,20 @@ class _Staged:
 
     def done(self) -> bool:
         return self.inner.done()
+
+
+@dataclass
+class _Together:
+    """Several transfers as one."""
+
+    parts: Sequence[Pending]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
 
 
 class _Naming:

@@ -88,8 +88,8 @@ class Learner(LightningModule):
         loss, score = self.means[f"{stage}_loss"], self.means[f"{stage}_score"]
         loss.update(flat_loss(functional.cross_entropy, logits, targets), len(targets))
         score.update(self.scores(logits, targets))
-        for name, mean in (("loss", loss), (self.score_name, score)):
-            self.log(f"{stage}/{name}", mean, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
+        self.log(f"{stage}/{self.score_name}", score, on_step=False, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer over `decay_groups`, and its schedule, one value per step."""

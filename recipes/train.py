@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -117,6 +118,8 @@ def mistakes_in_one_line(verbose: bool) -> Iterator[None]:
 
 def main() -> None:
     """The command."""
+    # Lightning's own calls of what torch has deprecated, once per worker and stage.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
     asked = os.environ.get(FULL_ERROR)
     verbose = asked is not None and asked != "0"
 

@@ -117,7 +117,7 @@ def test_own_score_traffic_and_distance(tmp_path: Path, capsys: pytest.CaptureFi
         "1.2 kB",
         "144.00 s",
         "1.2 from consensus",
-        "1.200%",
+        "1.2 %",
         "kept.ckpt",
         "report.csv",
         "report.png",

@@ -28,7 +28,7 @@ class Combine(Protocol):
         """The rule's state for a bucket with value x."""
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        """What is sent: a tensor of its own that nobody changes until it has landed."""
+        """What is sent. The mixer takes a copy of it at once, so it may be x itself."""
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State) -> None:
         """Correct x in place. `mixed` is the rule's to overwrite."""
@@ -59,7 +59,7 @@ class Gossip:
 
     def message(self, x: Tensor, state: State) -> Tensor:
         """The parameters as they are."""
-        return x.detach().clone()
+        return x.detach()
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State) -> None:
         """x += rate * (mixed - sent)."""

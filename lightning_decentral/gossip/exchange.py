@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from lightning_decentral.buckets import Pool
 from lightning_decentral.gossip.topology import Topology
 from lightning_decentral.gossip.verdict import Verdicts, refuse
 from lightning_decentral.gossip.weights import Weights, mixing_matrix, targets
@@ -42,6 +43,9 @@ class Traffic:
 class Exchange(ABC):
     """One worker's share of every round (or all workers' at once, in a simulation)."""
 
+    pool: Pool
+    """Where message buffers come from, and where whoever used what landed gives them back."""
+
     @abstractmethod
     def silent(self, step: int) -> bool:
         """Whether this worker neither sends nor hears anything at this step."""
@@ -55,13 +59,14 @@ class Exchange(ABC):
         return Traffic()
 
 
-@dataclass(frozen=True)
+@dataclass
 class MatrixExchange(Exchange):
     """mixed = W_t @ message, the workers as the first axis: the simulator's exchange."""
 
     topology: Topology
     weights: Weights
     size: int
+    pool: Pool = field(default_factory=Pool, init=False)
 
     def silent(self, step: int) -> bool:
         """Whether nobody talks at this step."""
@@ -70,7 +75,7 @@ class MatrixExchange(Exchange):
     def start(self, message: Sequence[Tensor], step: int) -> Land:
         """Multiply at once; nothing travels."""
         matrix = torch.from_numpy(mixing_matrix(self.topology, self.size, step, self.weights))
-        mixed = [matrix.to(m.dtype) @ m for m in message]
+        mixed = [torch.matmul(matrix.to(m.dtype), m, out=self.pool.take(m)) for m in message]
         return lambda: mixed
 
 
@@ -91,6 +96,7 @@ class PeerExchange(Exchange):
     transport: Transport
     device: torch.device
     channel: int = 0
+    pool: Pool = field(default_factory=Pool, init=False)
     _verdicts: Verdicts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +125,7 @@ class PeerExchange(Exchange):
         sources = sorted(set(row) - {self.transport.rank})
         header = torch.tensor([step, sum(m.numel() for m in message)], device=self.device)
         headers = {j: torch.empty_like(header) for j in sources}
-        heard = {j: [torch.empty_like(m) for m in message] for j in sources}
+        heard = {j: [self.pool.take(m) for m in message] for j in sources}
         first_tag = self.channel * _TAGS_PER_CHANNEL
 
         def messages(peer: int, tensors: Sequence[Tensor]) -> list[Message]:
@@ -160,7 +166,7 @@ class PeerExchange(Exchange):
         rows = {j: torch.cat([headers[j], healthy[j].long().view(1)]) for j in headers}
         self._verdicts.add({self.transport.rank: torch.cat([header, mine.long().view(1)]), **rows})
         if not heard:
-            return [m.clone() for m in message]
+            return [self.pool.take(m).copy_(m) for m in message]
         for j, tensors in heard.items():
             refuse(tensors, message, healthy[j])
             for tensor in tensors:
@@ -170,6 +176,7 @@ class PeerExchange(Exchange):
             total.add_(own, alpha=row[self.transport.rank])
             for tensor in rest:
                 total.add_(tensor)
+            self.pool.give(rest)
         return list(first)
 
     def traffic(self) -> Traffic:
@@ -194,6 +201,7 @@ class CliqueExchange(Exchange):
     transports: Mapping[tuple[int, ...], Transport]
     rank: int
     device: torch.device
+    pool: Pool = field(default_factory=Pool, init=False)
     _verdicts: Verdicts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +223,8 @@ class CliqueExchange(Exchange):
         finite = _finite(message)
         header = torch.tensor([step, sum(m.numel() for m in message)], device=self.device)
         gathering, rows = transport.all_gather(torch.cat([header, finite.long().view(1)]))
-        totals = [torch.where(finite, m, torch.zeros_like(m)) for m in message]
+        totals = [self.pool.take(m).copy_(m) for m in message]
+        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], finite)
         reducing = [transport.all_reduce(total) for total in totals]
         launched = perf_counter()
         payload = sum(t.numel() * t.element_size() for t in totals)
@@ -241,6 +250,6 @@ class CliqueExchange(Exchange):
 
 
 def _finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar: no element is NaN or infinite. One pass each and no copy: the largest magnitude carries both."""
-    largest = [torch.linalg.vector_norm(t, ord=torch.inf) for t in tensors if t.numel()]
-    return torch.stack([torch.isfinite(norm) for norm in largest]).all()
+    """A scalar: no element is NaN or infinite. One pass each and no copy: the extremes carry both."""
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors if t.numel()]
+    return torch.stack([torch.isfinite(extreme) for t in real for extreme in torch.aminmax(t)]).all()

@@ -83,15 +83,18 @@ class Mixer:
     def _launch(self) -> None:
         if self.exchange.silent(self.round):
             return
-        sent = [self._combine.message(b.flat, s) for b, s in zip(self.buckets, self._states, strict=True)]
+        messages = [self._combine.message(b.flat, s) for b, s in zip(self.buckets, self._states, strict=True)]
+        sent = [self.exchange.pool.take(message).copy_(message) for message in messages]
         self._flights.append(Flight(self.round, sent, self.exchange.start(sent, self.round)))
 
     def _land_until(self, last: int) -> None:
         while self._flights and self._flights[0].round <= last:
             flight = self._flights.popleft()
             self.wanted = flight.round + 1
-            for bucket, state, sent, mixed in zip(self.buckets, self._states, flight.sent, flight.land(), strict=False):
+            landed = flight.land()
+            for bucket, state, sent, mixed in zip(self.buckets, self._states, flight.sent, landed, strict=False):
                 self._combine.apply(bucket.flat, sent, mixed, state)
+            self.exchange.pool.give([*flight.sent, *landed])
 
     def state_dict(self) -> dict[str, Any]:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""

@@ -192,8 +192,8 @@ def _check_columns(topology: Topology, rows: list[dict[int, float]], step: int) 
     worst = max(range(len(rows)), key=lambda rank: abs(heard[rank] - 1))
     if abs(heard[worst] - 1) > 1e-9:
         raise ValueError(
-            f"{topology.label(len(rows))}: the weights given to worker {worst} at step {step} sum to {heard[worst]:.6g}, so"
-            " the mean would drift: use weights=MetropolisHastings() and a graph where everyone hears those who hear it"
+            f"{topology.label(len(rows))}: the weights given to worker {worst} at step {step} sum to {heard[worst]:.6g}"
+            ", so the mean would drift: use weights=MetropolisHastings() and a graph where all hear those who hear them"
         )
 
 
