@@ -81,7 +81,8 @@ def main() -> None:
             path.write_text(json.dumps(results, indent=1))
             progress.advance(task)
     about = ", ".join(f"{key} {value}" for key, value in description().items())
-    text = f"`python benchmarks/quality.py`, four CPU workers, seeds {options.seeds}: {about}.\n\n{table(runs, options.seeds)}\n"
+    command = f"`python benchmarks/quality.py`, four CPU workers, seeds {options.seeds}: {about}."
+    text = f"{command}\n\n{table(runs, options.seeds)}\n"
     path.with_suffix(".md").write_text(text)
     print(text)
 

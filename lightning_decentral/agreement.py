@@ -145,7 +145,8 @@ class RollCall:
         if met > self._met():
             raise RuntimeError(
                 f"worker {self._over.rank} ended its epoch while another still averages logged values in every step "
-                "(sync_dist=True or a metric): give every worker the same number of batches, or log with sync_dist=False"
+                "(sync_dist=True or a metric): give every worker the same number of batches, "
+                "or log with sync_dist=False"
             )
         self._catch_up(rounds)
 

@@ -98,7 +98,8 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """As DDPStrategy, but without a wrapper, and with equal models at the start."""
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._refuse_what_hangs(self.model)
@@ -124,7 +125,8 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         if sync:
             raise ValueError(
                 "SyncBatchNorm makes all workers wait for each other in every layer, "
-                f"which {type(self).__name__} exists to avoid: use plain BatchNorm (its statistics are averaged for the mean model), GroupNorm or LayerNorm"
+                f"which {type(self).__name__} exists to avoid: use plain BatchNorm "
+                "(its statistics are averaged for the mean model), GroupNorm or LayerNorm"
             )
 
     def _equalize(self, fitting: bool) -> None:

@@ -11,7 +11,7 @@ from hydra.utils import get_object
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_decentral.recipes.extras import MissingExtra
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 # Errors a user can mend; any other is a fault of the program and keeps its traceback.
 MENDABLE = (
@@ -42,6 +42,8 @@ def one_line(error: BaseException) -> str:
             return _unknown_key(cause)
         if isinstance(cause, TypeError) and isinstance(error, InstantiationException):
             return _wrong_arguments(str(error))
+        if isinstance(cause, MissingMandatoryValue):
+            return f"{cause.full_key} must be given: add {cause.full_key}=... to the command"
     last = causes[-1] if isinstance(error, InstantiationException) else error
     return _flat(str(last)) or type(last).__name__
 
@@ -61,7 +63,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
         return _flat(str(error))
     keys = [str(key) for key in node if not str(key).startswith("_")]
     place = str(error.full_key or "").rpartition(".")[0]
-    known = f"no '{error.key}' in {place or 'the configuration'}: it has {', '.join(keys)}"
+    known = f"no '{error.key}' in {place or 'the configuration'}: it has {', '.join(keys) or 'no keys'}"
     more = [f"+{place}.{name}" for name in _parameters(node.get("_target_")) if name not in keys]
     return f"{known}; add others as {', '.join(more)}" if more else known
 

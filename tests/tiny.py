@@ -56,7 +56,7 @@ class Record(Callback):
         self._rows: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self._rows.append(torch.cat([p.detach().double().flatten() for p in pl_module.parameters()]))
+        self._rows.append(torch.cat([p.detach().double().flatten() for p in pl_module.parameters()]).cpu())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.save(torch.stack(self._rows), self._folder / f"{trainer.global_rank}.pt")
@@ -68,9 +68,9 @@ def recorded(folder: Path, size: int) -> Tensor:
 
 
 def in_processes(function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> Any:
-    """function(*args) in a forked process with a hard kill, so that a trainer that hangs fails its test and nothing else.
+    """function(*args) in a forked process with a hard kill: a trainer that hangs fails its test and nothing else.
 
-    Returns what the function returns; what it raises comes as a RuntimeError "Type: text", with the process's output behind it.
+    Returns what the function returns; what it raises comes as a RuntimeError "Type: text", with the output behind it.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder) / "result", Path(folder) / "output"
@@ -100,9 +100,8 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], result: Path, ou
     with output.open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # workers end without a flush
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # no flush at the end
     warnings.showwarning = _print_warning  # pytest records those of its own process
-    sys.stdin = open(os.devnull)
     for name in [n for n in os.environ if n in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]:
         del os.environ[name]
     try:

@@ -268,7 +268,7 @@ class Backbone(Net):
 
 
 def test_parameters_that_an_optimizer_gets_while_training_are_mixed_too(tmp_path: Path) -> None:
-    """Lightning #20340: under plain DDP unfrozen parameters never enter the reducer. Complete graph, blocking: equal workers."""
+    """Lightning #20340: under DDP unfrozen parameters never enter the reducer. Complete, blocking: equal workers."""
     from lightning_decentral.gossip.topology import Complete
 
     finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
@@ -493,7 +493,7 @@ class Slow(Inspect):
 
 
 def test_no_barrier_before_every_batch(tmp_path: Path) -> None:
-    """Silent gossip (one exchange in 100 steps): the others run ahead of a slow worker 0, as Lightning's broadcast would forbid."""
+    """One exchange in 100 steps: the others run ahead of a slow worker 0, which Lightning's broadcast would forbid."""
     from lightning_decentral.gossip.topology import Every
 
     run(
@@ -540,7 +540,7 @@ class Reduces(Net):
 
 def test_unequal_batches_with_values_averaged_in_every_step_end_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(
-        RuntimeError, match="give every worker the same number of batches, or log with sync_dist=False|lost"
+        RuntimeError, match=r"give every worker the same number of batches, or log with sync_dist=False|lost"
     ):
         run(tmp_path, Reduces(), trainer_options={"max_steps": -1, "max_epochs": 1}, batches=Batches(lengths=(5, 3, 7)))
     assert any("log with sync_dist=False" in error for error in errors(tmp_path))
@@ -554,7 +554,7 @@ class Dies(Inspect):
 
 def test_a_worker_that_dies_ends_the_others_within_seconds(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="exit code 3|lost"):
+    with pytest.raises(RuntimeError, match=r"exit code 3|lost"):
         run(tmp_path, callbacks=[Dies(tmp_path)], trainer_options={"max_steps": 10_000}, batches=SizedBatches(10_000))
     assert time.monotonic() - started < 30
 

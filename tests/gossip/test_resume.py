@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "damaged.ckpt"
     path.write_bytes(b"PK\x03\x04 this is no checkpoint")
     with pytest.raises(
-        RuntimeError, match="ValueError: can't read the checkpoint .*damaged.ckpt .*damaged or of another kind"
+        RuntimeError, match=r"ValueError: can't read the checkpoint .*damaged.ckpt .*damaged or of another kind"
     ):
         in_processes(fit, tmp_path / "run", 2, 4, {}, {}, {}, None, path, False)
 
@@ -176,7 +176,7 @@ def fit_other(path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_named_in_one_line(tmp_path: Path) -> None:
     in_processes(fit, tmp_path / "whole", 2, 4, {}, {}, {}, 4, None, False)
-    with pytest.raises(RuntimeError, match="the checkpoint is of another model: Missing key.*extra.weight"):
+    with pytest.raises(RuntimeError, match=r"the checkpoint is of another model: Missing key.*extra.weight"):
         in_processes(fit_other, tmp_path / "whole" / "at-step=4.ckpt")
 
 

@@ -1,4 +1,4 @@
-"""`Trainer(strategy=GossipStrategy(...))` with forked workers equals the simulation; everything of Lightning goes on working."""
+"""`Trainer(strategy=GossipStrategy(...))` equals the simulation for every topology; bad options are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from tests.gossip.topologies import every_topology
 from torch import Tensor
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip.combine import Gossip
 from lightning_decentral.gossip.simulation import simulate
 from lightning_decentral.gossip.topology import Auto, BaseGraph, Complete, Every, Ring, Star, Topology
+from tests.backends import trainer_backends
+from tests.gossip.topologies import every_topology
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 9
@@ -27,9 +28,8 @@ def fit_quadratic(folder: Path, size: int, options: dict[str, Any], trainer_opti
     """Train; returns what fork handed back."""
     module = Quadratic()
     strategy = GossipStrategy(start_method="fork", **options)
-    Trainer(
-        **QUIET, devices=size, strategy=strategy, max_steps=STEPS, callbacks=[Record(folder)], **trainer_options
-    ).fit(module)
+    settings = {**QUIET, "max_steps": STEPS, **trainer_options}
+    Trainer(**settings, devices=size, strategy=strategy, callbacks=[Record(folder)]).fit(module)
     return module.x.detach().clone()
 
 
@@ -38,25 +38,30 @@ def expected(size: int, topology: Topology, rate: float, delay: int) -> Tensor:
     return simulate(topology, Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay)
 
 
-def fit_all(folder: Path, size: int, topologies: list[Topology], delay: int, rate: float) -> list[Tensor]:
+def fit_all(
+    folder: Path, size: int, topologies: list[Topology], delay: int, rate: float, accelerator: str
+) -> list[Tensor]:
     results = []
     for number, topology in enumerate(topologies):
         path = folder / str(number)
         path.mkdir()
-        results.append(
-            fit_quadratic(path, size, {"topology": topology, "delay": delay, "combine": Gossip(rate=rate)}, {})
-        )
+        options = {"topology": topology, "delay": delay, "combine": Gossip(rate=rate)}
+        results.append(fit_quadratic(path, size, options, {"accelerator": accelerator}))
     return results
 
 
+@trainer_backends
 @pytest.mark.parametrize(("delay", "rate"), [(0, 1.0), (1, 1.0), (2, 0.4)])
-def test_trainer_equals_simulation_for_every_topology(tmp_path: Path, delay: int, rate: float) -> None:
-    topologies = [topology for topology, size in every_topology() if size == 4]
+def test_trainer_equals_simulation_for_every_topology(
+    tmp_path: Path, delay: int, rate: float, accelerator: str
+) -> None:
+    size = 4 if accelerator == "cpu" else min(4, torch.cuda.device_count())
+    topologies = [topology for topology, served in every_topology() if served == size]
     assert len(topologies) >= 10
-    results = in_processes(fit_all, tmp_path, 4, topologies, delay, rate, seconds=240)
+    results = in_processes(fit_all, tmp_path, size, topologies, delay, rate, accelerator, seconds=100)
     for number, (topology, handed_back) in enumerate(zip(topologies, results, strict=True)):
-        trajectory = expected(4, topology, rate, delay)
-        torch.testing.assert_close(recorded(tmp_path / str(number), 4), trajectory[1:], rtol=1e-12, atol=1e-12)
+        trajectory = expected(size, topology, rate, delay)
+        torch.testing.assert_close(recorded(tmp_path / str(number), size), trajectory[1:], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(handed_back, trajectory[-1].mean(0), rtol=1e-12, atol=1e-12)
 
 

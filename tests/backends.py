@@ -1,0 +1,74 @@
+"""The places where wire and trainer tests run: written once, run wherever the hardware is.
+
+cpu     threads, gloo
+staged  threads on one CUDA device, gloo through pinned host memory      (marker gpu)
+nccl    processes, one CUDA device each                                   (marker multigpu)
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_decentral.transport import Transport, transport
+from tests.world import world
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a world of workers is made, and on which device each computes."""
+
+    name: str
+    accelerator: str
+
+    def device(self, rank: int) -> torch.device:
+        """Of one worker."""
+        return {"cpu": torch.device("cpu"), "staged": torch.device("cuda", 0)}.get(
+            self.name, torch.device("cuda", rank)
+        )
+
+    def largest_world(self) -> int:
+        """Workers that this machine can hold."""
+        return torch.cuda.device_count() if self.name == "nccl" else 64
+
+    def world(self, size: int, worker: Callable[[Transport], T], seconds: float = 20.0) -> list[T]:
+        """[worker(transport of rank 0), ...]; NCCL's processes need a module-level function or a partial of one."""
+        if size > self.largest_world():
+            pytest.skip(f"needs {size} CUDA devices, this machine has {self.largest_world()}")
+        if self.name == "nccl":
+            return _processes(size, worker)
+        return world(size, lambda group: worker(transport(group, self.device(group.rank()))), seconds)
+
+
+BACKENDS = [
+    Backend("cpu", "cpu"),
+    pytest.param(Backend("staged", "cuda"), marks=pytest.mark.gpu),
+    pytest.param(Backend("nccl", "cuda"), marks=pytest.mark.multigpu),
+]
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+trainer_backends = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+
+
+def _processes(size: int, worker: Callable[[Transport], Any]) -> list[Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = torch.multiprocessing.get_context("spawn").Manager().dict()
+    torch.multiprocessing.spawn(_process, args=(size, port, worker, results), nprocs=size)
+    return [results[rank] for rank in range(size)]
+
+
+def _process(rank: int, size: int, port: int, worker: Callable[[Transport], Any], results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
+    results[rank] = worker(transport(dist.new_group(), device))
+    dist.destroy_process_group()

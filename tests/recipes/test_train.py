@@ -1,0 +1,186 @@
+"""The command: whole runs, in this process and as a user starts them, and what it says to mistakes."""
+
+import builtins
+import csv
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_decentral.recipes import train
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = [sys.executable, str(ROOT / "recipes" / "train.py")]
+TINY = "trainer=cpu trainer.max_epochs=1 +trainer.enable_progress_bar=false +trainer.enable_model_summary=false".split()
+TINY_VIT = [*TINY, "data.batch_size=64", "model.config.hidden_size=16", "model.config.num_hidden_layers=1"]
+SHORT = ["+trainer.limit_train_batches=4", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1"]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(train.FULL_ERROR, raising=False)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        # Set by seed_everything: removed again after the test.
+        monkeypatch.setenv(name, "0")
+    with warnings.catch_warnings():
+        yield tmp_path
+
+
+def run(*words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    train.main()
+
+
+def message(*words, monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        run(*words, monkeypatch=monkeypatch)
+    assert isinstance(ended.value.code, str), "an exit code of 1 comes with the message"
+    assert "\n" not in ended.value.code
+    return ended.value.code
+
+
+def started(*words, seconds=110):
+    """The finished command with its output; killed with all its workers when it takes longer."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PL_")} | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"hung: {process.communicate()[0][-2000:]}")
+    return process.returncode, output
+
+
+def only(pattern):
+    found = list(Path().glob(pattern))
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_run_leaves_checkpoint_metrics_and_choices(monkeypatch):
+    run(*TINY_VIT, monkeypatch=monkeypatch)
+    folder = only("outputs/vit-*")
+    rows = list(csv.DictReader((folder / "csv" / "metrics.csv").open()))
+    assert any(row["train/loss"] for row in rows)
+    assert 0 <= float(next(row["test/accuracy"] for row in rows if row.get("test/accuracy"))) <= 1
+    choices = yaml.safe_load((folder / "csv" / "hparams.yaml").read_text())
+    assert choices["model"]["config"]["hidden_size"] == 16
+    assert choices["model"]["config"]["num_labels"] == 10
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert state["network.classifier.weight"].shape == (10, 16)
+
+
+def test_a_run_repeats_with_its_seed_and_goes_on_from_its_checkpoint(monkeypatch):
+    for folder, *more in (("a",), ("b",), ("c", "seed=1")):
+        run(*TINY_VIT, f"hydra.run.dir={folder}", "trainer.max_epochs=2", *more, monkeypatch=monkeypatch)
+    a, b, c = (torch.load(f"{folder}/checkpoints/last.ckpt", weights_only=True) for folder in "abc")
+    bias = "network.classifier.bias"
+    assert torch.equal(a["state_dict"][bias], b["state_dict"][bias])
+    assert not torch.equal(a["state_dict"][bias], c["state_dict"][bias])
+    further = ["trainer.max_epochs=3", "checkpoint=a/checkpoints/last.ckpt", "hydra.run.dir=d"]
+    run(*TINY_VIT, *further, monkeypatch=monkeypatch)
+    steps = [torch.load(f"{f}/checkpoints/last.ckpt", weights_only=True)["global_step"] for f in "ad"]
+    assert steps == [2 * (1257 // 64), 3 * (1257 // 64)]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_gpt_trains_with_each_optimizer(optimizer, monkeypatch):
+    words = ["recipe=gpt", f"optimizer={optimizer}", "scheduler=inverse_sqrt", "model.config.n_layer=1", "logger=none"]
+    run(*TINY, *SHORT, *words, "model.config.n_embd=8", monkeypatch=monkeypatch)
+    state = torch.load(only("outputs/gpt-*/checkpoints/last.ckpt"), weights_only=True)["state_dict"]
+    assert state["network.transformer.wte.weight"].shape == (256, 8)
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    ("strategy=gossip strategy/topology=rng", ["'strategy/topology/rng'", "choose one of auto, base_graph", "torus"]),
+    ("recipe=bert", ["'recipe/bert'", "choose one of gpt, resnet, vit"]),
+    ("strategy=gossip strategy.dely=2", ["no 'dely' in strategy", "delay", "+strategy.bucket_bytes"]),
+    ("modle=vit", ["no 'modle'", "model, data, optimizer"]),
+    ("model.config.hiden_size=3", ["no 'hiden_size' in model.config", "hidden_size, num_hidden_layers"]),
+    ("+model.config.hiden_size=3", ["ViTConfig has no option hiden_size", "hidden_size"]),
+    ("recipe=vit data=pydoc", ["ViTConfig has no option n_positions, vocab_size"]),
+    ("+optimizer.rate=1", ["unexpected keyword argument 'rate'", "it takes params, lr, betas"]),
+    ("data=hub_image data.num_labels=2", ["data.source.path must be given", "data.source.path=..."]),
+    ("data.batch_size=5000", ["1257 training examples", "data.batch_size=1257 or lower"]),
+    ("scheduler.warmup=500", ["fraction of all steps, got 500"]),
+    ("strategy=gossip strategy.delay=-1", ["delay must be at least 0, got -1"]),
+    ("checkpoint=nowhere.ckpt", ["nowhere.ckpt"]),
+])  # fmt: skip
+def test_mistake_gives_one_line_with_the_remedy(words, parts, monkeypatch):
+    line = message(*TINY_VIT, *words.split(), monkeypatch=monkeypatch)
+    assert line.startswith("error: ")
+    assert [part for part in parts if part not in line] == [], line
+
+
+def test_full_error_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv(train.FULL_ERROR, "1")
+    with pytest.raises(ValueError, match="got 500"):
+        run(*TINY_VIT, "scheduler.warmup=500", monkeypatch=monkeypatch)
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
+    monkeypatch.setenv(train.FULL_ERROR, "1")
+    monkeypatch.setattr(train, "build_model", lambda cfg, sizes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(*TINY_VIT, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(("package", "words"), [
+    ("transformers", []), ("sklearn", ["data=digits"]), ("datasets", ["data=cifar10"]),
+])  # fmt: skip
+def test_a_missing_extra_is_named_with_its_command(package, words, monkeypatch):
+    imported = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.partition(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr("importlib.import_module", refuse)
+    line = message(*TINY_VIT, *words, monkeypatch=monkeypatch)
+    assert f"{package} is not installed: pip install 'lightning-decentral[recipes]'" in line
+
+
+def test_sweep_with_scripts_as_workers_is_refused(monkeypatch):
+    line = message(*TINY_VIT, "--multirun", "trainer.devices=2", monkeypatch=monkeypatch)
+    assert "use strategy=gossip or strategy=ddp, or one device" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["gossip", "ddp"])
+def test_two_workers_as_a_user_starts_them(strategy):
+    code, output = started(*SCRIPT, *TINY_VIT, *SHORT, f"strategy={strategy}", "trainer.devices=2")
+    assert code == 0, output
+    assert "Starting with 2 processes" in output
+    rows = list(csv.DictReader(only("outputs/vit-*/csv/metrics.csv").open()))
+    assert any(row.get("test/accuracy") for row in rows)
+    assert ("worker/1/loss" in rows[0]) == (strategy == "gossip")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_sweep_with_two_workers_ends():
+    sweep = ["--multirun", "strategy=gossip", "trainer.devices=2", "optimizer.lr=1e-3,2e-3"]
+    code, output = started(*SCRIPT, *TINY_VIT, *SHORT, *sweep, seconds=220)
+    assert code == 0, output
+    assert len(list(Path().glob("outputs/sweep-*/*/csv/metrics.csv"))) == 2
+
+
+@pytest.mark.slow
+def test_installed_command():
+    command = Path(sys.executable).with_name("lightning-decentral-train")
+    code, output = started(str(command), *TINY_VIT, *SHORT, "strategy=gossip", "trainer.devices=2", "logger=none")
+    assert code == 0, output
+    assert only("outputs/vit-*/checkpoints/best.ckpt").stat().st_size > 0
+    code, output = started(str(command), "recipe=bert")
+    assert (code, output.splitlines()[0][:10]) == (1, "error: In ")
