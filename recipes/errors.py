@@ -26,16 +26,13 @@ MENDABLE = (
 
 def mendable(error: BaseException) -> bool:
     """Whether its user can mend the error; one that Hydra wrapped counts as what it was."""
-    causes = list(chain_of_causes(error))
-    if isinstance(error, InstantiationException) and len(causes) > 1:
-        return isinstance(causes[-1], (*MENDABLE, TypeError, ImportError))
-    return isinstance(error, MENDABLE)
+    original = unwrapped(error)
+    return isinstance(original, MENDABLE) or (original is not error and isinstance(original, (TypeError, ImportError)))
 
 
 def one_line(error: BaseException) -> str:
     """The message without line breaks; for an unknown name, the known ones."""
-    causes = list(chain_of_causes(error))
-    for cause in causes:
+    for cause in chain_of_causes(error):
         if isinstance(cause, MissingConfigException) and cause.options:
             return f"{_flat(str(cause).splitlines()[0])}: choose one of {', '.join(cause.options)}"
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
@@ -44,8 +41,13 @@ def one_line(error: BaseException) -> str:
             return _wrong_arguments(str(error))
         if isinstance(cause, MissingMandatoryValue):
             return f"{cause.full_key} must be given: add {cause.full_key}=... to the command"
-    last = causes[-1] if isinstance(error, InstantiationException) else error
-    return _flat(str(last)) or type(last).__name__
+    original = unwrapped(error)
+    return _flat(str(original)) or type(original).__name__
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """The first error below those that Hydra puts around the errors of constructors."""
+    return next((cause for cause in chain_of_causes(error) if not isinstance(cause, InstantiationException)), error)
 
 
 def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
@@ -54,6 +56,15 @@ def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
     while current is not None:
         yield current
         current = current.__cause__
+
+
+def refuse_unowned(group: str, node: DictConfig) -> None:
+    """ValueError for an option that the node's target does not take; a partial object finds out only when called."""
+    target = str(node.get("_target_"))
+    names = _parameters(target)
+    unknown = [str(key) for key in node if not str(key).startswith("_") and key not in names]
+    if unknown and names:
+        raise ValueError(f"no '{unknown[0]}' in {group}: {target} takes {', '.join(names[1:])}")
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:

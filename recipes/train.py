@@ -20,7 +20,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning_decentral.recipes.errors import mendable, one_line
+from lightning_decentral.recipes.errors import mendable, one_line, refuse_unowned
 from lightning_decentral.recipes.loaders import Loaders
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -32,6 +32,8 @@ OBJECTIVE = "val/loss"
 
 def build_model(cfg: DictConfig, sizes: dict[str, int]) -> LightningModule:
     """The module of `cfg.model`; what the data decide yields to what the user wrote."""
+    for group in ("optimizer", "scheduler"):
+        refuse_unowned(group, cfg[group])
     with open_dict(cfg.model):
         cfg.model.config = {**sizes, **cfg.model.config}
     model: LightningModule = instantiate(cfg.model, optimizer=cfg.optimizer, scheduler=cfg.scheduler, _convert_="all")
