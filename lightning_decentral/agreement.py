@@ -144,9 +144,9 @@ class RollCall:
         *rounds, met = map(int, self._store.get(key).decode().split(","))
         if met > self._met():
             raise RuntimeError(
-                f"worker {self._over.rank} ended its epoch while another still averages logged values in every step "
-                "(sync_dist=True or a metric): give every worker the same number of batches, "
-                "or log with sync_dist=False"
+                f"worker {self._over.rank} ended its epoch while another still averages values over all workers within "
+                "it (sync_dist=True, ConsensusMonitor): give every worker the same number of batches, or log with "
+                "sync_dist=False and without that callback"
             )
         self._catch_up(rounds)
 

@@ -5,6 +5,7 @@ the model handed back after `fit`) sees their exact mean; each worker's own traj
 """
 
 import functools
+import inspect
 import signal
 from abc import abstractmethod
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **ddp: Any,
     ) -> None:
+        self._refuse_unknown(ddp)
         super().__init__(timeout=timeout, **ddp)
         if evaluate not in ("mean", "own"):
             raise ValueError(f"evaluate must be 'mean' or 'own', got {evaluate!r}")
@@ -63,6 +65,17 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         self._apart = False
         self._met = 0
         self._undo: list[Callable[[], None]] = []
+
+    def _refuse_unknown(self, options: dict[str, Any]) -> None:
+        taken = {name for name in inspect.signature(DDPStrategy.__init__).parameters if not name.startswith("ddp_")}
+        unknown = sorted(set(options) - taken)
+        if unknown:
+            own = [name for name in inspect.signature(type(self).__init__).parameters if name not in ("self", "ddp")]
+            valid = ", ".join(sorted({*own, *taken} - {"self", "kwargs", "model_averaging_period"}))
+            raise ValueError(
+                f"{type(self).__name__} has no option {unknown[0]!r} (there is no DDP wrapper to take it): "
+                f"it has {valid}"
+            )
 
     # ---- what a method adds -------------------------------------------------------------------------------------
 

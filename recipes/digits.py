@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils.data import TensorDataset
+
 from lightning_decentral.recipes.extras import extra
 from lightning_decentral.recipes.loaders import Examples, Loaders, split
-from torch.utils.data import TensorDataset
 
 BRIGHTEST = 16
 

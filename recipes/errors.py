@@ -9,9 +9,10 @@ from typing import Any
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from hydra.utils import get_object
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_decentral.recipes.extras import MissingExtra
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_decentral.recipes.extras import MissingExtra
 
 # Errors a user can mend; any other is a fault of the program and keeps its traceback.
 MENDABLE = (

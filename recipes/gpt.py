@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_decentral.recipes.extras import configured, extra
-from lightning_decentral.recipes.learner import Learner, MakeOptimizer, MakeScheduler
 from torch import Tensor
 from torch.nn import functional
+
+from lightning_decentral.recipes.extras import configured, extra
+from lightning_decentral.recipes.learner import Learner, MakeOptimizer, MakeScheduler
 
 # GPT2Config's own are token 50256 of its own vocabulary, which other vocabularies lack.
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
 from lightning_decentral.recipes.augment import Transform, chain
 from lightning_decentral.recipes.extras import extra
 from lightning_decentral.recipes.loaders import SPLITS, Examples, Loaders, refuse_empty, split_indices
 from lightning_decentral.recipes.tokens import Tokenizer, Windows
-from torch import Tensor
-from torch.utils.data import Dataset
 
 COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}
 

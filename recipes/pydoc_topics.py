@@ -10,6 +10,7 @@ from itertools import chain
 from pydoc_data.topics import topics
 
 import torch
+
 from lightning_decentral.recipes.loaders import Examples, Loaders, split
 from lightning_decentral.recipes.tokens import Bytes, Tokenizer, Windows
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor, nn
+
 from lightning_decentral.recipes.extras import configured, extra
 from lightning_decentral.recipes.learner import Classifier, MakeOptimizer, MakeScheduler
-from torch import Tensor, nn
 
 SMALL_IMAGE = 64
 

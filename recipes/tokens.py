@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from lightning_decentral.recipes.extras import extra
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from lightning_decentral.recipes.extras import extra
 
 
 class Tokenizer(Protocol):

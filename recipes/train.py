@@ -20,11 +20,11 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning_decentral.recipes.errors import mendable, one_line, refuse_unowned
-from lightning_decentral.recipes.loaders import Loaders
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_decentral  # noqa: F401  # registers the strategies' names
+from lightning_decentral.recipes.errors import mendable, one_line, refuse_unowned
+from lightning_decentral.recipes.loaders import Loaders
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 OBJECTIVE = "val/loss"

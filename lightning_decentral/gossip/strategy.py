@@ -213,10 +213,10 @@ class GossipStrategy(ReplicaStrategy):
         of the trained parameters, and makes the workers wait for each other."""
         if self._wire is None:
             return Consensus(0.0, 0.0)
-        own = [bucket.flat for bucket in self._buckets]
-        means = mean(own, self._wire.world)
+        own, world = [bucket.flat for bucket in self._buckets], self._wire.world
+        means: list[Tensor] = self._meet(lambda: mean(own, world))
         apart = _squared_norm([a - b for a, b in zip(own, means, strict=True)])
-        (apart,) = mean([apart], self._wire.world)
+        (apart,) = mean([apart], world)
         return Consensus(float(apart.sqrt()), float((apart / _squared_norm(means).clamp(min=1e-300)).sqrt()))
 
     def summary(self) -> dict[str, str]:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning_decentral.conf
 import yaml
 from hydra.utils import get_object
+
+import lightning_decentral.conf
 
 CONF = Path(str(lightning_decentral.conf.__file__)).parent
 FILES = sorted(CONF.rglob("*.yaml"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hydra.utils import get_object
 from lightning.pytorch.callbacks import Callback
-from lightning_decentral.recipes import schedules
 
 from lightning_decentral import callbacks
 from lightning_decentral.gossip import combine, topology, weights
+from lightning_decentral.recipes import schedules
 from tests.conf.groups import CONF, FILES, choices, nodes, parameters, read, unowned
 
 # A group whose files each are one object of this module (or several), under the object's own name.

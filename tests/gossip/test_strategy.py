@@ -11,7 +11,18 @@ from torch import Tensor
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip.combine import Gossip
 from lightning_decentral.gossip.simulation import simulate
-from lightning_decentral.gossip.topology import Auto, BaseGraph, Complete, Every, Ring, Star, Topology
+from lightning_decentral.gossip.topology import (
+    Auto,
+    BaseGraph,
+    Complete,
+    Every,
+    FromGraph,
+    Hypercube,
+    Ring,
+    Star,
+    Topology,
+)
+from lightning_decentral.gossip.weights import Weights
 from tests.backends import trainer_backends
 from tests.gossip.topologies import every_topology
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
@@ -92,6 +103,13 @@ def test_clipping_is_over_the_whole_model_of_the_worker(tmp_path: Path) -> None:
     torch.testing.assert_close(recorded(tmp_path, 4), trajectory[1:], rtol=1e-12, atol=1e-12)
 
 
+class Sieve(Weights):
+    """Rows that sum to 0.9."""
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        return {j: 0.9 * w for j, w in topology.row(rank, size, step).items()}
+
+
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
@@ -99,6 +117,11 @@ def test_clipping_is_over_the_whole_model_of_the_worker(tmp_path: Path) -> None:
         (4, {"delay": -1}, "delay must be at least 0, got -1"),
         (2, {"evaluate": "best"}, "evaluate must be 'mean' or 'own', got 'best'"),
         (2, {"sigterm_every": 0}, "sigterm_every must be at least 1, got 0"),
+        (2, {"dely": 2}, "GossipStrategy has no option 'dely' .* it has .*, delay, "),
+        (2, {"find_unused_parameters": True}, "no option 'find_unused_parameters' .there is no DDP wrapper"),
+        (6, {"topology": Hypercube()}, "Hypercube needs a power of two.*got 6"),
+        (4, {"topology": FromGraph(edges=[[0, 1], [2, 3]])}, r"never hear|connected"),
+        (2, {"weights": Sieve()}, "sum"),
         (2, {"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
     ],
     ids=str,

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from lightning_decentral.recipes.augment import (
     CenterCrop,
     Normalise,
@@ -12,7 +14,6 @@ from lightning_decentral.recipes.augment import (
     Resize,
     chain,
 )
-from PIL import Image
 
 
 @pytest.fixture

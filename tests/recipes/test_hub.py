@@ -4,12 +4,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from lightning_decentral.recipes.augment import CenterCrop, Normalise, RandomCrop, RandomFlip, Resize
-from lightning_decentral.recipes.hub import HubImages, HubText, Source
-from lightning_decentral.recipes.tokens import Bytes, Pretrained
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from lightning_decentral.recipes.augment import CenterCrop, Normalise, RandomCrop, RandomFlip, Resize
+from lightning_decentral.recipes.hub import HubImages, HubText, Source
+from lightning_decentral.recipes.tokens import Bytes, Pretrained
 
 COUNT = 30
 

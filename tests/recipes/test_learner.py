@@ -5,16 +5,16 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.nn import functional
+from torchmetrics.functional.classification import multiclass_accuracy
+from transformers import GPT2Config, GPT2LMHeadModel
+
 from lightning_decentral.recipes.digits import Digits
 from lightning_decentral.recipes.gpt import GPT
 from lightning_decentral.recipes.learner import decay_groups, flat_loss
 from lightning_decentral.recipes.resnet import ResNet
 from lightning_decentral.recipes.schedules import constant
 from lightning_decentral.recipes.vit import ViT
-from torch.nn import functional
-from torchmetrics.functional.classification import multiclass_accuracy
-from transformers import GPT2Config, GPT2LMHeadModel
-
 from tests.tiny import QUIET
 
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "patch_size": 4}

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+
 from lightning_decentral.recipes.digits import Digits
 from lightning_decentral.recipes.loaders import Loaders, split_indices
 from lightning_decentral.recipes.pydoc_topics import Pydoc
 from lightning_decentral.recipes.tokens import Bytes, Windows
-from sklearn.datasets import load_digits
 
 
 class Numbers(Loaders):

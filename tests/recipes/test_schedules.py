@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from lightning_decentral.recipes import schedules
 from torch.optim import SGD, lr_scheduler
 from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from lightning_decentral.recipes import schedules
 
 STEPS = 40
 

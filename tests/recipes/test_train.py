@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+
 from lightning_decentral.recipes import train
 
 ROOT = Path(__file__).parents[2]
