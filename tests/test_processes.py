@@ -26,6 +26,7 @@ if __name__ == "__main__":
     module = Net()
     trainer = Trainer(**QUIET, strategy=strategy, devices=devices, max_steps=steps, callbacks=[Inspect(folder)])
     trainer.fit(module, SizedBatches(6))
+    trainer.test(module, SizedBatches(2), verbose=False)  # must leave the mean where fit put it
     print("world", trainer.world_size, "rank", trainer.global_rank, flush=True)
     torch.save(module.state_dict(), folder / f"handed-back-{trainer.global_rank}.pt")
 """

@@ -103,6 +103,39 @@ def test_clipping_is_over_the_whole_model_of_the_worker(tmp_path: Path) -> None:
     torch.testing.assert_close(recorded(tmp_path, 4), trajectory[1:], rtol=1e-12, atol=1e-12)
 
 
+class Irregular(Quadratic):
+    """Worker 0 runs a forward more in each step; a second parameter takes part in every other step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.y = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return self.x.sum() + self.y.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for _ in range(1 + (self.global_rank == 0)):
+            self()
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.global_rank * self.y.sum() if batch_idx % 2 else loss
+
+
+def fit_irregular(folder: Path) -> None:
+    strategy = GossipStrategy(start_method="fork", bucket_bytes=32)
+    settings = {**QUIET, "max_steps": STEPS}
+    Trainer(**settings, devices=4, strategy=strategy, callbacks=[Record(folder)]).fit(Irregular())
+
+
+def test_extra_forwards_and_unused_parameters_change_nothing(tmp_path: Path) -> None:
+    in_processes(fit_irregular, tmp_path)
+    x, y = recorded(tmp_path, 4).split([5, 3], dim=2)
+    torch.testing.assert_close(x, expected(4, Auto(), 1.0, 1)[1:], rtol=1e-12, atol=1e-12)
+    rank = torch.arange(4.0, dtype=torch.float64).unsqueeze(1).expand(4, 3)
+    start = torch.zeros(4, 3, dtype=torch.float64)
+    used = simulate(Auto(), Gossip(), lambda _, step: rank * (step % 2), start, STEPS, 0.1)
+    torch.testing.assert_close(y, used[1:], rtol=1e-12, atol=1e-12)
+
+
 class Sieve(Weights):
     """Rows that sum to 0.9."""
 
