@@ -4,9 +4,7 @@ The replicas may differ while training. Everything that Lightning does once for 
 the model handed back after `fit`) sees their exact mean; each worker's own trajectory is never touched by it.
 """
 
-import functools
 import inspect
-import signal
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,13 +17,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.agreement import RollCall, StopFlag, check_same_model, start_from_worker_0
 from lightning_decentral.checkpoint import ReplicaCheckpoints
+from lightning_decentral.host import HostLoops
 from lightning_decentral.mean import Swap, floating, mean
 from lightning_decentral.transport import Wire, connect, connected
 
@@ -64,7 +61,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         self._swap: Swap | None = None
         self._apart = False
         self._met = 0
-        self._undo: list[Callable[[], None]] = []
+        self._host: HostLoops | None = None
 
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
         taken = {name for name in inspect.signature(DDPStrategy.__init__).parameters if not name.startswith("ddp_")}
@@ -191,56 +188,17 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
     # ---- stopping together --------------------------------------------------------------------------------------
 
     def _listen(self, trainer: Trainer) -> None:
-        """Replace Lightning's broadcast before every batch, which makes all workers wait for worker 0, by a flag that
-        nobody waits for; and call the roll where an epoch ends."""
         if self._wire is None:
             return
         self._stop = StopFlag(self._wire.flags, self._sigterm_every)
         self._roll = RollCall(
             self._wire.roll, self._wire.store, self.rounds, self.wanted, self._take_part, lambda: self._met
         )
-        loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
-        self._replace(loop, "_broadcast_sigterm_tensor", lambda _: self._stop_if_agreed(trainer))
-        self._replace(signals, "_sigterm_notifier_fn", lambda _, signum, __: self._on_sigterm(signum))
-        self._replace(loop, "on_advance_end", lambda inner, fetcher: self._end_batch(trainer, inner, fetcher))
-        self._replace(trainer.fit_loop, "on_advance_end", lambda inner: self._end_epoch(inner))
-        self._epoch_ended = False
+        self._host = HostLoops(trainer, self._stop, self._roll, self._forward_signal)
 
-    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
-        inner = getattr(owner, name, None)
-        if inner is None:
-            rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {_LOST[name]}")
-            return
-        setattr(owner, name, functools.partial(by, inner))
-        self._undo.append(lambda: delattr(owner, name))
-
-    def _on_sigterm(self, signum: int) -> None:
-        assert self._stop is not None
-        if not self._stop.raised and self.launcher is not None:
+    def _forward_signal(self, signum: int) -> None:
+        if self.launcher is not None:
             self.launcher.kill(signum)
-        self._stop.raised = True
-
-    def _stop_if_agreed(self, trainer: Trainer) -> None:
-        if self._stop is not None and self._stop.agreed:
-            trainer._signal_connector.received_sigterm = True
-            raise SIGTERMException(128 + signal.SIGTERM)  # with 0, a launcher that forked would wait for a result
-
-    def _end_batch(self, trainer: Trainer, inner: Callable[..., None], fetcher: object) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._call_roll()
-        else:
-            self._epoch_ended = False
-        inner(fetcher)
-
-    def _end_epoch(self, inner: Callable[[], None]) -> None:
-        self._call_roll()
-        self._epoch_ended = False
-        inner()
-
-    def _call_roll(self) -> None:
-        if not self._epoch_ended and self._roll is not None:
-            self._roll.end_epoch()
-        self._epoch_ended = True
 
     # ---- Lightning's collectives: counted, so that a worker that waits in one alone is found ------------------------
 
@@ -324,20 +282,8 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         """Put Lightning's methods and the parameters' own storage back."""
         if self._roll is not None:
             self._roll.close()
-        for undo in self._undo:
-            undo()
-        self._undo, self._roll, self._swap = [], None, None
+        if self._host is not None:
+            self._host.restore()
+        self._host, self._roll, self._swap = None, None, None
         self.release()
         super().teardown()
-
-
-_LOST = {
-    "_broadcast_sigterm_tensor": "it may make workers wait for each other before every batch",
-    "_sigterm_notifier_fn": "a SIGTERM may not reach every worker",
-    "on_advance_end": "unequal numbers of batches may hang",
-}
-
-
-def seconds(value: float) -> timedelta:
-    """A time span for `timeout`, from a configuration file."""
-    return timedelta(seconds=value)
