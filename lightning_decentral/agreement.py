@@ -4,14 +4,17 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_decentral.transport import Pending, Transport, gather_objects
 
 PATIENCE_SECONDS = 1.0
+ALERT_SECONDS = 0.02
 
 
 def check_same_model(module: nn.Module, over: Transport) -> None:
@@ -20,6 +23,8 @@ def check_same_model(module: nn.Module, over: Transport) -> None:
     Raises:
         ValueError: on every worker, naming the first difference.
     """
+    if any(map(is_lazy, module.parameters())):
+        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
     mine = [(n, tuple(t.shape), str(t.dtype)) for n, t in (*module.named_parameters(), *module.named_buffers())]
     rows = gather_objects(over, mine)
     for rank, row in enumerate(rows):
@@ -78,6 +83,7 @@ class RollCall:
         wanted: how many it needs the others to have taken before it can go on.
         take_part: runs one more round of the optimizer with that index, without an update.
         met: how many collective calls of Lightning this worker has entered.
+        name: of this roll call in the store, another one for each fit.
     """
 
     def __init__(
@@ -88,10 +94,12 @@ class RollCall:
         wanted: Callable[[], list[int]],
         take_part: Callable[[int], None],
         met: Callable[[], int],
+        name: str,
     ) -> None:
         self._over, self._store = over, store
         self._rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
-        self._number = 0
+        self._name, self._number = name, 0
+        self._alert = False
         self._waiting_since: float | None = None
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._say_when_waiting, name="lightning_decentral-roll-call", daemon=True)
@@ -110,11 +118,23 @@ class RollCall:
         self._waiting_since = None
 
     def _say_when_waiting(self) -> None:
-        while not self._closed.wait(PATIENCE_SECONDS / 2):
-            since = self._waiting_since
-            if since is not None and time.monotonic() - since > PATIENCE_SECONDS:
-                needed = [*self._wanted(), self._met()]
-                self._store.set(f"needed/{self._number}", ",".join(map(str, needed)))
+        with suppress(RuntimeError):  # the store is gone: so is worker 0, which whoever waits for it will say
+            while not self._closed.wait(self._patience() / 2):
+                since = self._waiting_since
+                if since is not None and time.monotonic() - since > self._patience():
+                    self._ask()
+
+    def _patience(self) -> float:
+        """Short once it is known that somebody has ended and must be asked for every further round."""
+        return ALERT_SECONDS if self._alert else PATIENCE_SECONDS
+
+    def _ask(self) -> None:
+        if self._store.check([self._key("ended")]):
+            self._alert = True
+            self._store.set(self._key("needed"), ",".join(map(str, [*self._wanted(), self._met()])))
+
+    def _key(self, what: str) -> str:
+        return f"{self._name}/{what}/{self._number}"
 
     def end_epoch(self) -> None:
         """Return when every worker has ended its epoch and all have taken the same number of rounds.
@@ -123,37 +143,39 @@ class RollCall:
             RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
         """
         mine = self._rounds()
+        self._store.set(self._key("ended"), "yes")
         gathering, rows = self._over.all_gather(torch.tensor(mine))
         pause = 0.001
         while not gathering.done():
-            self._answer()
+            pause = 0.001 if self._answer() else min(2 * pause, 0.05)
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
         gathering.wait()
         ends = torch.stack(rows).amax(dim=0).tolist()
         self._catch_up(ends)
-        self._number += 1
+        self._number, self._alert = self._number + 1, False
         early = {rank: row.tolist() for rank, row in enumerate(rows) if row.tolist() != ends}
         if early and self._over.rank == 0:
             warnings.warn(f"unequal numbers of batches: {_sentence(early, ends)}", stacklevel=2)
 
-    def _answer(self) -> None:
-        key = f"needed/{self._number}"
+    def _answer(self) -> bool:
+        """Take part in the rounds that another waits for; whether there were any."""
+        key = self._key("needed")
         if not self._store.check([key]):
-            return
+            return False
         *rounds, met = map(int, self._store.get(key).decode().split(","))
         if met > self._met():
             raise RuntimeError(
-                f"worker {self._over.rank} ended its epoch while another still averages values over all workers within "
-                "it (sync_dist=True, ConsensusMonitor): give every worker the same number of batches, or log with "
-                "sync_dist=False and without that callback"
+                f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
+                "a checkpoint, sync_dist=True or ConsensusMonitor): give every worker the same number of batches, "
+                "or log with sync_dist=False and do the rest at the end of epochs"
             )
-        self._catch_up(rounds)
+        return self._catch_up(rounds)
 
-    def _catch_up(self, rounds: list[int]) -> None:
-        for index, target in enumerate(rounds):
-            while self._rounds()[index] < target:
-                self._take_part(index)
+    def _catch_up(self, rounds: list[int]) -> bool:
+        missing = [index for index, target in enumerate(rounds) for _ in range(self._rounds()[index], target)]
+        for index in missing:
+            self._take_part(index)
+        return bool(missing)
 
 
 def _sentence(early: dict[int, list[int]], ends: list[int]) -> str:

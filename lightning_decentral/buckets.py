@@ -83,7 +83,7 @@ def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 def pack(parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """Buckets over the given parameters, in order, one dtype and device each, none over `bucket_bytes` unless one
-    parameter is. Tied parameters count once; what is not floating point or complex is left out.
+    parameter is. Tied parameters count once; what is empty or not floating point or complex is left out.
 
     Raises:
         ValueError: `bucket_bytes` is not positive, or a lazy module has not seen its first batch.
@@ -95,7 +95,7 @@ def pack(parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -
     for parameter in dict.fromkeys(parameters):
         if isinstance(parameter, UninitializedParameter):
             raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
-        if not (parameter.is_floating_point() or parameter.is_complex()):
+        if parameter.numel() == 0 or not (parameter.is_floating_point() or parameter.is_complex()):
             continue
         key = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()

@@ -2,21 +2,22 @@
 
 import os
 import uuid
+import warnings
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_decentral import worker_state
 from lightning_decentral.mean import Swap, mean_of_states
 from lightning_decentral.transport import Wire, gather_world
 from lightning_decentral.worker_state import KEY
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
 
@@ -33,6 +34,14 @@ class ReplicaCheckpoints(DDPStrategy):
     _swap: Swap | None
     _apart: bool
     _restored: dict[str, Any] | None = None
+
+    @abstractmethod
+    def rounds(self) -> list[int]:
+        """Rounds taken, one number for each optimizer; none outside of training."""
+
+    @abstractmethod
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the workers."""
 
     @abstractmethod
     def progress_state(self) -> dict[str, Any]:
@@ -61,13 +70,28 @@ class ReplicaCheckpoints(DDPStrategy):
         if self._wire is None or self.alone:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        means = {key: mean_of_states(checkpoint[key], self._wire.world) for key in _OF_MODELS if key in checkpoint}
-        full = "optimizer_states" in checkpoint and self._fitting
-        mark = {"version": worker_state.VERSION, "size": self.world_size, "id": self.broadcast(uuid.uuid4().hex)}
-        super().save_checkpoint({**checkpoint, **means, **({KEY: mark} if full else {})}, filepath, storage_options)
+        path, identity = self._agree(filepath)
+        states = {key: checkpoint[key] for key in _OF_MODELS if key in checkpoint}
+        if self._swap is not None:  # an average that a callback holds is swapped, too
+            states = {key: self._swap.paused(state) for key, state in states.items()}
+        means = {key: mean_of_states(state, self.mean_of) for key, state in states.items()}
+        full = "optimizer_states" in checkpoint and bool(self.rounds())
+        mark = {"version": worker_state.VERSION, "size": self.world_size, "id": identity}
+        super().save_checkpoint({**checkpoint, **means, **({KEY: mark} if full else {})}, path, storage_options)
         if full:
-            path = worker_state.file(filepath, self.global_rank, self.world_size)
-            self.checkpoint_io.save_checkpoint({**checkpoint, KEY: {**mark, **self._own_state()}}, path)
+            own = {**checkpoint, **states, KEY: {**mark, **self._own_state()}}
+            self.checkpoint_io.save_checkpoint(own, worker_state.file(path, self.global_rank, self.world_size))
+
+    def _agree(self, filepath: str | Path) -> tuple[str, str]:
+        """(path, identity) of a checkpoint, worker 0's; a value in the name may differ where it wasn't averaged."""
+        path, identity = self.broadcast((os.fspath(filepath), uuid.uuid4().hex))
+        if path != os.fspath(filepath):
+            warnings.warn(
+                f"the checkpoint's name differs between workers, {path} is taken: "
+                "log the values it names with sync_dist=True",
+                stacklevel=2,
+            )
+        return path, identity
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -85,7 +109,8 @@ class ReplicaCheckpoints(DDPStrategy):
         """Remove the mean's file and the workers'."""
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:
-            self.checkpoint_io.remove_checkpoint(worker_state.folder(filepath))
+            with suppress(FileNotFoundError):  # another node on the same file system was faster
+                self.checkpoint_io.remove_checkpoint(worker_state.folder(filepath))
 
     # ---- load ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +151,7 @@ class ReplicaCheckpoints(DDPStrategy):
         return checkpoint
 
     def _read_own(
-        self, checkpoint_path: str | Path, mark: "Mapping[str, Any]", weights_only: bool | None
+        self, checkpoint_path: str | Path, mark: Mapping[str, Any], weights_only: bool | None
     ) -> dict[str, Any]:
         if mark["size"] != self.world_size:
             return {"problem": f"saved by {mark['size']} workers, resumed on {self.world_size}"}
@@ -139,7 +164,7 @@ class ReplicaCheckpoints(DDPStrategy):
             return {"problem": f"{path} belongs to another checkpoint"}
         return own
 
-    def load_model_state_dict(self, checkpoint: "Mapping[str, Any]", strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, with one line for a checkpoint of another model."""
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -151,19 +176,23 @@ class ReplicaCheckpoints(DDPStrategy):
             ) from error
 
     def _resume(self) -> None:
-        """After set-up: rounds, messages in flight and, between epochs, the random state (see `on_train_start`)."""
+        """After set-up: between epochs, the random state (see `on_train_start`)."""
         if self._restored is None:
             return
         self._apart = self._restored["apart"]
-        self.load_progress_state(self._restored["progress"])
         if not self._restored["mid_epoch"]:
             worker_state.set_random_state(self._restored["random"])
 
     def on_train_start(self) -> None:
-        """Within an epoch the random state is set last: Lightning has just drawn from it to build the iterator that the
-        uninterrupted run had built before the checkpoint."""
+        """Rounds and messages in flight, once callbacks have restored which parameters are trained; and, within an
+        epoch, the random state: Lightning has just drawn from it to build the iterator that the uninterrupted run had
+        built before the checkpoint.
+        """
         super().on_train_start()
-        if self._restored is not None and self._restored["mid_epoch"]:
+        if self._restored is None:
+            return
+        self.load_progress_state(self._restored["progress"])
+        if self._restored["mid_epoch"]:
             worker_state.set_random_state(self._restored["random"])
         self._restored = None
 

@@ -1,6 +1,6 @@
 """The exact mean over workers, and putting it in a model's place for a while."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def _mean_in_place(tensors: Sequence[Tensor], over: Transport) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-def mean_of_states(state: Mapping[str, Any], over: Transport) -> dict[str, Any]:
+def mean_of_states(state: Mapping[str, Any], mean_of: Callable[[Sequence[Tensor]], list[Tensor]]) -> dict[str, Any]:
     """A `state_dict` whose tensors are means over the workers; other entries are this worker's.
 
     Tied entries stay tied.
@@ -48,7 +48,7 @@ def mean_of_states(state: Mapping[str, Any], over: Transport) -> dict[str, Any]:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     place = {key: (t.data_ptr(), t.shape, t.stride(), key if t.numel() == 0 else "") for key, t in tensors.items()}
     unique = {place[key]: tensor for key, tensor in tensors.items()}
-    averaged = dict(zip(unique, mean(list(unique.values()), over), strict=True))
+    averaged = dict(zip(unique, mean_of(list(unique.values())), strict=True))
     return {key: averaged[place[key]] if key in place else value for key, value in state.items()}
 
 
@@ -57,9 +57,10 @@ class Swap:
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._own = [tensor.clone() for tensor in self._tensors]
+        self._tensors = list(tensors)
+        self._own = [tensor.detach().clone() for tensor in tensors]
         self._put(values)
+        self._buffers = {i: t.clone() for i, t in enumerate(tensors) if not isinstance(t, nn.Parameter)}
 
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
@@ -67,14 +68,18 @@ class Swap:
             tensor.copy_(value)
 
     def undo(self) -> None:
-        """Put back, bit for bit, what was there."""
+        """Put back, bit for bit, what was there; a buffer that changed meanwhile (a best score) keeps its change."""
+        for i, stood in self._buffers.items():
+            if not torch.equal(self._tensors[i], stood):
+                self._own[i] = self._tensors[i].clone()
         self._put(self._own)
 
+    @torch.no_grad()
     def paused(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """`state`, the state_dict of the model, as it would be without the swap: fresh copies."""
-        now = [tensor.clone() for tensor in self._tensors]
+        now = [tensor.detach().clone() for tensor in self._tensors]
         self._put(self._own)
-        own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+        own = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in state.items()}
         self._put(now)
         return own
 

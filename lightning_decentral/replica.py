@@ -6,7 +6,7 @@ the model handed back after `fit`) sees their exact mean; each worker's own traj
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.agreement import RollCall, StopFlag, check_same_model, start_from_worker_0
 from lightning_decentral.checkpoint import ReplicaCheckpoints
@@ -61,6 +62,9 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         self._swap: Swap | None = None
         self._apart = False
         self._met = 0
+        self._fits = 0
+        self._outside: dict[Optimizer, int] = {}
+        self._hooks: list[RemovableHandle] = []
         self._host: HostLoops | None = None
 
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
@@ -126,6 +130,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
             self.prepare(self._wire)
             self._resume()
             self._listen(trainer)
+            self._watch_steps()
 
     def configure_ddp(self) -> None:
         """No wrapper."""
@@ -167,7 +172,9 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """The user's update, exactly as in one process; then one round."""
+        self._outside[optimizer] = -1  # the step within this call
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._outside[optimizer] = 0
         if self._wire is not None:
             self._apart = True
             with self._watched():
@@ -175,6 +182,19 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
                 if optimizer is self.optimizers[0] and self._stop is not None:
                     self._stop.tick()
         return output
+
+    def _watch_steps(self) -> None:
+        """Notice an optimizer that steps past the strategy: its parameters would never be mixed, without a sign."""
+        if self._wire is not None:
+            self._hooks = [o.register_step_post_hook(self._count_step) for o in self.optimizers]
+
+    def _count_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._outside[optimizer] = self._outside.get(optimizer, 0) + 1
+        if self._outside[optimizer] > 0:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} stepped past the strategy, so that its parameters are never averaged: "
+                "step what self.optimizers() returns, not self.optimizers(use_pl_optimizer=False)"
+            )
 
     def _watched(self) -> RollCall:
         assert self._roll is not None
@@ -192,8 +212,15 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
             return
         self._stop = StopFlag(self._wire.flags, self._sigterm_every)
         self._roll = RollCall(
-            self._wire.roll, self._wire.store, self.rounds, self.wanted, self._take_part, lambda: self._met
+            self._wire.roll,
+            self._wire.store,
+            self.rounds,
+            self.wanted,
+            self._take_part,
+            lambda: self._met,
+            f"fit-{self._fits}",
         )
+        self._fits += 1
         self._host = HostLoops(trainer, self._stop, self._roll, self._forward_signal)
 
     def _forward_signal(self, signum: int) -> None:
@@ -241,16 +268,22 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         return floating([self._module, *copies])
 
     def _average_in_place(self) -> None:
-        assert self._wire is not None
         tensors = floating([self._module])
-        Swap(tensors, mean(tensors, self._wire.world))
+        Swap(tensors, self.mean_of(tensors))
         self._apart = False
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the workers, which all must call it."""
+        assert self._wire is not None
+        world = self._wire.world
+        means: list[Tensor] = self._meet(lambda: mean(tensors, world))
+        return means
 
     def _swap_in(self) -> None:
         if self._wire is None or not self._apart or self.evaluate == "own":
             return
         tensors = self._averaged()
-        self._swap = Swap(tensors, mean(tensors, self._wire.world))
+        self._swap = Swap(tensors, self.mean_of(tensors))
 
     def _swap_out(self) -> None:
         if self._swap is not None:
@@ -284,6 +317,8 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
             self._roll.close()
         if self._host is not None:
             self._host.restore()
-        self._host, self._roll, self._swap = None, None, None
+        for hook in self._hooks:
+            hook.remove()
+        self._host, self._roll, self._swap, self._hooks, self._outside = None, None, None, [], {}
         self.release()
         super().teardown()

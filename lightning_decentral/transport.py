@@ -219,33 +219,39 @@ def transport(group: Any, device: torch.device) -> Transport:
 
 @dataclass(frozen=True)
 class Wire:
-    """What one worker talks over. Separate groups, since each orders its own calls: gossip messages, means over all
-    workers, the flag that stops a run (CPU), the roll call at the end of an epoch (CPU); and the store of the group."""
+    """What one worker talks over. A group orders its calls, so what may happen in another order has another group."""
 
-    peers: Transport
     world: Transport
+    """Means over all workers."""
     flags: Transport
+    """The flag that stops a run; CPU tensors."""
     roll: Transport
+    """The roll call at the end of an epoch; CPU tensors."""
     store: Any
-    group: Callable[[Sequence[int]], Transport | None]
+    """The key-value store of the group."""
+    group: Callable[[Sequence[int] | None], Transport | None]
+    """A new group of these workers (None: all) for gossip; None on those outside. Collective: every worker calls it."""
 
 
 def connect(device: torch.device, timeout: timedelta | None) -> Wire:
     """New groups over the initialized world. Every worker must call it at the same point."""
     settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
 
-    def group(ranks: Sequence[int]) -> Transport | None:
-        made = dist.new_group(list(ranks), **settings)  # every worker makes every group, members or not
-        return None if made is dist.GroupMember.NON_GROUP_MEMBER else transport(made, device)
-
-    def world() -> Transport:
-        return transport(dist.new_group(**settings), device)
+    def group(ranks: Sequence[int] | None) -> Transport | None:
+        made = dist.new_group(None if ranks is None else list(ranks), **settings)
+        if made is dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        new = transport(made, device)
+        new.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
+        return new
 
     def control() -> Transport:
         return GlooTransport(dist.new_group(backend="gloo", **settings))
 
+    world = group(None)
+    assert world is not None
     flags = control()
-    return Wire(world(), world(), flags, control(), flags.group.get_group_store(), group)
+    return Wire(world, flags, control(), flags.group.get_group_store(), group)
 
 
 def connected() -> bool:

@@ -38,7 +38,8 @@ def test_mean_equals_torch() -> None:
 def test_tied_entries_of_a_state_stay_tied() -> None:
     def worker(group: object) -> tuple[bool, Tensor]:
         weight = torch.full((2,), float(group.rank()))  # type: ignore[attr-defined]
-        state = mean_of_states({"a": weight, "b": weight, "text": "x"}, transport(group, CPU))
+        over = transport(group, CPU)
+        state = mean_of_states({"a": weight, "b": weight, "text": "x"}, lambda tensors: mean(tensors, over))
         return state["a"] is state["b"] and state["text"] == "x", state["a"]
 
     for tied, value in world(2, worker):

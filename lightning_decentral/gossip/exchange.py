@@ -22,12 +22,14 @@ from lightning_decentral.transport import Message, Transport
 
 Land = Callable[[], list[Tensor]]
 
-_TAGS_PER_CHANNEL = 1 << 16  # buckets of one optimizer; keeps the messages of two optimizers apart
-
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker's exchange did so far."""
+    """What one worker's exchange did so far.
+
+    `wait_seconds` are the host's, or the device's where the device waits; `in_flight_seconds` lie between launch and
+    landing as the host sees them.
+    """
 
     rounds: int = 0
     bytes_sent: int = 0
@@ -49,6 +51,10 @@ class Exchange(ABC):
     @abstractmethod
     def silent(self, step: int) -> bool:
         """Whether this worker neither sends nor hears anything at this step."""
+
+    def copies_sent(self, step: int) -> float:
+        """Bytes sent at this step in units of the message's."""
+        return 0.0
 
     @abstractmethod
     def start(self, message: Sequence[Tensor], step: int) -> Land:
@@ -88,14 +94,13 @@ class PeerExchange(Exchange):
     infinity is refused: its weight falls to the receiver's own parameters, and it is counted.
 
     Args:
-        channel: keeps apart the messages of several exchanges on one transport (one per optimizer).
+        transport: of this exchange alone.
     """
 
     topology: Topology
     weights: Weights
     transport: Transport
     device: torch.device
-    channel: int = 0
     pool: Pool = field(default_factory=Pool, init=False)
     _verdicts: Verdicts = field(init=False)
 
@@ -119,17 +124,20 @@ class PeerExchange(Exchange):
         row, heard_by = self._plan(step)
         return len(row) == 1 and not heard_by
 
+    def copies_sent(self, step: int) -> float:
+        """One for each that hears me."""
+        return float(len(self._plan(step)[1]))
+
     def start(self, message: Sequence[Tensor], step: int) -> Land:
         """Start the round's transfers. Memory until landed: one copy of the parameters for each source."""
         row, heard_by = self._plan(step)
         sources = sorted(set(row) - {self.transport.rank})
-        header = torch.tensor([step, sum(m.numel() for m in message)], device=self.device)
+        header = _header(step, message)
         headers = {j: torch.empty_like(header) for j in sources}
         heard = {j: [self.pool.take(m) for m in message] for j in sources}
-        first_tag = self.channel * _TAGS_PER_CHANNEL
 
         def messages(peer: int, tensors: Sequence[Tensor]) -> list[Message]:
-            return [Message(peer, tensor, first_tag + i) for i, tensor in enumerate(tensors)]
+            return [Message(peer, tensor, tag) for tag, tensor in enumerate(tensors)]
 
         outgoing, incoming = self.transport.exchange(
             sends=[m for j in heard_by for m in messages(j, [header, *message])],
@@ -216,14 +224,19 @@ class CliqueExchange(Exchange):
         """This worker's clique is itself alone."""
         return len(self._clique(step)) == 1
 
+    def copies_sent(self, step: int) -> float:
+        """2 (c - 1) / c, of a ring all-reduce."""
+        clique = self._clique(step)
+        return 2 * (len(clique) - 1) / len(clique)
+
     def start(self, message: Sequence[Tensor], step: int) -> Land:
         """Start the all-reduces. Memory until landed: one copy of the parameters."""
         clique = self._clique(step)
         transport = self.transports[clique]
         finite = _finite(message)
-        header = torch.tensor([step, sum(m.numel() for m in message)], device=self.device)
+        header = _header(step, message)
         gathering, rows = transport.all_gather(torch.cat([header, finite.long().view(1)]))
-        totals = [self.pool.take(m).copy_(m) for m in message]
+        totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
         refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], finite)
         reducing = [transport.all_reduce(total) for total in totals]
         launched = perf_counter()
@@ -238,8 +251,8 @@ class CliqueExchange(Exchange):
             self._in_flight_seconds += perf_counter() - launched
             self._rounds += 1
             self._verdicts.add(dict(zip(clique, rows, strict=True)))
-            count = torch.stack(rows)[:, 2].sum().clamp(min=1)
-            return [total.div_(count.to(total.dtype)) for total in totals]
+            share = torch.stack(rows)[:, 2].sum().clamp(min=1) / len(clique)  # 1 unless someone's message was refused
+            return [total.div_(share.to(total.dtype)) for total in totals]
 
         return land
 
@@ -249,7 +262,13 @@ class CliqueExchange(Exchange):
         return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
 
 
+def _header(step: int, message: Sequence[Tensor]) -> Tensor:
+    """(round, elements), filled on the device: copying it there would make the host wait."""
+    numbers = (step, sum(m.numel() for m in message))
+    return torch.stack([torch.full((), n, dtype=torch.int64, device=message[0].device) for n in numbers])
+
+
 def _finite(tensors: Sequence[Tensor]) -> Tensor:
     """A scalar: no element is NaN or infinite. One pass each and no copy: the extremes carry both."""
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors if t.numel()]
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     return torch.stack([torch.isfinite(extreme) for t in real for extreme in torch.aminmax(t)]).all()

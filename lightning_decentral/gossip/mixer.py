@@ -81,7 +81,7 @@ class Mixer:
         self._land_until(self.round)
 
     def _launch(self) -> None:
-        if self.exchange.silent(self.round):
+        if not self.buckets or self.exchange.silent(self.round):
             return
         messages = [self._combine.message(b.flat, s) for b, s in zip(self.buckets, self._states, strict=True)]
         sent = [self.exchange.pool.take(message).copy_(message) for message in messages]

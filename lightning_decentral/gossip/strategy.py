@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.buckets import BUCKET_BYTES, Bucket, pack
@@ -23,9 +23,7 @@ from lightning_decentral.gossip.weights import (
     consensus_steps,
     describe,
     largest_stable_rate,
-    targets,
 )
-from lightning_decentral.mean import mean
 from lightning_decentral.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.transport import Transport, Wire
 
@@ -41,14 +39,34 @@ class Consensus:
     relative: float
 
 
-@dataclass
 class _Trained:
-    """One optimizer's parameters and the mixer that mixes them."""
+    """One optimizer's parameters and the mixer that mixes them.
 
-    optimizer: Optimizer
-    mixer: Mixer
-    buckets: list[Bucket]
-    known: set[int] = field(default_factory=set)
+    Args:
+        taken: parameters that an optimizer mixes already; a parameter of several is mixed by the first.
+    """
+
+    def __init__(self, optimizer: Optimizer, mixer: Mixer, taken: set[nn.Parameter], bucket_bytes: int) -> None:
+        self.optimizer, self.mixer = optimizer, mixer
+        self.buckets: list[Bucket] = []
+        self.packs: list[int] = []
+        self._taken, self._bucket_bytes = taken, bucket_bytes
+
+    def adopt(self, number: int | None = None) -> None:
+        """Take in what the optimizer got since the last look (gradual unfreezing adds groups), or the next `number`."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        new = [p for p in dict.fromkeys(parameters) if p not in self._taken][:number]
+        if new:
+            self._taken.update(new)
+            buckets = pack(new, self._bucket_bytes)
+            self.buckets += buckets
+            self.packs.append(len(new))
+            self.mixer.extend(buckets)
+
+    def release(self) -> None:
+        """Give every parameter a storage of its own again."""
+        for bucket in self.buckets:
+            bucket.release()
 
 
 class GossipStrategy(ReplicaStrategy):
@@ -102,6 +120,7 @@ class GossipStrategy(ReplicaStrategy):
         self.delay = delay
         self.bucket_bytes = bucket_bytes
         self._trained: list[_Trained] = []
+        self._taken: set[nn.Parameter] = set()
 
     # ---- set-up -------------------------------------------------------------------------------------------------
 
@@ -117,49 +136,42 @@ class GossipStrategy(ReplicaStrategy):
             below = math.floor(safe * 1000 - 1e-9) / 1000
             raise ValueError(
                 f"rate {self.combine.rate} with delay {self.delay} doesn't contract on "
-                f"{describe(self.topology, size)}: the rate must stay below {safe:.4g}; use Gossip(rate={below}), "
-                f"or topology=Every({self.delay}, ...), which is stable at rate 1"
+                f"{describe(self.topology, size, self.weights)}: the rate must stay below {safe:.4g}; "
+                f"use Gossip(rate={below}), or topology=Every({self.delay}, ...), which is stable at rate 1"
             )
 
     def prepare(self, wire: Wire | None) -> None:
-        """One mixer for each optimizer; a parameter of several optimizers is mixed by the first."""
-        self._trained = []
-        if wire is None:
-            return
-        exchanges = self._exchanges(wire, len(self.optimizers))
-        taken: set[int] = set()
-        for optimizer, exchange in zip(self.optimizers, exchanges, strict=True):
-            trained = _Trained(optimizer, Mixer([], self.combine, exchange, self.delay), [], taken)
+        """One mixer and one group for each optimizer."""
+        self._trained, self._taken = [], set()
+        for optimizer in self.optimizers if wire is not None else []:
+            self._trained_by(optimizer).adopt()
+
+    def _trained_by(self, optimizer: Optimizer) -> _Trained:
+        """Of this optimizer; a new one where the optimizers were replaced, on all workers in the same step."""
+        trained = next((t for t in self._trained if t.optimizer is optimizer), None)
+        if trained is None:
+            mixer = Mixer([], self.combine, self._exchange(), self.delay)
+            trained = _Trained(optimizer, mixer, self._taken, self.bucket_bytes)
             self._trained.append(trained)
-            self._adopt_new(trained)
+        return trained
 
-    def _exchanges(self, wire: Wire, number: int) -> list[Exchange]:
-        cliques = partitions(self.topology, self.weights, wire.peers.size)
+    def _exchange(self) -> Exchange:
+        assert self._wire is not None
+        cliques = partitions(self.topology, self.weights, self.world_size)
         if cliques is None:
-            return [
-                PeerExchange(self.topology, self.weights, wire.peers, self.root_device, channel)
-                for channel in range(number)
-            ]
-        groups = {c: wire.group(c) for c in dict.fromkeys(c for step in cliques for c in step) if len(c) > 1}
+            peers = self._wire.group(None)
+            assert peers is not None
+            return PeerExchange(self.topology, self.weights, peers, self.root_device)
+        groups = {c: self._wire.group(c) for c in dict.fromkeys(c for step in cliques for c in step) if len(c) > 1}
         mine: dict[tuple[int, ...], Transport] = {c: t for c, t in groups.items() if t is not None}
-        return [CliqueExchange(cliques, mine, wire.peers.rank, self.root_device) for _ in range(number)]
-
-    def _adopt_new(self, trained: _Trained) -> None:
-        """Take in parameters that the optimizer got since the last look (gradual unfreezing adds groups)."""
-        parameters = [p for group in trained.optimizer.param_groups for p in group["params"]]
-        new = [p for p in dict.fromkeys(parameters) if id(p) not in trained.known]
-        if new:
-            trained.known.update(map(id, new))
-            buckets = pack(new, self.bucket_bytes)
-            trained.buckets += buckets
-            trained.mixer.extend(buckets)
+        return CliqueExchange(cliques, mine, self.global_rank, self.root_device)
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
     def advance(self, optimizer: Optimizer) -> None:
         """One round of the mixer of this optimizer."""
-        trained = next(t for t in self._trained if t.optimizer is optimizer)
-        self._adopt_new(trained)
+        trained = self._trained_by(optimizer)
+        trained.adopt()
         trained.mixer.step()
 
     def take_part(self, index: int) -> None:
@@ -181,17 +193,29 @@ class GossipStrategy(ReplicaStrategy):
 
     def release(self) -> None:
         """Give every parameter a storage of its own again."""
-        for bucket in self._buckets:
-            bucket.release()
-        self._trained = []
+        for trained in self._trained:
+            trained.release()
+        self._trained, self._taken = [], set()
 
     def progress_state(self) -> dict[str, Any]:
         """The mixers' states."""
-        return {"mixers": [trained.mixer.state_dict() for trained in self._trained]}
+        return {
+            "mixers": [trained.mixer.state_dict() for trained in self._trained],
+            "packs": [list(trained.packs) for trained in self._trained],
+        }
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        """Restore the mixers."""
-        for trained, mixer_state in zip(self._trained, state["mixers"], strict=True):
+        """Restore the mixers, their buckets packed as they were: a message in flight has their layout."""
+        if len(self.optimizers) != len(state["mixers"]):
+            raise ValueError(
+                f"the checkpoint has {len(state['mixers'])} optimizers, this run has {len(self.optimizers)}: "
+                "resume with the same configure_optimizers"
+            )
+        self.release()
+        for optimizer, packs, mixer_state in zip(self.optimizers, state["packs"], state["mixers"], strict=True):
+            trained = self._trained_by(optimizer)
+            for number in packs:
+                trained.adopt(number)
             trained.mixer.load_state_dict(mixer_state)
 
     # ---- what users watch ---------------------------------------------------------------------------------------
@@ -213,10 +237,9 @@ class GossipStrategy(ReplicaStrategy):
         of the trained parameters, and makes the workers wait for each other."""
         if self._wire is None:
             return Consensus(0.0, 0.0)
-        own, world = [bucket.flat for bucket in self._buckets], self._wire.world
-        means: list[Tensor] = self._meet(lambda: mean(own, world))
-        apart = _squared_norm([a - b for a, b in zip(own, means, strict=True)])
-        (apart,) = mean([apart], world)
+        own = [bucket.flat for bucket in self._buckets]
+        means = self.mean_of(own)
+        (apart,) = self.mean_of([_squared_norm([a - b for a, b in zip(own, means, strict=True)])])
         return Consensus(float(apart.sqrt()), float((apart / _squared_norm(means).clamp(min=1e-300)).sqrt()))
 
     def summary(self) -> dict[str, str]:
@@ -224,14 +247,15 @@ class GossipStrategy(ReplicaStrategy):
         size, steps = self.world_size, consensus_steps(self.topology, self.world_size, self.weights)
         model_bytes = sum(bucket.bytes for bucket in self._buckets)
         period = self.topology.period(size)
-        heard_by = sum(len(targets(self.topology, self.global_rank, size, s)) for s in range(period)) / period
+        exchanges = [trained.mixer.exchange for trained in self._trained[:1]]
+        copies = sum(exchange.copies_sent(step) for exchange in exchanges for step in range(period)) / period
         order = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
         return {
             "workers": str(size),
-            "topology": describe(self.topology, size),
+            "topology": describe(self.topology, size, self.weights),
             "steps to exact consensus": "never exact" if steps is None else str(steps),
             "order": order.get(self.delay, f"landed {self.delay} updates later"),
-            "bytes per worker and step": f"{heard_by * model_bytes:,.0f} ({heard_by:.3g} x the trained parameters)",
+            "bytes per worker and step": f"{copies * model_bytes:,.0f} ({copies:.3g} x the trained parameters)",
             "evaluated": "the mean of the workers" if self.evaluate == "mean" else "each worker's own model",
         }
 
@@ -251,4 +275,5 @@ class GossipStrategy(ReplicaStrategy):
 
 
 def _squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([t.double().square().sum() for t in tensors]).sum()
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return torch.stack([t.double().square().sum() for t in real]).sum()
