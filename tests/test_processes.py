@@ -17,7 +17,7 @@ import sys
 import torch
 from lightning.pytorch import Trainer
 import lightning_decentral
-from tests.tiny import QUIET, Net, SizedBatches
+from tests.tiny import QUIET, Batches, Net, SizedBatches
 from tests.gossip.test_lightning import Inspect
 
 if __name__ == "__main__":
@@ -26,9 +26,16 @@ if __name__ == "__main__":
     module = Net()
     trainer = Trainer(**QUIET, strategy=strategy, devices=devices, max_steps=steps, callbacks=[Inspect(folder)])
     trainer.fit(module, SizedBatches(6))
-    trainer.test(module, SizedBatches(2), verbose=False)  # must leave the mean where fit put it
+    if strategy == "gossip":  # must leave the mean where fit put it
+        trainer.test(module, SizedBatches(2), verbose=False)
     print("world", trainer.world_size, "rank", trainer.global_rank, flush=True)
     torch.save(module.state_dict(), folder / f"handed-back-{trainer.global_rank}.pt")
+    if strategy == "gossip":  # the processes live on: save, train on unequal batches, resume from what was saved
+        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Inspect)]
+        trainer.save_checkpoint(folder / "after.ckpt")
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = trainer.current_epoch + 2, -1
+        trainer.fit(module, Batches(lengths=(3, 2)))
+        trainer.fit(module, Batches(lengths=(4, 2)), ckpt_path=folder / "after.ckpt")
 """
 
 
@@ -72,10 +79,19 @@ def assert_mean_of_own(folder: Path, size: int, handed_back: list[int]) -> None:
         torch.testing.assert_close(state["head.weight"], mean)
 
 
+def run_again_if_torch_aborts(command: list[str]) -> tuple[int, str]:
+    """Spawned processes of torch 2.13 sometimes abort in gloo's destructor as they end, under `ddp_spawn` as well."""
+    for _ in range(3):
+        code, output = finish(start(command))
+        if "terminate called without an active exception" not in output:
+            break
+    return code, output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "handed_back"), [("gossip", [0, 1]), ("gossip_spawn", [0])])
 def test_lightning_starts_the_processes(tmp_path: Path, script: Path, strategy: str, handed_back: list[int]) -> None:
-    code, output = finish(start([sys.executable, str(script), str(tmp_path), strategy, "2", "5"]))
+    code, output = run_again_if_torch_aborts([sys.executable, str(script), str(tmp_path), strategy, "2", "5"])
     assert code == 0, output[-4000:]
     assert_mean_of_own(tmp_path, 2, handed_back)
 

@@ -53,9 +53,12 @@ class _Trained:
         self._taken, self._bucket_bytes = taken, bucket_bytes
 
     def adopt(self, number: int | None = None) -> None:
-        """Take in what the optimizer got since the last look (gradual unfreezing adds groups), or the next `number`."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        new = [p for p in dict.fromkeys(parameters) if p not in self._taken][:number]
+        """Take in what the optimizer got since the last look (gradual unfreezing adds groups).
+
+        With a number, the next so many, frozen or not: a resumed run may not have unfrozen yet what a message holds.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        new = [p for p in dict.fromkeys(parameters) if p not in self._taken and (number or p.requires_grad)][:number]
         if new:
             self._taken.update(new)
             buckets = pack(new, self._bucket_bytes)

@@ -235,6 +235,34 @@ class Two(LightningModule):
         return [torch.optim.SGD([self.a], lr=0.1), torch.optim.SGD([self.b], lr=0.2)]
 
 
+class Bypass(Two):
+    """Steps the bare optimizer."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+class Shared(Two):
+    """Both optimizers have both parameters, and one has an infinite mask that is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([self.a, self.b, self.mask], lr=0.1), torch.optim.SGD([self.b, self.a], lr=0.2)]
+
+
+def test_an_optimizer_that_steps_past_the_strategy_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"SGD stepped past the strategy.*step what self.optimizers\(\) returns"):
+        run(tmp_path, Bypass(), trainer_options={"max_steps": -1, "max_epochs": 1})
+
+
+def test_optimizers_may_share_parameters(tmp_path: Path) -> None:
+    run(tmp_path, Shared(), callbacks=[Rounds(tmp_path)], trainer_options={"max_steps": -1, "max_epochs": 1})
+    assert [row["rounds"] for row in seen(tmp_path)] == [[6, 3]] * SIZE
+
+
 class Rounds(Inspect):
     def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seen["rounds"] = trainer.strategy.rounds()
@@ -373,6 +401,32 @@ def test_the_checkpoint_of_an_averaged_model_holds_the_mean_of_the_averages(tmp_
     )
     rows = [row["own"] for row in seen(tmp_path)]
     assert_mean(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"], rows)
+
+
+class Best(Net):
+    """Counts validations in a buffer; validation of worker 1 gives its parameters new storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("validations", torch.zeros(()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.validations += 1
+        if self.global_rank == 1:
+            self.head.weight.data = self.head.weight.data.clone()
+
+
+def test_what_validation_itself_changes_stays_changed(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        Best(),
+        callbacks=[Validating(tmp_path)],
+        trainer_options={"val_check_interval": 4},
+        validation=SizedBatches(2),
+    )
+    for row in seen(tmp_path):
+        assert [float(after["validations"]) for after in row["after"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+        assert torch.equal(row["before"][3]["head.weight"], row["after"][4]["head.weight"])
 
 
 # ---- evaluation as the first call ------------------------------------------------------------------------------------
@@ -544,7 +598,7 @@ def test_unequal_batches_with_values_averaged_in_every_step_end_with_the_remedy(
         match=r"give every worker the same number of batches, or log with sync_dist=False|lost",
     ):
         run(tmp_path, Reduces(), trainer_options={"max_steps": -1, "max_epochs": 1}, batches=Batches(lengths=(5, 3, 7)))
-    assert any("averages values over all workers" in error for error in errors(tmp_path))
+    assert any("another waits for all workers within it" in error for error in errors(tmp_path))
 
 
 class Dies(Inspect):

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip.combine import Gossip
 from lightning_decentral.gossip.topology import Every, OnePeerExponential
+from tests.gossip.test_lightning import Backbone
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 
@@ -51,14 +52,19 @@ def fit(
     seed_everything(5, workers=True, verbose=False)
     callbacks: list[Callback] = [SaveOwn(folder)]
     settings = {**QUIET, "max_steps": steps, **trainer_options}
+    in_validation = "val_check_interval" in trainer_options
+    if in_validation:
+        callbacks.insert(0, EMAWeightAveraging(decay=0.5))
     if save_every:
         settings["enable_checkpointing"] = True
-        callbacks.append(ModelCheckpoint(folder, filename="at-{step}", every_n_train_steps=save_every, save_top_k=-1))
+        when = {"save_on_train_epoch_end": False} if in_validation else {"every_n_train_steps": save_every}
+        callbacks.append(ModelCheckpoint(folder, filename="at-{step}", save_top_k=-1, **when))
     module = Net(**net)
     trainer = Trainer(
         **settings, devices=size, strategy=GossipStrategy(start_method="fork", **options), callbacks=callbacks
     )
-    trainer.fit(module, shuffled() if plain_loader else SizedBatches(6), ckpt_path=resume)
+    validation = SizedBatches(2) if in_validation else None
+    trainer.fit(module, shuffled() if plain_loader else SizedBatches(6), validation, ckpt_path=resume)
     return module.state_dict()
 
 
@@ -77,6 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool
     "one in flight over three steps": ({"topology": Every(3, OnePeerExponential()), "delay": 3}, {}, {}, 4, False),
     "several buckets": ({"bucket_bytes": 300}, {"optimizer": "adamw"}, {}, 4, False),
     "bf16": ({}, {"optimizer": "adamw"}, {"precision": "bf16-mixed"}, 4, False),
+    "average of weights, saved in validation": ({}, {}, {"val_check_interval": 4}, 4, False),
     "end of an epoch, plain loader": ({}, {"optimizer": "adamw", "scheduler": True}, {}, 4, True),
 }
 
@@ -178,6 +185,22 @@ def test_a_checkpoint_of_another_model_is_named_in_one_line(tmp_path: Path) -> N
     in_processes(fit, tmp_path / "whole", 2, 4, {}, {}, {}, 4, None, False)
     with pytest.raises(RuntimeError, match=r"the checkpoint is of another model: Missing key.*extra.weight"):
         in_processes(fit_other, tmp_path / "whole" / "at-step=4.ckpt")
+
+
+def fit_unfreezing(folder: Path, epochs: int, resume: Path | None) -> None:
+    callbacks: list[Callback] = [
+        BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False),
+        ModelCheckpoint(folder, filename="at-{epoch}", save_top_k=-1),
+    ]
+    settings = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+    trainer = Trainer(**settings, devices=2, strategy=GossipStrategy(start_method="fork"), callbacks=callbacks)
+    trainer.fit(Backbone(), SizedBatches(3), ckpt_path=resume)
+
+
+def test_resume_after_unfreezing(tmp_path: Path) -> None:
+    """Messages in flight have the layout of buckets that grew while training."""
+    in_processes(fit_unfreezing, tmp_path, 2, None)
+    in_processes(fit_unfreezing, tmp_path, 3, tmp_path / "at-epoch=1.ckpt")
 
 
 def test_removing_a_checkpoint_removes_the_workers_files(tmp_path: Path) -> None:
