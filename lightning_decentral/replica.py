@@ -4,7 +4,6 @@ The replicas may differ while training. Everything that Lightning does once for 
 the model handed back after `fit`) sees their exact mean; each worker's own trajectory is never touched by it.
 """
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,12 +18,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.agreement import RollCall, StopFlag, check_same_model, start_from_worker_0
 from lightning_decentral.checkpoint import ReplicaCheckpoints
 from lightning_decentral.host import HostLoops
 from lightning_decentral.mean import Swap, floating, mean
+from lightning_decentral.refusals import StepWatch, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.transport import Wire, connect, connected
 
 Evaluate = Literal["mean", "own"]
@@ -48,7 +47,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **ddp: Any,
     ) -> None:
-        self._refuse_unknown(ddp)
+        refuse_unknown(type(self), ddp)
         super().__init__(timeout=timeout, **ddp)
         if evaluate not in ("mean", "own"):
             raise ValueError(f"evaluate must be 'mean' or 'own', got {evaluate!r}")
@@ -63,20 +62,8 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         self._apart = False
         self._met = 0
         self._fits = 0
-        self._outside: dict[Optimizer, int] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._steps = StepWatch(())
         self._host: HostLoops | None = None
-
-    def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        taken = {name for name in inspect.signature(DDPStrategy.__init__).parameters if not name.startswith("ddp_")}
-        unknown = sorted(set(options) - taken)
-        if unknown:
-            own = [name for name in inspect.signature(type(self).__init__).parameters if name not in ("self", "ddp")]
-            valid = ", ".join(sorted({*own, *taken} - {"self", "kwargs", "model_averaging_period"}))
-            raise ValueError(
-                f"{type(self).__name__} has no option {unknown[0]!r} (there is no DDP wrapper to take it): "
-                f"it has {valid}"
-            )
 
     # ---- what a method adds -------------------------------------------------------------------------------------
 
@@ -116,7 +103,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._refuse_what_hangs(self.model)
+        refuse_sync_batch_norm(type(self), self.model, asked=self._layer_sync is not None)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self._wire is None and connected():
@@ -130,19 +117,9 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
             self.prepare(self._wire)
             self._resume()
             self._listen(trainer)
-            self._watch_steps()
 
     def configure_ddp(self) -> None:
         """No wrapper."""
-
-    def _refuse_what_hangs(self, module: nn.Module) -> None:
-        sync = self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
-        if sync:
-            raise ValueError(
-                "SyncBatchNorm makes all workers wait for each other in every layer, "
-                f"which {type(self).__name__} exists to avoid: use plain BatchNorm "
-                "(its statistics are averaged for the mean model), GroupNorm or LayerNorm"
-            )
 
     def _equalize(self, fitting: bool) -> None:
         """Start equal: restored workers keep what they restored, replicas that a fit left apart are averaged, and
@@ -172,9 +149,8 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """The user's update, exactly as in one process; then one round."""
-        self._outside[optimizer] = -1  # the step within this call
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._outside[optimizer] = 0
+        with self._steps:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._wire is not None:
             self._apart = True
             with self._watched():
@@ -182,19 +158,6 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
                 if optimizer is self.optimizers[0] and self._stop is not None:
                     self._stop.tick()
         return output
-
-    def _watch_steps(self) -> None:
-        """Notice an optimizer that steps past the strategy: its parameters would never be mixed, without a sign."""
-        if self._wire is not None:
-            self._hooks = [o.register_step_post_hook(self._count_step) for o in self.optimizers]
-
-    def _count_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._outside[optimizer] = self._outside.get(optimizer, 0) + 1
-        if self._outside[optimizer] > 0:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} stepped past the strategy, so that its parameters are never averaged: "
-                "step what self.optimizers() returns, not self.optimizers(use_pl_optimizer=False)"
-            )
 
     def _watched(self) -> RollCall:
         assert self._roll is not None
@@ -221,6 +184,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
             f"fit-{self._fits}",
         )
         self._fits += 1
+        self._steps = StepWatch(self.optimizers)
         self._host = HostLoops(trainer, self._stop, self._roll, self._forward_signal)
 
     def _forward_signal(self, signum: int) -> None:
@@ -317,8 +281,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
             self._roll.close()
         if self._host is not None:
             self._host.restore()
-        for hook in self._hooks:
-            hook.remove()
-        self._host, self._roll, self._swap, self._hooks, self._outside = None, None, None, [], {}
+        self._steps.close()
+        self._host, self._roll, self._swap = None, None, None
         self.release()
         super().teardown()
