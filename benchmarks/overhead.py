@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    one = compare({"plain": _plain, "gossip": _gossip}, options.turns, 1, 512, 64, 4 * options.steps)
+    one = compare({"plain": _plain, "gossip": _gossip}, 5 * options.turns, 1, 512, 64, 4 * options.steps)
     table = Table("workers", "model", "measured", "against", "ratio of seconds per step")
     results: dict[str, Any] = {"hardware": description(), "one worker": one}
     table.add_row("1", "0.8 M", "gossip", "single device", f"{ratio(one, 'gossip', 'plain'):.3f}")
