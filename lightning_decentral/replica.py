@@ -35,8 +35,7 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
     Args:
         evaluate: "mean" validates, tests and predicts with the mean of the workers, "own" with each worker's model.
         sigterm_every: rounds between two looks whether some worker got a SIGTERM (read one interval later).
-        **ddp: what DDPStrategy takes: accelerator, cluster_environment, process_group_backend, timeout, start_method,
-        ...
+        **ddp: what DDPStrategy itself takes: cluster_environment, process_group_backend, start_method, ...
     """
 
     def __init__(

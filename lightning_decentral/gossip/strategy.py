@@ -73,31 +73,28 @@ class _Trained:
 
 
 class GossipStrategy(ReplicaStrategy):
-    """Each worker updates its own replica and averages with a few neighbours instead of all: x_i+ = sum_j w_ij x_j +
-    u_i.
+    """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
 
     `optimizer_step` is the user's update, then one round: land what was launched `delay` updates ago, launch the next.
     With the default delay of 1 an exchange has a whole forward and backward to hide behind. One round per real step:
     nothing is sent while gradients are only accumulated. Any optimizer; its moments stay local.
 
     Args:
-        topology: who hears whom at which step; `Auto()` reaches exact consensus in finite time for any number of
-        workers. combine: what a worker does with what it heard.
+        topology: who hears whom at which step; `Auto()` reaches exact consensus in finite time for every size.
+        combine: what a worker does with what it heard.
         weights: of what is heard; the topology's own by default.
-        delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining), k
-        serves
-            slow links and stragglers. Delayed mixing is stable only for small rates (`largest_stable_rate`); `Every(k,
-            topology)` with delay k keeps one message in flight and is always stable.
+        delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining),
+            k serves slow links and stragglers. Delayed mixing is stable only for small rates
+            (`largest_stable_rate`); `Every(k, topology)` with delay k keeps one message in flight: always stable.
         evaluate: "mean" validates and tests the mean of the workers, "own" each worker's model.
         sigterm_every: rounds between two looks whether some worker got a SIGTERM.
         bucket_bytes: largest flat tensor that is sent as one message.
-        **ddp: what Lightning's DDPStrategy takes (start_method, process_group_backend, timeout, cluster_environment,
-        ...).
+        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
     Raises:
-        ValueError: at set-up, before any worker talks: the topology can't serve the number of workers, the weights
-        don't preserve the
-            mean, the delay isn't stable (with the largest rate that is).
+        ValueError: here for an unknown option or a negative delay; at set-up, before any worker talks, where the
+            topology can't serve the number of workers, the weights don't preserve the mean, or the delay isn't
+            stable (with the largest rate that is).
 
     Source: Wang et al. 2410.11998.
     """
