@@ -21,7 +21,7 @@ def dotted(path: Path) -> str:
 def contracts() -> tuple[list[set[str]], list[set[str]]]:
     """(floors from the binding down to the plan, the modules of each prohibition)."""
     layers, *prohibitions = PYPROJECT["tool"]["importlinter"]["contracts"]
-    floors = [set(layer.replace(" ", "").split(":")) for layer in layers["layers"]]
+    floors = [set("".join(layer.split()).split(":")) for layer in layers["layers"]]
     return floors, [set(contract["source_modules"]) for contract in prohibitions]
 
 

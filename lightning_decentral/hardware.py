@@ -1,0 +1,148 @@
+"""What was measured of a model on a device and of a network between hosts, as one readable file.
+
+seconds(operation, bytes) = latency + bytes / bandwidth
+
+One JSON file holds a `Profile`: what a step costs block by block, what every collective costs on every kind of group,
+and how much the seconds of computation vary. Forecasts read it; nothing here measures.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = "lightning_decentral profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """A consecutive piece of a model in one training step: seconds of its parts, bytes it holds and saves."""
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    parameter_bytes: int
+    saved_bytes: int = 0
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The blocks from the inputs to the loss, on one device.
+
+    Args:
+        name: what was profiled, for people: the words of the command line.
+        batch: samples of a step.
+        state_bytes: of the optimizer's state.
+    """
+
+    name: str
+    device: str
+    blocks: tuple[Block, ...]
+    batch: int = 1
+    state_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of a step without any communication."""
+        return sum(b.forward_seconds + b.backward_seconds + b.update_seconds for b in self.blocks)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters."""
+        return sum(b.parameter_bytes for b in self.blocks)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """seconds(bytes) = latency_seconds + bytes / bytes_per_second.
+
+    Args:
+        operation: `all_reduce`, `exchange` (every worker sends one message and hears one), `all_gather`,
+            `reduce_scatter`, `broadcast`.
+        reach: `inside` one node or `between` nodes.
+        workers: of one group.
+        flows: groups that run at the same time and share a network card.
+        error: largest relative distance of a measured point from the line.
+        points: what was measured, (bytes, seconds).
+    """
+
+    operation: str
+    reach: str
+    workers: int
+    flows: int
+    latency_seconds: float
+    bytes_per_second: float
+    error: float = 0.0
+    points: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, message_bytes: float) -> float:
+        """Of one operation on a message of so many bytes."""
+        return self.latency_seconds + message_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All that a forecast needs.
+
+    Args:
+        variation: seconds of computation of single steps over their mean: the distribution of stragglers. Empty means
+            that every step takes equally long.
+        hosts: names of hosts and devices, for people.
+    """
+
+    model: Model
+    network: tuple[Cost, ...] = ()
+    variation: tuple[float, ...] = ()
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+
+def write(profile: Profile, path: str | Path) -> None:
+    """As JSON."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(profile)}, indent=1)
+    Path(path).write_text(text + "\n")
+
+
+def read(path: str | Path) -> Profile:
+    """A profile that `write` wrote.
+
+    Raises:
+        ValueError: no such file, a file of something else, of another version, or a damaged one.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{path} can't be read ({error.strerror}): make one with `lightning-decentral profile`"
+        ) from None
+    except ValueError:
+        raise ValueError(
+            f"{path} is no JSON: it is damaged or not a profile; make one with `lightning-decentral profile`"
+        ) from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a profile of this package: make one with `lightning-decentral profile`")
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {found.get('version')}, this package reads version {VERSION}: profile again"
+        )
+    try:
+        return _profile(found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): profile again") from None
+
+
+def _profile(found: Mapping[str, Any]) -> Profile:
+    model = dict(found["model"])
+    blocks = tuple(Block(**block) for block in model.pop("blocks"))
+    if not blocks:
+        raise ValueError("a model without blocks")
+    network = tuple(Cost(**{**cost, "points": _pairs(cost.get("points", ()))}) for cost in found["network"])
+    variation = tuple(float(factor) for factor in found["variation"])
+    return Profile(Model(blocks=blocks, **model), network, variation, dict(found["hosts"]))
+
+
+def _pairs(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
+    return tuple((float(size), float(seconds)) for size, seconds in points)
