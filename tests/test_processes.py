@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fresh import Script
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import sys
@@ -119,9 +121,10 @@ def test_slurm_starts_the_processes(tmp_path: Path, script: Path) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    command = [sys.executable, str(script), str(tmp_path), "gossip", "2", "5"]
-    tasks = [start(command, {**slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(2)]
-    for code, output in map(finish, tasks):
+    words = (str(tmp_path), "gossip", "2", "5")
+    ranks = [{**slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
+    tasks = [Script(script, words, environment) for environment in ranks]
+    for code, output in [task.finish(100) for task in tasks]:
         assert code == 0, output[-4000:]
     assert_mean_of_own(tmp_path, 2, [0, 1])
 

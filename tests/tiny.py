@@ -1,5 +1,6 @@
 """Tiny modules for trainers with several workers, and runs of them that can't hang a test."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -100,6 +101,7 @@ def _print_warning(message: Any, category: Any, filename: str, lineno: int, file
 
 def _child(function: Callable[..., Any], args: tuple[Any, ...], result: Path, output: Path) -> None:
     os.setsid()  # a group of its own, for the kill
+    gc.freeze()  # a collection would touch, and so copy, every page that the fork shares with the tests
     with output.open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

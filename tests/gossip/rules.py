@@ -82,6 +82,16 @@ def works(rule: Combine, topology: Topology, size: int, delay: int) -> bool:
     return True
 
 
+def covering(delays: tuple[int, ...]) -> list[tuple[Combine, Topology, int, int]]:
+    """A part of `every_rule` for runs that cost more: every rule with every plan, the delays dealt out in turn."""
+    found: list[tuple[Combine, Topology, int, int]] = []
+    for number, rule in enumerate(instances()):
+        for turn, (topology, size) in enumerate(PLANS):
+            served = [delay for delay in delays if works(rule, topology, size, delay)]
+            found += [(rule, topology, size, served[(number + turn) % len(served)])] if served else []
+    return found
+
+
 def every_rule(delays: tuple[int, ...]) -> list[tuple[Combine, Topology, int, int]]:
     """(rule, topology, size, delay), all that work together."""
     return [

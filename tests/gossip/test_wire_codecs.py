@@ -76,9 +76,12 @@ def descend(
     return torch.stack(trajectories)
 
 
+# The delays are dealt out in turn: every topology, codec and delay, not every three of them.
+CASES = [(*case, (1, 0, 3)[turn % 3]) for turn, case in enumerate(every_topology(range(4, 6)))]
+
+
 @every_backend
-@pytest.mark.parametrize("delay", [0, 1, 3])
-@pytest.mark.parametrize(("topology", "size"), every_topology(range(4, 6)), ids=str)
+@pytest.mark.parametrize(("topology", "size", "delay"), CASES, ids=str)
 def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int, delay: int) -> None:
     x0, rate = start(size), 0.4
     measured = torch.stack(
