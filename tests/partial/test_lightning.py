@@ -439,7 +439,7 @@ class Lossless(Tower):
     (Tower, {"cuts": ["network.blocks.3", "network.blocks.1"]}, "ValueError: .*in this order"),
     (Tower, {"cuts": ["network.embedding"]}, "ValueError: no cut at network.embedding: no parameter lies below"),
     (Tower, {"depth": PerWorker(fractions=(0.5, 0.5))}, "ValueError: PerWorker.*never trains the lowest 2 of 4"),
-    (Tower, {"depth": Temporal(order=Weighted(fractions=(0.5,), weights=(1.0,)), warm_up=0)}, "never trains the lowest 2 of 4"),
+    (Tower, {"depth": Temporal(order=Cyclic(fractions=(0.5,)), warm_up=0)}, "never trains the lowest 2 of 4"),
     (Tower, {"depth": PerWorker(fractions=(1.0, 0.5, 0.5))}, "ValueError: PerWorker has 3 fractions for 2 workers"),
     (Lossless, {}, "ValueError: the first training_step returned no loss"),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
