@@ -18,7 +18,7 @@ from lightning_decentral.partial.driver import Driver
 from lightning_decentral.partial.forecast import Balance, SavedBytes, compute_fraction, memory_fraction, total
 from lightning_decentral.partial.reducer import Rank
 from lightning_decentral.partial.search import Cuts, check_wish, search
-from lightning_decentral.partial.trial import refuse_unserved, run_of
+from lightning_decentral.partial.trial import refuse_unserved, run_of, timed
 from lightning_decentral.stopwatch import DeviceStopwatch, HostStopwatch, stopwatch
 
 
@@ -192,7 +192,7 @@ class PartialBackward(Callback):
         worker_state.set_random_state(before)
         plan = trainer.strategy.broadcast(plan)  # a measured balance may come out otherwise on each worker
         shares = (1 / trainer.world_size,) * trainer.world_size
-        self.driver = Driver(pl_module, plan, self.depth, Rank(trainer.global_rank, shares))
+        self.driver = Driver(pl_module, plan, timed(self.depth, trainer), Rank(trainer.global_rank, shares))
         return self.driver
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

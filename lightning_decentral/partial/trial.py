@@ -1,13 +1,16 @@
 """A training step of a copy of a LightningModule, repeatable and without a trace in the run."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_decentral import worker_state
+from lightning_decentral.partial.depth import DepthAssignment
 from lightning_decentral.partial.verify import Run
 
 
@@ -28,6 +31,17 @@ def refuse_unserved(module: LightningModule) -> None:
         raise ValueError(
             f"{name} was compiled as a whole, the cut changes what runs: compile its blocks instead (block.compile())"
         )
+
+
+def timed(depth: DepthAssignment, trainer: Trainer) -> DepthAssignment:
+    """The assignment with its warm-up in steps of this run."""
+    total_steps = trainer.estimated_stepping_batches
+    if 0 < depth.warm_up < 1 and math.isinf(total_steps):
+        rank_zero_warn(
+            f"partial backprop begins at once: a warm_up of {depth.warm_up} is a part of the run, and this run has no "
+            "known end; give warm_up in steps, or max_steps or max_epochs to the Trainer"
+        )
+    return depth.timed(total_steps)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+import wandb
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from torch import Tensor
 
-from lightning_decentral import GossipStrategy
+from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.gossip.topology import Complete, Ring
 from lightning_decentral.partial.absent import Coast, Decay, Skip
 from lightning_decentral.partial.callbacks import PartialBackpropMonitor, PartialBackward
@@ -18,7 +19,8 @@ from lightning_decentral.partial.depth import PerWorker, Staircase, Temporal
 from lightning_decentral.partial.forecast import total
 from lightning_decentral.partial.freezing import Adaptive
 from tests.partial.towers import Batches, Scripted, Tower, Watch, batch_of, run
-from tests.tiny import QUIET
+from tests.tiny import QUIET, in_processes
+from tests.wandb_file import history
 
 CUTS = ["network.blocks.1", "network.blocks.2", "network.blocks.3"]
 
@@ -36,7 +38,7 @@ class Plan(Watch):
 @pytest.mark.parametrize("every", [1, 2])
 def test_rows_of_the_monitor(tmp_path: Path, every: int) -> None:
     logger = CSVLogger(str(tmp_path), name="", version="")
-    options = {"depth": Temporal(order=Scripted(4, 2, 1)), "cuts": CUTS}
+    options = {"depth": Temporal(order=Scripted(4, 2, 1), warm_up=0), "cuts": CUTS}
     callbacks = [PartialBackpropMonitor(every_n_steps=every), Plan(tmp_path)]
     rows = run(tmp_path, Tower(), options=options, callbacks=callbacks, logger=logger, max_steps=6, log_every_n_steps=1)
     with (tmp_path / "metrics.csv").open() as stream:
@@ -56,6 +58,27 @@ def test_rows_of_the_monitor(tmp_path: Path, every: int) -> None:
     expected = [sizes[d] for d in (4, 2, 1, 4, 2, 1)]  # 2 (n - 1) / n is one of two workers
     assert sent == [pytest.approx(sum(expected[i : i + every])) for i in range(0, 6, every)]
     assert "partial/depth" in rows[0]["bar"]
+
+
+def into_wandb(folder: Path) -> None:
+    logger = WandbLogger(save_dir=folder, offline=True, project="partial")
+    logger.log_hyperparams({"recipe": "tiny"})  # begins the run here, before the workers start
+    strategy = PartialBackpropStrategy(
+        depth=Temporal(order=Scripted(4, 2, 1), warm_up=0), cuts=CUTS, start_method="fork"
+    )
+    watched: list[Callback] = [PartialBackpropMonitor(every_n_steps=1), Watch(folder)]
+    options = {**QUIET, "logger": logger, "max_steps": 3, "devices": 2, "log_every_n_steps": 1}
+    Trainer(strategy=strategy, callbacks=watched, **options).fit(Tower(), Batches(4))
+    wandb.finish()
+
+
+def test_rows_of_the_monitor_in_wandb(tmp_path: Path) -> None:
+    in_processes(into_wandb, tmp_path)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows = [row for row in history(file) if "partial/depth" in row]
+    assert [row["partial/depth"] for row in rows] == [4, 2, 1]
+    assert [row["trainer/global_step"] for row in rows] == [0, 1, 2]
+    assert {"partial/saved_bytes", "partial/backward_seconds", "partial/sent_bytes"} <= set(rows[0])
 
 
 def test_the_monitor_is_silent_elsewhere(tmp_path: Path) -> None:
@@ -122,7 +145,7 @@ def test_gossip_overlapped_stays_a_mean_of_all(tmp_path: Path) -> None:
 
 
 def test_one_device_alone(tmp_path: Path) -> None:
-    callback = PartialBackward(depth=Temporal(order=Scripted(4, 2)), cuts=CUTS)
+    callback = PartialBackward(depth=Temporal(order=Scripted(4, 2), warm_up=0), cuts=CUTS)
     rows = run(tmp_path, Tower(optimizer="momentum"), strategy="auto", callbacks=[callback], size=1, max_steps=4)
     (expected,) = simulated([[4, 2]], torch.ones(1, 1), Skip(), steps=4)
     torch.testing.assert_close(rows[0]["parameters"][-1], expected)

@@ -63,6 +63,18 @@ def test_laws_of_every_assignment(kind: type, size: int, segments: int, step: in
 def test_a_negative_warm_up_is_refused(kind: type) -> None:
     with pytest.raises(ValueError, match="warm_up must be at least 0 steps, got -1"):
         make(kind, warm_up=-1)
+    with pytest.raises(ValueError, match=r"whole steps or a part of the run below 1, got 2\.5"):
+        make(kind, warm_up=2.5)
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "total_steps", "steps"), [(0.25, 80, 20), (0.25, math.inf, 0), (0, 80, 0), (1, 80, 1), (7, 80, 7)]
+)
+def test_a_warm_up_may_be_a_part_of_the_run(warm_up: float, total_steps: float, steps: int) -> None:
+    timed = Temporal(warm_up=warm_up).timed(total_steps)
+    assert timed == Temporal(warm_up=steps)
+    assert [timed.depth(0, 2, step, 4) for step in range(steps)] == [4] * steps
+    assert [timed.depth(0, 2, steps + i, 4) for i in range(2)] == [4, 2]
 
 
 @given(size=st.integers(1, 9))
@@ -121,7 +133,7 @@ def test_wrong_values_are_refused(build: Any, message: str) -> None:
 
 
 def test_a_segment_that_nobody_trains_is_refused() -> None:
-    half = Temporal(order=Cyclic(fractions=(0.5,)))
+    half = Temporal(order=Cyclic(fractions=(0.5,)), warm_up=0)
     with pytest.raises(ValueError, match=r"never trains the lowest 2 of 4 segments"):
         check(half, 2, 4)
     check(Temporal(order=Cyclic(fractions=(0.5,)), warm_up=10), 2, 4)

@@ -17,8 +17,8 @@ ASSIGNMENTS: list[tuple[DepthAssignment, int]] = [
     (Staircase(), 3),
     (Staircase(), 4),
     (Staircase(warm_up=1), 3),
-    (Temporal(), 2),
-    (Temporal(order=Scripted(2, 4, 1)), 3),
+    (Temporal(warm_up=0), 2),
+    (Temporal(order=Scripted(2, 4, 1), warm_up=0), 3),
     (PerWorker(fractions=(1.0, 0.25, 0.5)), 3),
 ]
 

@@ -25,10 +25,10 @@ STEPS = 50
 MODES = [
     Full(),
     Staircase(),
-    Temporal(),
-    Temporal(order=Cyclic(fractions=None)),
+    Temporal(warm_up=0),
+    Temporal(order=Cyclic(fractions=None), warm_up=0),
     Temporal(order=Random(seed=3), warm_up=5),
-    Temporal(order=Weighted(fractions=(1.0, 0.5), weights=(1.0, 3.0))),
+    Temporal(order=Weighted(fractions=(1.0, 0.5), weights=(1.0, 3.0)), warm_up=0),
     PerWorker(fractions=(0.5, 1.0, 0.25)),
     FreezeOut(total_steps=STEPS),
     PipeTransformer(every=10),
@@ -86,7 +86,7 @@ class Scale(Watch):
         self.more["scale"] = trainer.precision_plugin.scaler.get_scale()
 
 
-@pytest.mark.parametrize("mode", [Temporal(), Staircase()], ids=str)
+@pytest.mark.parametrize("mode", [Temporal(warm_up=0), Staircase()], ids=str)
 def test_a_loss_scaler_skips_the_same_step_on_all(tmp_path: Path, mode: Any) -> None:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=16.0))
     module = Overflow(norm=True, optimizer="adamw")
@@ -123,7 +123,7 @@ def test_full_depth_is_ddp(tmp_path: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_constant_depth_is_training_with_the_rest_frozen(tmp_path: Path, depth: int) -> None:
     """One process with `requires_grad_(False)` below, on the two workers' batches joined."""
-    options = {"depth": Temporal(order=Scripted(4, *[depth] * 9)), "cuts": 3}
+    options = {"depth": Temporal(order=Scripted(4, *[depth] * 9), warm_up=0), "cuts": 3}
     rows = run(tmp_path, Tower(optimizer="momentum"), options=options, batches=Batches(10), max_steps=5)
     module = Tower(optimizer="momentum")
     module.load_state_dict(rows[0]["parameters"][0])
@@ -147,7 +147,7 @@ def test_a_constant_depth_is_training_with_the_rest_frozen(tmp_path: Path, depth
 @pytest.mark.parametrize("absent", [Skip(), Decay(), Coast()], ids=str)
 def test_what_the_optimizer_does_to_blocks_without_a_gradient(tmp_path: Path, absent: Any, optimizer: str) -> None:
     """Step 0 trains all, step 1 the top; the bottom after it, by closed form from the state after step 0."""
-    options = {"depth": Temporal(order=Scripted(4, 1)), "cuts": 3, "absent": absent}
+    options = {"depth": Temporal(order=Scripted(4, 1), warm_up=0), "cuts": 3, "absent": absent}
     rows = run(tmp_path, Tower(optimizer=optimizer), options=options, max_steps=2)
     assert_equal(rows)
     name = "network.embedding.weight"
@@ -234,7 +234,7 @@ def thawed(folder: Path, **words: Any) -> list[dict[str, Any]]:
     return run(folder, Backbone(), callbacks=[finetuning], max_steps=-1, max_epochs=3, batches=Batches(4), **words)
 
 
-@pytest.mark.parametrize("mode", [Full(), Temporal(), Staircase()], ids=str)
+@pytest.mark.parametrize("mode", [Full(), Temporal(warm_up=0), Staircase()], ids=str)
 def test_unfreezing_keeps_replicas_equal(tmp_path: Path, mode: Any) -> None:
     rows = thawed(tmp_path, options={"depth": mode, "cuts": ["network.blocks.1", "network.blocks.3"]})
     assert_equal(rows, 12)
@@ -266,7 +266,7 @@ class GradModes(Watch):
 
 
 def test_validation_is_untouched(tmp_path: Path) -> None:
-    options = {"depth": Temporal(order=Scripted(1, 4)), "cuts": 3}
+    options = {"depth": Temporal(order=Scripted(1, 4), warm_up=0), "cuts": 3}
     callbacks = [GradModes(tmp_path)]
     rows = run(tmp_path, Tower(), options=options, callbacks=callbacks, validation=Batches(2), max_steps=6)
     count = len(list(Tower().parameters()))
@@ -295,7 +295,7 @@ def broken(*_: Any) -> None:
 
 def fail(folder: Path) -> tuple[bool, bool]:
     before = torch.is_grad_enabled()
-    strategy = PartialBackpropStrategy(depth=Temporal(order=Scripted(1, 4)), cuts=3)
+    strategy = PartialBackpropStrategy(depth=Temporal(order=Scripted(1, 4), warm_up=0), cuts=3)
     trainer = Trainer(**QUIET, max_steps=4, devices=1, strategy=strategy)
     with pytest.raises(ArithmeticError, match="on purpose"):
         trainer.fit(Failing(), Batches(6))
@@ -307,7 +307,9 @@ def test_an_exception_leaves_the_grad_mode(tmp_path: Path) -> None:
 
 
 def test_one_worker_trains_alone(tmp_path: Path) -> None:
-    rows = run(tmp_path, Tower(), options={"depth": Temporal(order=Scripted(4, 2)), "cuts": 3}, size=1, max_steps=2)
+    rows = run(
+        tmp_path, Tower(), options={"depth": Temporal(order=Scripted(4, 2), warm_up=0), "cuts": 3}, size=1, max_steps=2
+    )
     alone = rows[0]["gradients"]
     assert len(alone[0]) == len(list(Tower().parameters()))
     assert {name.split(".")[2] for name in alone[1] if "blocks" in name} == {"2", "3"}
@@ -328,7 +330,7 @@ class Memory(Watch):
         self.more["memory"] = trainer.strategy.driver.memory
 
 
-@pytest.mark.parametrize("mode", [Temporal(), Staircase(), AutoFreeze(every=2, percentile=60.0)], ids=str)
+@pytest.mark.parametrize("mode", [Temporal(warm_up=0), Staircase(), AutoFreeze(every=2, percentile=60.0)], ids=str)
 def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path, mode: Any) -> None:
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     whole.mkdir(), rest.mkdir()
@@ -437,7 +439,7 @@ class Lossless(Tower):
     (Tower, {"cuts": ["network.blocks.3", "network.blocks.1"]}, "ValueError: .*in this order"),
     (Tower, {"cuts": ["network.embedding"]}, "ValueError: no cut at network.embedding: no parameter lies below"),
     (Tower, {"depth": PerWorker(fractions=(0.5, 0.5))}, "ValueError: PerWorker.*never trains the lowest 2 of 4"),
-    (Tower, {"depth": Temporal(order=Weighted(fractions=(0.5,), weights=(1.0,)))}, "never trains the lowest 2 of 4"),
+    (Tower, {"depth": Temporal(order=Cyclic(fractions=(0.5,)), warm_up=0)}, "never trains the lowest 2 of 4"),
     (Tower, {"depth": PerWorker(fractions=(1.0, 0.5, 0.5))}, "ValueError: PerWorker has 3 fractions for 2 workers"),
     (Lossless, {}, "ValueError: the first training_step returned no loss"),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
