@@ -84,8 +84,10 @@ def variants(steps: int) -> dict[str, Variant]:
         cost = compute(FRACTION[name])
         found[f"{name}, equal steps"] = Variant([*base, order], steps, cost)
         found[f"{name}, equal compute"] = Variant([*base, order], round(steps / cost), cost)
-        warm = [*base, order, f"strategy.depth.warm_up={steps // 4}"]
-        found[f"{name}, warm-up of a quarter, equal steps"] = Variant(warm, steps, compute(FRACTION[name], 0.25))
+        cost = compute(FRACTION[name], 0.25)
+        for kind, length in {"steps": steps, "compute": round(steps / cost)}.items():
+            warm = [*base, order, f"strategy.depth.warm_up={length // 4}"]
+            found[f"{name}, warm-up of a quarter, equal {kind}"] = Variant(warm, length, cost)
     stairs = [*base, "strategy/depth=staircase"]
     found["staircase, equal steps"] = Variant(stairs, steps, compute((0.5 + 1.0) / 2))
     half = found["full and half in turn, equal steps"]
