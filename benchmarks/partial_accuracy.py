@@ -160,7 +160,7 @@ def draw(points: dict[str, list[tuple[str, float, float]]], path: Path) -> None:
     for axis, (recipe, rows) in zip(axes[0], points.items(), strict=True):
         for name, cost, value in rows:
             index = names.index(name)
-            axis.plot(cost, value, "os^vD<>Pp*"[index % 10], color=f"C{index}", label=name)
+            axis.plot(cost, value, "os^vD<>Pp*hX"[index % 12], color=f"C{index % 10}", label=name)
         axis.set(xlabel="compute against ddp", ylabel=RECIPES[recipe]["metric"], title=recipe)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=7)
