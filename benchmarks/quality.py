@@ -34,6 +34,8 @@ SAME = {"ddp": ["strategy=ddp"], "gossip": ["strategy=gossip"]}
 ACCUMULATED = {f"{name}, AccumAdamW": [*words, "optimizer=accum_adamw"] for name, words in SAME.items()}
 LARGER = {"ddp, learning rate x 2": [*SAME["ddp"], "optimizer.lr=6e-3"]}
 LARGER["gossip, AccumAdamW, learning rate x 2"] = [*ACCUMULATED["gossip, AccumAdamW"], "optimizer.lr=6e-3"]
+AVERAGED = ["strategy/topology=complete", "strategy.delay=0"]  # all parameters after every step: no distance
+LARGER["the same, all averaged in every step"] = [*LARGER["gossip, AccumAdamW, learning rate x 2"], *AVERAGED]
 GPT = {"ddp": SAME["ddp"], **dict(reversed(ACCUMULATED.items())), **SAME, **LARGER}
 VARIANTS = {"vit": SAME, "resnet": SAME, "gpt": GPT}
 

@@ -6,7 +6,7 @@ Each run is `python recipes/train.py recipe=... strategy=gossip strategy/codec=.
 the same steps, batches and optimizer as `benchmarks/quality.py`, which compares gossip with ddp. Writes
 `results/quality-codec-<hardware>.json` and `.md`; finished runs are kept in the first, so that a broken-off benchmark
 goes on where it was; so are the runs of `benchmarks/quality.py` on the same hardware whose command is the same: its
-`gossip` is `plain` here. `--recipes`, `--seeds` and `--variants` choose what to run next.
+gossip is `plain` here. `--recipes`, `--seeds` and `--variants` choose what to run next.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from quality import ALLOWED, METRICS, train
 from quality import VARIANTS as AGAINST_DDP
 from rich.progress import Progress
 
+# The optimizers under which plain gossip reaches ddp, as `benchmarks/quality.py` found.
+OPTIMIZERS = {"vit": [], "resnet": [], "gpt": ["optimizer=accum_adamw"]}
 DIFFERENCES = ["strategy/codec=difference_compression"]
 VARIANTS = {
     "plain": [],
@@ -37,8 +39,13 @@ def taken_over(path: Path, overrides: list[str]) -> dict[str, float]:
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     if results.get("overrides", []) != overrides:
         return {}
-    same = [recipe for recipe in METRICS if AGAINST_DDP[recipe].get("gossip") == ["strategy=gossip"]]
-    keys = {f"{recipe} gossip {seed}": f"{recipe} plain {seed}" for recipe in same for seed in range(100)}
+    same = [
+        (r, name)
+        for r in METRICS
+        for name, words in AGAINST_DDP[r].items()
+        if words == ["strategy=gossip", *OPTIMIZERS[r]]
+    ]
+    keys = {f"{recipe} {name} {seed}": f"{recipe} plain {seed}" for recipe, name in same for seed in range(100)}
     return {keys[key]: value for key, value in results["runs"].items() if key in keys}
 
 
@@ -83,7 +90,7 @@ def main() -> None:
         task = progress.add_task("runs", total=len(todo))
         for recipe, variant, seed in todo:
             progress.update(task, description=f"{recipe} {variant} seed {seed}")
-            words = ["strategy=gossip", *VARIANTS[variant], *options.overrides]
+            words = ["strategy=gossip", *OPTIMIZERS[recipe], *VARIANTS[variant], *options.overrides]
             runs[f"{recipe} {variant} {seed}"] = train(recipe, seed, words)
             path.write_text(json.dumps(results, indent=1))
             progress.advance(task)
