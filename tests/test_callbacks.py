@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import wandb
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from torch import Tensor
 
+from lightning_decentral import GossipStrategy
 from lightning_decentral import callbacks as watchers
 from lightning_decentral.callbacks import (
     CommunicationMonitor,
@@ -22,12 +24,18 @@ from lightning_decentral.callbacks import (
     StartSummary,
     WorkerLossMonitor,
 )
+from lightning_decentral.gossip.codec import DifferenceCompression, Int8
+from lightning_decentral.gossip.combine import ConsensusControl, Gossip
+from lightning_decentral.gossip.noise import key, shorts
+from lightning_decentral.gossip.topology import Auto
+from lightning_decentral.gossip.weights import mixing_matrix
 from lightning_decentral.loggers import Rows, WandbPerWorker
 from tests.gossiping import Scripted
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 from tests.wandb_file import history, run, settings
 
 SIZE, STEPS, DIM = 2, 24, 5
+Array = np.ndarray[Any, Any]
 
 
 class Remembering(Quadratic):
@@ -206,6 +214,48 @@ def test_two_workers_in_the_csv(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO((tmp_path / "metrics.csv").read_text())))
     assert_all_is_there(tmp_path, rows, "step")
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["gossip/workers"] == "2"
+
+
+def train_encoded(folder: Path) -> None:
+    strategy = GossipStrategy(
+        start_method="fork",
+        codec=DifferenceCompression(Int8(block=16)),
+        combine=ConsensusControl(target=0.05, most=1, probe=1, lag=1, inner=Gossip(rate=0.5)),
+    )
+    watched: list[Callback] = [Record(folder), MixingMonitor(every_n_steps=1)]
+    options = {**QUIET, "logger": csv_logger(folder), "max_steps": 12, "devices": SIZE}
+    Trainer(strategy=strategy, callbacks=watched, **options).fit(Remembering())
+
+
+def rounded(difference: Array, rank: int, step: int) -> Array:
+    """Int8 of one block of 16, floor(d / scale + u), in plain numpy but for the noise."""
+    u = (shorts(16, key(rank, step, 0, 0), torch.device("cpu")).double().numpy() + 0.5) / 65536 + 0.5
+    scale = float(np.float32(np.abs(difference).max()) / np.float32(127))
+    return np.minimum(np.floor(difference / scale + u[:DIM]), 127) * scale
+
+
+def test_rate_target_codec_error_and_delay_of_two_workers_that_encode(tmp_path: Path) -> None:
+    """A message of the overlapped order is what was recorded: recompute what was lost of it, and how far they were."""
+    in_processes(train_encoded, tmp_path)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "metrics.csv").read_text())))
+    steps, x = range(12), recorded(tmp_path, SIZE).numpy()
+    known = np.repeat(Quadratic(dim=DIM).x.detach().numpy()[None], SIZE, axis=0)
+    errors, distances = {}, {}
+    for step in steps:
+        decoded = known + np.stack([rounded(x[step, rank] - known[rank], rank, step) for rank in range(SIZE)])
+        lost, sent = np.linalg.norm(x[step, 0] - decoded[0]), np.linalg.norm(x[step, 0] - known[0])
+        errors[step] = lost / sent if step in (0, 1, 2, 4, 8) else errors[step - 1]
+        moved = mixing_matrix(Auto(), SIZE, step) @ decoded - decoded
+        distances[step + 2] = float(np.linalg.norm(moved) / np.linalg.norm(decoded))
+        known = decoded
+    assert len(set(errors.values())) == 5
+    assert column(rows, "gossip/codec_error", "step") == pytest.approx(errors, rel=1e-6)
+    assert column(rows, "gossip/consensus_measured", "step") == pytest.approx(
+        {step: distance for step, distance in distances.items() if step in steps}, rel=1e-6
+    )
+    assert column(rows, "gossip/consensus_target", "step") == dict.fromkeys(steps, 0.05)
+    assert column(rows, "gossip/mixing_rate", "step") == dict.fromkeys(steps, 0.5)
+    assert column(rows, "gossip/delay", "step") == dict.fromkeys(steps, 1.0)
 
 
 def test_two_workers_in_one_wandb_run(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral.optim import AccumAdamW
+from lightning_decentral.optim import AccumAdamW, QuasiGlobalAdam
 from lightning_decentral.shards import full_tensor
 
 QUIET: dict[str, Any] = {
@@ -160,6 +160,7 @@ class Net(LightningModule):
             "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
             "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01),
             "accum_adamw": lambda: AccumAdamW(parameters, lr=0.01, window=3),
+            "quasi_global_adam": lambda: QuasiGlobalAdam(parameters, lr=1e-3),
         }[self.hparams.optimizer]()
         if not self.hparams.scheduler:
             return optimizer

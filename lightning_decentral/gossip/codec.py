@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_decentral.gossip.coding import Codec, Frame, Layout, Part, Payload
 from lightning_decentral.gossip.low_rank import factors, orthonormal
 from lightning_decentral.gossip.noise import longest, shorts, uniform
+from lightning_decentral.gossip.power_gossip import PowerGossip as PowerGossip
 
 LARGEST_BLOCK = 2**16
 
@@ -188,7 +189,7 @@ class LowRank(Codec):
     Sent are P and P^T M: rank (m + c) elements for m c. Vectors, and matrices that are no larger than that, are sent as
     they are. Of a message only part arrives, so this codes differences: wrap it. PowerGossip (2008.01425) has the two
     ends of a link iterate on the difference of their matrices; here the difference is that from what the hearer knows
-    already, which needs no answer from it, so directed graphs and delays are served, too.
+    already, which needs no answer from it, so directed graphs are served, too.
 
     Args:
         rank: columns of P.

@@ -15,7 +15,6 @@ from lightning_decentral.gossip.codec import Plain
 from lightning_decentral.gossip.coding import Codec, check_codec
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.noise import key
-from lightning_decentral.gossip.plan import Topology, audiences
 
 
 class Coder(ABC):
@@ -33,8 +32,8 @@ class Coder(ABC):
         """
 
     @abstractmethod
-    def buffers(self, message: Sequence[Tensor]) -> Buffers:
-        """Where what a source sends is received."""
+    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
+        """Where what the source sends is received."""
 
     @abstractmethod
     def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor]) -> Buffers:
@@ -78,7 +77,7 @@ class Direct(Coder):
         """The message itself."""
         return {target: list(message) for target in targets}
 
-    def buffers(self, message: Sequence[Tensor]) -> Buffers:
+    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
         """One like each bucket."""
         return [self.pool.take(m) for m in message]
 
@@ -189,7 +188,7 @@ class Coded(Coder):
         parts = channel.parts(message)
         return [self._pool.take_new(torch.Size([p.elements]), p.dtype, message.device) for p in parts]
 
-    def buffers(self, message: Sequence[Tensor]) -> Buffers:
+    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
         """The payload of each bucket in turn."""
         pairs = zip(self._channels, message, strict=False)
         return [part for channel, m in pairs for part in self._payload(channel, m)]
@@ -234,10 +233,3 @@ class Coded(Coder):
         check_codec(state, repr(self._codec))
         for channel, estimates in zip(self._channels, state["estimates"], strict=True):
             channel.load(estimates)
-
-
-def coder(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
-    """Of one worker; what encodes nothing where nothing is to be encoded."""
-    if codec == Plain():
-        return Direct(pool)
-    return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)

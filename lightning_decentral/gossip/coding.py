@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.buckets import Matrix
+from lightning_decentral.gossip.plan import Topology
+from lightning_decentral.gossip.weights import Weights
 
 Payload = Sequence[Tensor]
 
@@ -58,13 +60,25 @@ class Frame(NamedTuple):
     estimate: Tensor | None = None
 
 
-class Codec(ABC):
-    """Encodes real floating-point messages [n]. A value: equal on all workers."""
+class Coding(ABC):
+    """What `GossipStrategy(codec=...)` takes: how messages travel on links. A value: equal on all workers."""
 
     remembers: ClassVar[bool] = False
-    """Whether both ends of a link keep what was decoded last on it."""
+    """Whether both ends of a link keep something about it."""
     complete: ClassVar[bool] = True
     """Whether every element arrives. Where not, the codec compresses differences only (`DifferenceCompression`)."""
+
+    def check(self, topology: Topology, size: int, weights: Weights) -> None:
+        """ValueError, before any worker talks, where links are needed that the plan doesn't have."""
+        return
+
+    @abstractmethod
+    def bytes(self, layout: "Layout", dtype: torch.dtype) -> int:
+        """Bytes of a payload on the wire."""
+
+
+class Codec(Coding):
+    """Encodes real floating-point messages [n], whatever the hearer has."""
 
     @abstractmethod
     def parts(self, layout: Layout, dtype: torch.dtype) -> tuple[Part, ...]:

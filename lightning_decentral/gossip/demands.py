@@ -37,17 +37,17 @@ def check_columns(topology: Topology, size: int, weights: Weights) -> None:
     _check_connected(topology, size)
 
 
-def check_symmetric(rule: str, topology: Topology, size: int, weights: Weights) -> None:
-    """ValueError unless w_ij = w_ji in every step."""
+def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, instead: str) -> None:
+    """ValueError unless w_ij = w_ji in every step; `instead` is what else may be used."""
     for step in range(min(topology.period(size), CHECKED_STEPS)):
         matrix = mixing_matrix(topology, size, step, weights)
         apart = np.abs(matrix - matrix.T)
         i, j = np.unravel_index(int(apart.argmax()), apart.shape)
         if apart[i, j] > 1e-9:
             raise ValueError(
-                f"{rule} needs a symmetric mixing matrix, but on {topology.label(size)} worker {i} gives {j} the "
+                f"{who} needs a symmetric mixing matrix, but on {topology.label(size)} worker {i} gives {j} the "
                 f"weight {matrix[i, j]:.4g} and {j} gives {i} {matrix[j, i]:.4g}: use a graph where all hear those who "
-                "hear them, or combine=GradientTracking()"
+                f"hear them, or {instead}"
             )
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_decentral.buckets import Matrix, Pool
 from lightning_decentral.gossip.codec import Plain
-from lightning_decentral.gossip.coder import coder
-from lightning_decentral.gossip.coding import Codec
+from lightning_decentral.gossip.coders import coder
+from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.mixing import Mixings
 from lightning_decentral.gossip.topology import Topology
@@ -77,7 +77,7 @@ class PeerExchange(Exchange):
     weights: Weights
     transport: Transport
     device: torch.device
-    codec: Codec = Plain()  # noqa: RUF009 - a frozen value
+    codec: Coding = Plain()  # noqa: RUF009 - a frozen value
     pool: Pool = field(default_factory=Pool, init=False)
     _verdicts: Verdicts = field(init=False)
 
@@ -128,7 +128,7 @@ class PeerExchange(Exchange):
         header = _header(step, message)
         packets = self._coder.encode(message, heard_by, step)
         headers = {j: torch.empty_like(header) for j in sources}
-        buffers = {j: self._coder.buffers(message) for j in sources}
+        buffers = {j: self._coder.buffers(j, message) for j in sources}
 
         def messages(peer: int, tensors: Sequence[Tensor]) -> list[Message]:
             return [Message(peer, tensor, tag) for tag, tensor in enumerate(tensors)]

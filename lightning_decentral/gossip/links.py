@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.buckets import Matrix, Pool
-from lightning_decentral.gossip.coder import coder
-from lightning_decentral.gossip.coding import Codec, check_codec
+from lightning_decentral.gossip.coders import coder
+from lightning_decentral.gossip.coding import Coding, check_codec
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.plan import Topology
 from lightning_decentral.gossip.weights import Weights, links
@@ -23,7 +23,7 @@ class LinkExchange(Exchange):
     topology: Topology
     weights: Weights
     size: int
-    codec: Codec
+    codec: Coding
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
@@ -48,21 +48,25 @@ class LinkExchange(Exchange):
         return degree_column(self.topology, self.size, step)
 
     def start(self, message: Sequence[Tensor], step: int) -> Land:
-        """Encode, decode and mix at once; nothing travels."""
+        """Encode at once, decode and mix when it lands; nothing travels."""
         plans = [links(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
         sent = [[m[rank] for m in message] for rank in range(self.size)]
         coders = list(zip(self._coders, sent, plans, strict=True))
         packets = [worker.encode(own, heard_by, step) for worker, own, (_, heard_by) in coders]
-        mixed = [self.pool.take(m) for m in message]
-        for rank, (worker, own, (row, _)) in enumerate(coders):
-            for total, m in zip(mixed, own, strict=True):
-                torch.mul(m, row[rank], out=total[rank])
-            for j in sorted(set(row) - {rank}):
-                heard = worker.decode(j, [t.clone() for t in packets[j][rank]], own)
-                worker.remember(j, heard, torch.ones((), dtype=torch.bool))
-                for total, tensor in zip(mixed, heard, strict=True):
-                    total[rank].add_(tensor, alpha=row[j])
-        return lambda: mixed
+
+        def land() -> list[Tensor]:
+            mixed = [self.pool.take(m) for m in message]
+            for rank, (worker, own, (row, _)) in enumerate(coders):
+                for total, m in zip(mixed, own, strict=True):
+                    torch.mul(m, row[rank], out=total[rank])
+                for j in sorted(set(row) - {rank}):
+                    heard = worker.decode(j, [t.clone() for t in packets[j][rank]], own)
+                    worker.remember(j, heard, torch.ones((), dtype=torch.bool))
+                    for total, tensor in zip(mixed, heard, strict=True):
+                        total[rank].add_(tensor, alpha=row[j])
+            return mixed
+
+        return land
 
     def state_dict(self) -> dict[str, Any]:
         """Of every worker."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_decentral.buckets import Matrix
 from lightning_decentral.gossip.codec import Plain
-from lightning_decentral.gossip.coding import Codec
+from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.exchange import Exchange, MatrixExchange
 from lightning_decentral.gossip.graphs import at_least_one
@@ -39,7 +39,7 @@ def simulate(
     learning_rate: float | Callable[[int], float],
     delay: int = 1,
     weights: Weights | None = None,
-    codec: Codec | None = None,
+    codec: Coding | None = None,
     matrices: Sequence[Matrix] = (),
     every: int = 1,
 ) -> Tensor:
@@ -77,7 +77,7 @@ def simulate(
     return torch.stack(trajectory)
 
 
-def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec) -> Exchange:
+def _exchange(topology: Topology, weights: Weights, size: int, codec: Coding) -> Exchange:
     if codec == Plain():
         return MatrixExchange(topology, weights, size)
     return LinkExchange(topology, weights, size, codec)

@@ -12,7 +12,7 @@ from lightning_decentral.buckets import BUCKET_BYTES, Bucket
 from lightning_decentral.gossip.card import all_reduce_copies, copies_through_card
 from lightning_decentral.gossip.cliques import Partition, partitions
 from lightning_decentral.gossip.codec import Plain
-from lightning_decentral.gossip.coding import Codec
+from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine import Combine, Gossip
 from lightning_decentral.gossip.distance import Consensus, squared_norm
 from lightning_decentral.gossip.exchange import CliqueExchange, Exchange, PeerExchange, Traffic
@@ -64,7 +64,7 @@ class GossipStrategy(IslandStrategy):
         topology: Topology | None = None,
         combine: Combine | None = None,
         weights: Weights | None = None,
-        codec: Codec | None = None,
+        codec: Coding | None = None,
         island: Island | None = None,
         delay: int = 1,
         evaluate: Evaluate = "mean",
@@ -95,6 +95,7 @@ class GossipStrategy(IslandStrategy):
         """Check the plan, then connect."""
         self._place()
         self.combine.check(self.topology, self.workers, self.weights, self.delay)
+        self.codec.check(self.topology, self.workers, self.weights)
         super().setup_environment()
 
     def _place(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.coding import Codec
+from lightning_decentral.gossip.coding import Coding
 
 
 class Verdicts:
@@ -20,7 +20,7 @@ class Verdicts:
         codec: of the messages, for the texts.
     """
 
-    def __init__(self, rank: int, codec: Codec | None = None) -> None:
+    def __init__(self, rank: int, codec: Coding | None = None) -> None:
         self.refused = 0
         self._rank = rank
         self._beyond = f", or more than {codec} can express," if codec is not None else ""

@@ -96,6 +96,20 @@ def test_recipe_chooses_and_command_line_wins():
     assert composed("experiment=demo").callbacks.report._target_.endswith("Report")
 
 
+@pytest.mark.parametrize("recipe", sorted(choices("recipe")))
+def test_published_settings_of_gossip_are_one_word_for_every_recipe(recipe):
+    """2410.11998, 16 workers."""
+    plain, cfg = composed(f"recipe={recipe}"), composed(f"recipe={recipe}", "experiment=decentralized_adam")
+    assert cfg.optimizer._target_ == "torch.optim.Adam"
+    assert list(cfg.optimizer.betas) == [0.974, 0.999]
+    assert cfg.trainer.gradient_clip_val == 0.5
+    assert isinstance(instantiate(cfg.strategy, _convert_="all"), GossipStrategy)
+    assert (cfg.model, cfg.data) == (plain.model, plain.data)
+    accumulated = composed(f"recipe={recipe}", "strategy=gossip", "optimizer=accum_adamw").optimizer
+    assert list(accumulated.betas) == pytest.approx([0.9**4, 0.999**4], abs=1e-3)
+    assert accumulated.window == 4
+
+
 @cache
 def chosen(group, name):
     """The node of one choice; `composed` is slow."""

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_decentral import callbacks
 from lightning_decentral.gossip import codec, combine, island, weights
-from lightning_decentral.gossip.coding import Codec
+from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.partial import absent, depth, forecast, freezing, order
 from lightning_decentral.partial import callbacks as partial_callbacks
 from lightning_decentral.pipeline import boundary, partition, schedule, slicing, stage
@@ -78,7 +78,7 @@ def test_file_is_named_as_its_object(group):
 
 @pytest.mark.parametrize(("group", "module", "kind"), [
     ("strategy/weights", weights, weights.Weights),
-    ("strategy/codec", codec, Codec),
+    ("strategy/codec", codec, Coding),
     ("strategy/island", island, island.Island),
     *((group, *found) for group, found in PIPELINE.items()),
     ("strategy/depth/order", order, order.Order),

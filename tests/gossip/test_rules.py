@@ -489,8 +489,9 @@ def test_rates_that_are_refused_diverge_and_those_below_do_not(topology: Topolog
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Gossip(rate=0.0), r"rate must be in \(0, 1\], got 0.0"),
-    (lambda: Gossip(rate=1.2), r"rate must be in \(0, 1\], got 1.2"),
+    (lambda: Gossip(rate=0.0), r"rate must be in \(0, 1\], got 0.0: 1 mixes fully, smaller values mix less"),
+    (lambda: Gossip(rate=1.2), r"rate must be in \(0, 1\], got 1.2: 1 mixes fully"),
+    (lambda: Gossip(rate=float("nan")), r"rate must be in \(0, 1\], got nan: 1 mixes fully"),
     (lambda: GradientTracking(rate=-1.0), r"rate must be in \(0, 1\], got -1.0"),
     (lambda: ExactDiffusion(rate=1.5), r"rate must be in \(0, 1\], got 1.5"),
     (lambda: ExactDiffusion(memory=0.0), r"memory must be in \(0, 1\], got 0.0"),
@@ -506,7 +507,8 @@ def test_rates_that_are_refused_diverge_and_those_below_do_not(topology: Topolog
     (lambda: ConsensusControl(target=0.0), r"target distance must be positive, got 0.0"),
     (lambda: ConsensusControl(target=1.0, most=0), r"most must be at least 1, got 0"),
     (lambda: ConsensusControl(target=1.0, lag=0), r"lag must be at least 1, got 0"),
-    (lambda: PeriodicAverage(0, Ring()), r"every must be at least 1, got 0"),
+    (lambda: PeriodicAverage(0, Ring()), r"every must be at least 1, got 0: 1 averages in every step"),
+    (lambda: Every(0, Ring()), r"Every's steps must be at least 1, got 0: 1 talks in every step"),
 ])  # fmt: skip
 def test_bad_numbers_are_refused_at_construction(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -516,11 +518,14 @@ def test_bad_numbers_are_refused_at_construction(make: Any, message: str) -> Non
 @pytest.mark.parametrize(("rule", "topology", "size", "delay", "message"), [
     (Gossip(), IRREGULAR, 5, 1, r"the mean would drift: .* or combine=PushSum\(\)"),
     (GradientTracking(), IRREGULAR, 5, 1, r"the mean would drift: .* or combine=PushSum\(\)"),
-    (ExactDiffusion(), OnePeerExponential(), 4, 0, r"ExactDiffusion needs a symmetric mixing matrix, .*worker 0 gives"),
+    (ExactDiffusion(), IRREGULAR, 5, 1, r"given to worker 1 at step 0 sum to 1.33333, .* or combine=PushSum\(\)"),
+    (RelaySum(), IRREGULAR, 5, 1, r"RelaySum needs one tree on all 5 workers, .* isn't: use Tree\(\)"),
+    (ExactDiffusion(), OnePeerExponential(), 4, 0, r"ExactDiffusion needs a symmetric mixing matrix, .*worker 0 gives "
+     r"1 the weight 0 and 1 gives 0 0.5: use a graph where all hear those who hear them, or combine=GradientTracking"),
     (ExactDiffusion(rate=1.0), Ring(), 4, 0, r"doesn't contract on Ring.* must stay below 0.999"),
     (ExactDiffusion(rate=1.0), Hypercube(), 4, 0, r"ExactDiffusion at rate 1.0 with delay 0 doesn't contract"),
     (ExactDiffusion(), Ring(), 5, 3, r"doesn't contract on Ring.*use a shorter delay"),
-    (Gossip(), Complete(), 4, 3, r"use Gossip\(rate=0.6"),
+    (Gossip(), Complete(), 4, 3, r"rate 1.0 with delay 3 doesn't contract .* below 0.618; use Gossip\(rate=0.618\)"),
     (Gossip(rate=LinearRate(first=0.2, last=0.9, rounds=9)), Complete(), 4, 3, r"rate 0.9 with delay 3"),
     (Gossip(rate=LearningRatePower()), Complete(), 4, 3, r"rate 1.0 with delay 3"),
     (Outer(), Ring(), 4, 2, r"Outer needs each message landed before .*delay 2 2 are in flight"),

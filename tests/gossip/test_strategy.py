@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.codec import TopK
+from lightning_decentral.gossip.codec import PowerGossip, TopK
 from lightning_decentral.gossip.coding import Codec
 from lightning_decentral.gossip.combine import (
     Combine,
@@ -232,6 +232,7 @@ class Sieve(Weights):
         (4, {"topology": FromGraph(edges=[[0, 1], [2, 3]])}, r"never hear|connected"),
         (2, {"weights": Sieve()}, "sum"),
         (2, {"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+        (4, {"topology": OnePeerExponential(), "codec": PowerGossip()}, "PowerGossip needs a symmetric mixing matrix"),
         (2, {"codec": TopK()}, r"TopK.* by itself would never send the rest.*use DifferenceCompression.TopK"),
     ],
     ids=str,

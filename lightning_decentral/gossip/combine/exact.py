@@ -56,7 +56,7 @@ class ExactDiffusion(Combine):
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         """A symmetric matrix whose smallest eigenvalue is large enough for the rate: above -1/3 at rate 1."""
         super().check(topology, size, weights, delay)
-        check_symmetric("ExactDiffusion", topology, size, weights)
+        check_symmetric("ExactDiffusion", topology, size, weights, "combine=GradientTracking()")
         echo = Echo(gain=self.memory, keep=1.0)
         check_echo("ExactDiffusion", echo, self.rate, topology, size, weights, delay)
 

@@ -19,8 +19,8 @@ class QuasiGlobalMomentum(Combine):
 
     m follows the displacement after mixing, which is nearly the same on all workers, where the momentum of an optimizer
     follows a worker's own gradients. With SGD without momentum of its own this is QG-DSGDm. With Adam (first beta 0)
-    the same momentum carries Adam's direction; the published QG-DAdam also keeps its second moment from displacements,
-    which a rule can't see: here it stays Adam's own.
+    the same momentum carries Adam's direction. QG-DAdam, whose second moment is one of displacements too, is an
+    optimizer: `optim.QuasiGlobalAdam` under `Gossip()`.
 
     State: x after the last update and m, two copies of the parameters. Bytes: the parameters.
 

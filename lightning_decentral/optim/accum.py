@@ -3,9 +3,7 @@
 Adam divides by the root of the mean squared gradient. Under all-reduce that gradient is the mean of n workers; under
 gossip it is a worker's own, up to sqrt(n) times as noisy, so the same learning rate takes smaller steps. Averaging a
 worker's gradients over a window of s steps before they enter the moments gives that noise level back without a
-message: at s = n a window holds as many examples as a step of all-reduce.
-
-These are ordinary torch optimizers, for any strategy. s = 1 is torch's Adam and AdamW.
+message: at s = n a window holds as many examples as a step of all-reduce. s = 1 is torch's Adam and AdamW.
 """
 
 import math
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Betas = tuple[float, float]
+from lightning_decentral.optim.groups import Betas, check_options, real, refuse_sparse
 
 
 class AccumAdam(Optimizer):
@@ -96,8 +94,7 @@ class AccumAdam(Optimizer):
         for place, parameter in enumerate(group["params"]):
             if parameter.grad is None:
                 continue
-            if parameter.grad.is_sparse:
-                raise RuntimeError(f"{type(self).__name__} takes no sparse gradients: use torch.optim.SparseAdam")
+            refuse_sparse(self, parameter.grad)
             state = self.state[parameter]
             if not state:
                 state.update(_start(parameter, group["window"]))
@@ -112,9 +109,9 @@ class AccumAdam(Optimizer):
         for state in states:
             state["step"] += 1
         step: int = states[0]["step"]
-        x = _real(parameters)
-        gradients = _real([p.grad for p in parameters if p.grad is not None])
-        means = _real([state["exp_avg"] for state in states])
+        x = real(parameters)
+        gradients = real([p.grad for p in parameters if p.grad is not None])
+        means = real([state["exp_avg"] for state in states])
         squares = [state["exp_avg_sq"] for state in states]
         if decay and self.decoupled:
             torch._foreach_mul_(x, 1 - group["lr"] * decay)
@@ -122,7 +119,7 @@ class AccumAdam(Optimizer):
             gradients = list(torch._foreach_add(gradients, x, alpha=decay))
         _move(x, _moments(means, squares, gradients, (beta1, beta2)), group, windows=math.ceil(step / window))
         if window > 1:
-            accumulated = _real([state["window_sum"] for state in states])
+            accumulated = real([state["window_sum"] for state in states])
             torch._foreach_add_(accumulated, gradients, alpha=1 / window)
             gradients = accumulated
         if step % window == 0:
@@ -165,11 +162,6 @@ def _start(parameter: Tensor, window: int) -> dict[str, Any]:
     return {**state, "window_sum": zeros(parameter)} if window > 1 else state
 
 
-def _real(tensors: list[Tensor]) -> list[Tensor]:
-    """Complex numbers as pairs: each part is a coordinate of its own."""
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-
-
 def _moments(
     means: list[Tensor], squares: list[Tensor], gradients: list[Tensor], betas: Betas
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -196,11 +188,6 @@ def _commit(means: list[Tensor], squares: list[Tensor], gradients: list[Tensor],
 
 
 def _check(options: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= options[name] < math.inf:
-            raise ValueError(f"{name} must be a number from 0 up, got {options[name]}")
-    for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {beta}: 0.9 and 0.999 are usual at a window of 1")
+    check_options(options)
     if options["window"] < 1 or options["window"] != int(options["window"]):
         raise ValueError(f"window must be a whole number from 1 up, got {options['window']}: 1 is Adam")

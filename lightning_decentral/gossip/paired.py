@@ -1,0 +1,167 @@
+"""One worker's ends of links on which two neighbours compress the difference between them."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.buckets import Matrix, Pool
+from lightning_decentral.gossip.channel import Buffers
+from lightning_decentral.gossip.coder import Coder
+from lightning_decentral.gossip.coding import Layout, check_codec
+from lightning_decentral.gossip.combine.rule import Combine
+from lightning_decentral.gossip.low_rank import orthonormal
+from lightning_decentral.gossip.noise import key, uniform
+from lightning_decentral.gossip.power_gossip import Half, PowerGossip
+
+RANDOM_SHARE = 1e-6
+
+
+class Paired(Coder):
+    """Every link has its own bases, equal at both ends: what either computes them from, both have.
+
+    Args:
+        rank: of this worker.
+    """
+
+    def __init__(self, codec: PowerGossip, rank: int, pool: Pool) -> None:
+        self._codec, self._rank, self._pool = codec, rank, pool
+        self._buckets: list[tuple[int, Sequence[Matrix]]] = []
+        self._links: dict[tuple[int, int], _Link] = {}
+
+    def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        """Their lengths and matrices."""
+        self._buckets += [(len(r), m) for r, m in zip(references, matrices, strict=True)]
+
+    def _layouts(self, message: Sequence[Tensor]) -> list[Layout]:
+        pairs = zip(message, self._buckets, strict=False)
+        return [Layout.of(len(m), matrices, length) for m, (length, matrices) in pairs]
+
+    def _link(self, peer: int, bucket: int) -> "_Link":
+        if (peer, bucket) not in self._links:
+            edge = min(self._rank, peer), max(self._rank, peer)
+            sign = 1.0 if self._rank < peer else -1.0
+            self._links[peer, bucket] = _Link(self._codec, key(*edge, bucket), sign)
+        return self._links[peer, bucket]
+
+    def encode(self, message: Sequence[Tensor], targets: Mapping[int, float], step: int) -> dict[int, Buffers]:
+        """{target: its sketches}. The message stays: a hearer learns how it differs from it."""
+        payloads: dict[int, Buffers] = {target: self.buffers(target, message) for target in targets}
+        for bucket, (m, layout) in enumerate(zip(message, self._layouts(message), strict=True)):
+            for target in targets:
+                self._link(target, bucket).encode(m, payloads[target][bucket], layout)
+        return payloads
+
+    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
+        """As long as what both send in this turn of the link."""
+        sizes = [
+            self._codec.half(layout, self._link(source, bucket).turn).part(m.dtype).elements
+            for bucket, (m, layout) in enumerate(zip(message, self._layouts(message), strict=True))
+        ]
+        pairs = zip(sizes, message, strict=True)
+        return [self._pool.take_new(torch.Size([size]), m.dtype, m.device) for size, m in pairs]
+
+    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor]) -> Buffers:
+        """What is here, and the difference as far as both saw it."""
+        decoded = [self._pool.take(m).copy_(m) for m in message]
+        for bucket, (out, payload) in enumerate(zip(decoded, buffers, strict=True)):
+            self._link(source, bucket).decode(payload, out)
+        self._pool.give(buffers)
+        return decoded
+
+    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor) -> None:
+        """The next bases; new ones where the message was refused."""
+        for bucket in range(len(decoded)):
+            self._link(source, bucket).learn(healthy)
+
+    def release(self, sent: Mapping[int, Buffers]) -> None:
+        """Back to the pool."""
+        for payload in sent.values():
+            self._pool.give(payload)
+
+    def bytes(self, message: Sequence[Tensor]) -> int:
+        """By the codec's formula, the mean of two turns."""
+        return sum(self._codec.bytes(lay, m.dtype) for m, lay in zip(message, self._layouts(message), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bases of every link that has talked."""
+        links = [(peer, bucket, link.turn, link.basis) for (peer, bucket), link in self._links.items()]
+        return {"codec": repr(self._codec), "links": [link for link in links if link[3] is not None]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with them.
+
+        Raises:
+            ValueError: they were made by another codec.
+        """
+        check_codec(state, repr(self._codec))
+        for peer, bucket, turn, basis in state["links"]:
+            link = self._link(peer, bucket)
+            link.turn, link.basis = turn, basis.clone()
+
+
+class _Link:
+    """One bucket on one link.
+
+    Args:
+        key: of the link's random numbers, equal at both ends.
+        sign: of heard - own; both ends compute bases from one difference.
+
+    Attributes:
+        turn: half iterations so far.
+        basis: all S, one behind the other, at least in single precision.
+    """
+
+    def __init__(self, codec: PowerGossip, key: int, sign: float) -> None:
+        self._codec, self._key, self._sign = codec, key, sign
+        self.turn = 0
+        self.basis: Tensor | None = None
+        self._flights: deque[tuple[int, Half, Tensor, Tensor]] = deque()
+        self._learnt: Tensor | None = None
+
+    def encode(self, message: Tensor, payload: Tensor, layout: Layout) -> None:
+        """M S, and the rest as it is."""
+        half, basis = self._codec.half(layout, self.turn), self._basis(layout, message)
+        for matrix, S, sketch in zip(half.matrices(message), half.bases(basis), half.sketches(payload), strict=True):
+            sketch.copy_(matrix.to(S.dtype) @ S)
+        for rest, sent in half.rest(message, payload):
+            sent.copy_(rest)
+        self._flights.append((self.turn, half, basis, payload))
+
+    def _basis(self, layout: Layout, message: Tensor) -> Tensor:
+        if self.basis is None:
+            half, wide = self._codec.half(layout, self.turn), torch.promote_types(message.dtype, torch.float32)
+            wide = wide.to_real()
+            basis = torch.zeros(half.basis_elements, dtype=wide, device=message.device)
+            self.basis = self._orthonormal(half.bases(basis), basis)
+        self.basis = self.basis.to(message.device)
+        return self.basis
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """out <- out + D S^T of what was sent first and didn't land yet."""
+        turn, half, basis, own = self._flights.popleft()
+        learnt = basis.new_empty(half.sketch_elements)
+        sketches = zip(half.sketches(payload), half.sketches(own), half.sketches(learnt), strict=True)
+        for matrix, S, (theirs, mine, D) in zip(half.matrices(out), half.bases(basis), sketches, strict=True):
+            torch.sub(theirs, mine, out=D) if theirs.dtype == D.dtype else D.copy_(theirs).sub_(mine)
+            matrix.add_((D @ S.T).to(matrix.dtype))
+        for rest, sent in half.rest(out, payload):
+            rest.copy_(sent)
+        self.turn = turn + 1  # two in flight look the same way
+        self._learnt = self._orthonormal(half.sketches(learnt.mul_(self._sign)), learnt)
+
+    def _orthonormal(self, differences: Any, like: Tensor) -> Tensor:
+        """orthonormal(D / ||D|| + 1e-6 R) of each D."""
+        bases = []
+        for place, D in enumerate(differences):
+            R = uniform(D.shape[0], D.shape[1], key(self._key, self.turn, place), like)
+            size = torch.linalg.vector_norm(D)
+            bases.append(orthonormal((D / size).where(size > 0, 0) + RANDOM_SHARE * R).reshape(-1))
+        return torch.cat(bases) if bases else like[:0]
+
+    def learn(self, healthy: Tensor) -> None:
+        """S <- the next one; 0, from which comes a random one, where what was heard isn't finite."""
+        assert self._learnt is not None
+        self.basis, self._learnt = self._learnt.where(healthy, 0), None

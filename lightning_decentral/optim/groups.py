@@ -1,0 +1,32 @@
+"""Parameter groups: their options checked, their tensors as real numbers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Betas = tuple[float, float]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """ValueError where lr, eps, weight_decay or betas are out of range."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= options[name] < math.inf:
+            raise ValueError(f"{name} must be a number from 0 up, got {options[name]}")
+    for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {beta}: 0.9 and 0.999 are usual")
+
+
+def refuse_sparse(optimizer: Optimizer, gradient: Tensor) -> None:
+    """RuntimeError where a gradient is sparse."""
+    if gradient.is_sparse:
+        raise RuntimeError(f"{type(optimizer).__name__} takes no sparse gradients: use torch.optim.SparseAdam")
+
+
+def real(tensors: list[Tensor]) -> list[Tensor]:
+    """Complex numbers as pairs: each part is a coordinate of its own."""
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
