@@ -19,12 +19,13 @@ from lightning_decentral.timeline import Task
 
 @dataclass(frozen=True)
 class Pipelining(Method):
-    """seconds = makespan of P micro-batches in S slices + the all-reduce of the largest stage + its update.
+    """seconds = makespan of M micro-batches in S slices + the all-reduce of the largest stage + its update.
 
     The slowest of all devices is taken to be in every stage: an upper bound where stragglers are few.
 
     Args:
         stages: P; None: all devices are one pipeline.
+        microbatches: M, equal parts of the P devices' batches; None: P.
         slices: S of each micro-batch; 1 for a model without a token axis.
 
     Raises:
@@ -32,6 +33,7 @@ class Pipelining(Method):
     """
 
     stages: int | None = None
+    microbatches: int | None = None
     slices: int = 1
     schedule: Schedule = field(default_factory=OneForwardOneBackward)
     partition: Partition = field(default_factory=Even)
@@ -55,7 +57,7 @@ class Pipelining(Method):
     def tasks(self, setting: Setting) -> list[Task[str]]:
         """One step of one pipeline, without the update."""
         stages = self._stages(setting)
-        actions = self.schedule.actions(stages, stages, self.slices)
+        actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
         return tasks(actions, self.slices, *self._costs(setting, 1.0))
 
     def card_bytes(self, setting: Setting) -> float:
@@ -71,17 +73,24 @@ class Pipelining(Method):
         model, parts = setting.model, self._parts(setting)
         state = model.state_bytes / max(1, model.parameter_bytes)
         held = self._run(setting, 1.0).chunks_in_flight
-        saved = [sum(block.saved_bytes for block in part) / self.slices for part in parts]
+        saved = [sum(block.saved_bytes for block in part) * self._chunk(setting) for part in parts]
         return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
 
     def _run(self, setting: Setting, factor: float) -> Forecast:
         stages = self._stages(setting)
-        return forecast(self.schedule, stages, stages, self.slices, *self._costs(setting, factor))
+        counts = stages, self.microbatches or stages, self.slices
+        return forecast(self.schedule, *counts, *self._costs(setting, factor))
 
     def _costs(self, setting: Setting, factor: float) -> tuple["_Seconds", float]:
         parts = self._parts(setting)
-        hidden = max(part[-1].output_bytes for part in parts) / self.slices
-        return _Seconds(tuple(parts), factor / self.slices), self.prices(setting)[0].seconds(hidden)
+        chunk = self._chunk(setting)
+        hidden = max(part[-1].output_bytes for part in parts) * chunk
+        return _Seconds(tuple(parts), factor * chunk), self.prices(setting)[0].seconds(hidden)
+
+    def _chunk(self, setting: Setting) -> float:
+        """A slice of a micro-batch, as a share of a profiled batch."""
+        stages = self._stages(setting)
+        return stages / (self.microbatches or stages) / self.slices
 
     def _stages(self, setting: Setting) -> int:
         workers = setting.cluster.workers
