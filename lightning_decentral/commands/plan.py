@@ -1,6 +1,7 @@
 """`lightning-decentral plan profile.json --workers 64 --per-node 8`: what to train with, before it is trained."""
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +11,8 @@ from lightning_decentral.forecast.network import Network
 from lightning_decentral.hardware import Profile, read
 from lightning_decentral.planning import units
 from lightning_decentral.planning.plan import THRESHOLD, plan
-from lightning_decentral.planning.show import sentences, table
+from lightning_decentral.planning.published import compare
+from lightning_decentral.planning.show import published_sentences, published_table, sentences, table
 
 LATENCY = "100us"
 
@@ -29,12 +31,16 @@ def add(commands: Any) -> None:
     parser.add_argument("--slices", type=int, default=1, help="of a sequence in a pipeline (default 1: no token axis)")
     parser.add_argument("--threshold", type=float, default=100 * THRESHOLD, help="gain in %% below which ddp stays")
     parser.add_argument("--also", action="append", default=[], help="words of a further strategy; may be repeated")
+    parser.add_argument("--published", action="store_true", help="the seed paper's runs against this model; no profile")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table and the recommendation."""
+    """Print the table and the recommendation, or the published runs."""
     console = Console()
+    if options.published:
+        _show_published(console)
+        return
     if options.profile is None or options.workers is None:
         raise ValueError("plan needs a profile and --workers: lightning-decentral plan profile.json --workers 64")
     profile = read(options.profile)
@@ -49,7 +55,17 @@ def run(options: argparse.Namespace) -> None:
         threshold=options.threshold / 100,
     )
     console.print(table(found))
-    for sentence in sentences(found):
+    _say(console, sentences(found))
+
+
+def _show_published(console: Console) -> None:
+    verdicts = list(compare())
+    console.print(published_table(verdicts))
+    _say(console, published_sentences(verdicts))
+
+
+def _say(console: Console, sentences: Iterable[str]) -> None:
+    for sentence in sentences:
         console.print(sentence, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_decentral.forecast.method import Method, Setting, at_factors
 from lightning_decentral.forecast.network import Price
 from lightning_decentral.forecast.stragglers import COUNTED_STEPS, Floats
-from lightning_decentral.gossip.card import copies_through_card
+from lightning_decentral.gossip.card import mean_copies
 from lightning_decentral.gossip.plan import Topology
 from lightning_decentral.gossip.rounds import Load, Round, rounds
 from lightning_decentral.gossip.weights import Own, Weights, most_in_flight
@@ -131,8 +131,10 @@ class Gossiping(Method):
     def card_bytes(self, setting: Setting) -> float:
         """Counted from the plan: of an island on one node, whatever its devices send stays inside."""
         size, per_node = self._size(setting), self._workers_per_node(setting)
-        steps = copies_through_card(self.topology, self.weights, size, per_node, peers_only=self.encoding.peers_only)
-        return sum(steps) / len(steps) * self.encoding.wire_bytes(setting.model.parameter_bytes)
+        plan = self.topology, self.weights, size, per_node
+        return mean_copies(*plan, peers_only=self.encoding.peers_only) * self.encoding.wire_bytes(
+            setting.model.parameter_bytes
+        )
 
     def memory_bytes(self, setting: Setting) -> float:
         """That of an island's device; a message sent and one for each peer heard, for each round in flight."""
