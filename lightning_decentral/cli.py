@@ -1,6 +1,8 @@
 """`lightning-decentral`: console commands beside training.
 
 lightning-decentral cuts recipe=gpt strategy.cuts=3
+lightning-decentral plan profile.json --workers 64 --per-node 8
+lightning-decentral topology base_graph --workers 24
 """
 
 import argparse
@@ -15,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.commands import plan, topology
 from lightning_decentral.partial.forecast import compute_fraction, memory_fraction
 from lightning_decentral.partial.search import CutPlan, search
 from lightning_decentral.partial.trial import refuse_unserved, run_of
@@ -61,12 +64,12 @@ def verdicts(plan: CutPlan) -> Table:
 
 def cuts(overrides: Sequence[str]) -> None:
     """Print blocks, cuts, verdicts and predictions."""
-    plan = cut_plan(overrides)
+    found = cut_plan(overrides)
     console = Console()
-    console.print(f"chain: {plan.chain or 'as named'}")
-    for index, boundary in enumerate(plan.boundaries):
+    console.print(f"chain: {found.chain or 'as named'}")
+    for index, boundary in enumerate(found.boundaries):
         console.print(f"cut {index}: before {boundary}")
-    console.print(verdicts(plan), depths(plan))
+    console.print(verdicts(found), depths(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,10 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands: Any = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("cuts", help="where partial backprop would cut a recipe, and what that saves")
     command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
-    command.set_defaults(run=cuts)
+    command.set_defaults(run=lambda options: cuts(options.overrides))
+    plan.add(commands)
+    topology.add(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options.overrides)
+        options.run(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
 

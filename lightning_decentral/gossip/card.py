@@ -24,13 +24,30 @@ def copies_through_card(
     Args:
         peers_only: no all-reduce where it would do, as with a codec.
     """
+    by_node = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only)
+    return [max(sent.values(), default=0.0) for sent in by_node]
+
+
+def mean_copies(
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+) -> float:
+    """What the busiest node sends out through its card in a step, as a mean over a period."""
+    steps = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only)
+    nodes = {node for sent in steps for node in sent}
+    return max((sum(sent.get(node, 0.0) for sent in steps) / len(steps) for node in nodes), default=0.0)
+
+
+def copies_by_node(
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+) -> list[dict[int, float]]:
+    """For each step of a period what every node that sends anything sends out, counted as above."""
     period = topology.period(size)
     cliques = None if peers_only else partitions(topology, weights, size)
     steps = [
         _peers(topology, size, step) if alone is None else _rings(alone)
         for step, alone in enumerate(cliques or [None] * period)
     ]
-    return [_largest_by_node(links, workers_per_node) for links in steps]
+    return [_by_node(links, workers_per_node) for links in steps]
 
 
 Links = Iterator[tuple[int, int, float]]
@@ -46,10 +63,10 @@ def _rings(cliques: Partition) -> Links:
             yield rank, successor, 2 * (len(clique) - 1) / len(clique)
 
 
-def _largest_by_node(links: Links, workers_per_node: int) -> float:
+def _by_node(links: Links, workers_per_node: int) -> dict[int, float]:
     sent: dict[int, float] = {}
     for rank, target, copies in links:
         node = rank // workers_per_node
         if node != target // workers_per_node:
             sent[node] = sent.get(node, 0.0) + copies
-    return max(sent.values(), default=0.0)
+    return sent

@@ -1,0 +1,100 @@
+"""All-reduce data parallelism: gradients travel in buckets while the backward goes on, and all wait for the slowest.
+
+    forward -> backward, last block first -> update
+                  bucket 0 -> all-reduce
+                         bucket 1 -> all-reduce ...
+
+Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_decentral.forecast.method import Method, Setting, replica_bytes, synchronous
+from lightning_decentral.forecast.network import Price
+from lightning_decentral.forecast.stragglers import Floats
+from lightning_decentral.hardware import Block
+from lightning_decentral.timeline import Task, makespan, run
+
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What of a block's backward yields the gradients of one bucket."""
+
+    block: str
+    seconds: float
+    bytes: float
+    bucket: int
+
+
+def pieces(blocks: Sequence[Block], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Piece]:
+    """The backward from the last block on, cut wherever a bucket is full; a block's gradients come evenly.
+
+    As in torch, the first bucket is small, so that the network has something to do early.
+    """
+    bucket, room = 0, float(min(FIRST_BUCKET_BYTES, bucket_bytes))
+    for block in reversed(blocks):
+        left = float(block.parameter_bytes)
+        if not left:
+            yield Piece(block.name, block.backward_seconds, 0.0, bucket)
+        while left > 0:
+            taken = min(left, room)
+            yield Piece(block.name, block.backward_seconds * taken / block.parameter_bytes, taken, bucket)
+            left, room = left - taken, room - taken
+            if room <= 0:
+                bucket, room = bucket + 1, float(bucket_bytes)
+
+
+def step(
+    blocks: Sequence[Block], all_reduce: Price, factor: float = 1.0, bucket_bytes: int = BUCKET_BYTES
+) -> list[Task[str]]:
+    """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network."""
+    tasks = [Task(f"forward {b.name}", "compute", factor * b.forward_seconds) for b in blocks]
+    filled: dict[int, tuple[str, float]] = {}
+    for number, piece in enumerate(pieces(blocks, bucket_bytes)):
+        name = f"backward {piece.block} {number}"
+        tasks.append(Task(name, "compute", factor * piece.seconds))
+        if piece.bytes:
+            filled[piece.bucket] = name, filled.get(piece.bucket, ("", 0.0))[1] + piece.bytes
+    sent = [Task(f"all-reduce {n}", "network", all_reduce.seconds(b), (last,)) for n, (last, b) in filled.items()]
+    update = factor * sum(b.update_seconds for b in blocks)
+    return [*tasks, *sent, Task("update", "compute", update, tuple(task.name for task in sent))]
+
+
+@dataclass(frozen=True)
+class DataParallel(Method):
+    """Every step as long as the slowest worker's, with what of the all-reduce the backward doesn't hide.
+
+    Args:
+        bucket_bytes: of gradients that travel together.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        """The all-reduce over all workers."""
+        workers = setting.cluster.workers
+        return (setting.network.price("all_reduce", setting.cluster.reach(workers), workers),)
+
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        """Of the slowest worker."""
+        return synchronous(lambda factor: makespan(run(self._step(setting, factor))), factors)
+
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        """One step."""
+        return self._step(setting, 1.0)
+
+    def card_bytes(self, setting: Setting) -> float:
+        """2 (n - 1) / n of the parameters' bytes; nothing on one node."""
+        n = setting.cluster.workers
+        return 2 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
+
+    def memory_bytes(self, setting: Setting) -> float:
+        """A replica, and the buckets beside the gradients."""
+        return replica_bytes(setting.model) + setting.model.parameter_bytes
+
+    def _step(self, setting: Setting, factor: float) -> list[Task[str]]:
+        return step(setting.model.blocks, self.prices(setting)[0], factor, self.bucket_bytes)

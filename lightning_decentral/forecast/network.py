@@ -1,0 +1,110 @@
+"""What an operation costs on a group of devices that may not have been measured.
+
+    seconds(bytes) = latency hops(n) / hops(w) + bytes / bandwidth copies(n) / copies(w) max(1, f / g)
+
+for n workers in f flows, from the measurement with w workers in g flows that is nearest in log n and log f.
+
+    operation                     hops(n)        copies(n)
+    exchange                      1              1
+    all_gather, reduce_scatter    n - 1          (n - 1) / n
+    all_reduce                    2 (n - 1)      2 (n - 1) / n
+    broadcast                     ceil(log2 n)   1
+
+A ring's numbers, of the whole message's bytes. More flows than measured share what the card gave; fewer aren't thought
+to be faster, since one flow alone may be limited otherwise. Where an operation wasn't measured, another one's hop and
+copy stand for it, an exchange's first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, inf, log, log2
+
+from lightning_decentral.hardware import Cost
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How often the latency is paid, and how often a message's bytes pass a link, by the number of workers."""
+
+    hops: Callable[[int], float]
+    copies: Callable[[int], float]
+
+
+_GATHER = Ring(lambda n: n - 1, lambda n: (n - 1) / n)
+OPERATIONS = {
+    "exchange": Ring(lambda n: 1, lambda n: 1),
+    "all_gather": _GATHER,
+    "reduce_scatter": _GATHER,
+    "all_reduce": Ring(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
+    "broadcast": Ring(lambda n: ceil(log2(n)), lambda n: 1),
+}
+
+
+@dataclass(frozen=True)
+class Price:
+    """seconds(bytes) = latency + bytes / bandwidth; whether that was measured on such a group, or extrapolated."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    extrapolated: bool = False
+
+    def seconds(self, message_bytes: float) -> float:
+        """Of one operation; of nothing, none."""
+        return self.latency_seconds + message_bytes / self.bytes_per_second if message_bytes else 0.0
+
+
+FREE = Price(0.0, inf)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Prices from what was measured.
+
+    Raises:
+        ValueError: `price` where nothing was measured between nodes.
+    """
+
+    costs: tuple[Cost, ...]
+
+    def price(self, operation: str, reach: str, workers: int, flows: int = 1) -> Price:
+        """Of an operation on a group; nothing for a group of one.
+
+        Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
+        """
+        if workers < 2:
+            return FREE
+        cost = self._nearest(operation, reach, workers, flows)
+        asked, measured = OPERATIONS[operation], OPERATIONS[cost.operation]
+        hops = asked.hops(workers) / measured.hops(cost.workers)
+        copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
+        found = (cost.operation, cost.reach, cost.workers, cost.flows)
+        return Price(
+            hops * cost.latency_seconds, cost.bytes_per_second / copies, found != (operation, reach, workers, flows)
+        )
+
+    def _nearest(self, operation: str, reach: str, workers: int, flows: int) -> Cost:
+        def distance(cost: Cost) -> tuple[bool, bool, bool, float]:
+            others = cost.operation != operation
+            sizes = abs(log(cost.workers / workers)) + abs(log(cost.flows / flows))
+            return cost.reach != reach, others, others and cost.operation != "exchange", sizes
+
+        usable = [c for c in self.costs if c.workers > 1 and (c.reach == reach or reach == "inside")]
+        if not usable:
+            raise ValueError(
+                f"nothing was measured {reach} nodes: measure with `torchrun ... -m lightning_decentral.profile`, "
+                "or give --bandwidth 200mbit --latency 100us"
+            )
+        return min(usable, key=distance)
+
+    def slowest(self, reach: str) -> tuple[float, float]:
+        """(latency in seconds, bytes per second) of one exchange."""
+        price = self.price("exchange", reach, 2)
+        return price.latency_seconds, price.bytes_per_second
+
+    def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":
+        """With links of this kind in place of what was measured there."""
+        link = Cost("exchange", reach, 2, 1, latency_seconds, bytes_per_second)
+        return Network((*(cost for cost in self.costs if cost.reach != reach), link))
+
+
+NO_NETWORK = Network((Cost("exchange", "inside", 2, 1, 0.0, inf), Cost("exchange", "between", 2, 1, 0.0, inf)))

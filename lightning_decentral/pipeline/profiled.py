@@ -1,0 +1,125 @@
+"""Seconds of a pipelined step, from a profile's blocks: the schedule's tasks, then the mean over equal stages.
+
+Every pipeline of P stages takes the batches of its P devices, so that a step sees as many samples as under data
+parallelism. Slices of a micro-batch are taken to cost equally much, which `Balanced` and `Planned` come close to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_decentral.forecast.method import Method, Setting, synchronous
+from lightning_decentral.forecast.network import Price
+from lightning_decentral.forecast.stragglers import Floats
+from lightning_decentral.hardware import Block
+from lightning_decentral.pipeline.forecast import Forecast, forecast, tasks
+from lightning_decentral.pipeline.partition import NOTHING, Even, Load, Partition
+from lightning_decentral.pipeline.schedule import Action, Kind, OneForwardOneBackward, Schedule
+from lightning_decentral.timeline import Task
+
+
+@dataclass(frozen=True)
+class Pipelining(Method):
+    """seconds = makespan of M micro-batches in S slices + the all-reduce of the largest stage + its update.
+
+    The slowest of all devices is taken to be in every stage: an upper bound where stragglers are few.
+
+    Args:
+        stages: P; None: all devices are one pipeline.
+        microbatches: M, equal parts of the P devices' batches; None: P.
+        slices: S of each micro-batch; 1 for a model without a token axis.
+
+    Raises:
+        ValueError: in a setting, where P doesn't divide the devices or exceeds the blocks.
+    """
+
+    stages: int | None = None
+    microbatches: int | None = None
+    slices: int = 1
+    schedule: Schedule = field(default_factory=OneForwardOneBackward)
+    partition: Partition = field(default_factory=Even)
+
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        """(hidden states to the next stage, gradients between equal stages)."""
+        stages, cluster = self._stages(setting), setting.cluster
+        flows = min(stages, cluster.per_node)
+        sent = setting.network.price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
+        return sent, setting.network.price(
+            "all_reduce", cluster.reach(cluster.workers), cluster.workers // stages, flows if cluster.nodes > 1 else 1
+        )
+
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        """Of the slowest device."""
+        parts = self._parts(setting)
+        reduced = self.prices(setting)[1].seconds(max(map(_bytes, parts)))
+        update = max(sum(block.update_seconds for block in part) for part in parts)
+        return synchronous(lambda f: self._run(setting, f).seconds + f * update, factors) + reduced
+
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        """One step of one pipeline, without the update."""
+        stages = self._stages(setting)
+        actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
+        return tasks(actions, self.slices, *self._costs(setting, 1.0))
+
+    def card_bytes(self, setting: Setting) -> float:
+        """2 (r - 1) / r of the parameters' bytes for r pipelines of one node each; hidden states between nodes."""
+        stages, cluster = self._stages(setting), setting.cluster
+        replicas = cluster.workers // stages
+        gradients = 2 * (replicas - 1) / replicas * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
+        crossing = stages * max(part[-1].output_bytes for part in self._parts(setting))
+        return gradients + (crossing if stages > cluster.per_node else 0.0)
+
+    def memory_bytes(self, setting: Setting) -> float:
+        """Of the fullest stage, its chunks in flight included."""
+        model, parts = setting.model, self._parts(setting)
+        state = model.state_bytes / max(1, model.parameter_bytes)
+        held = self._run(setting, 1.0).chunks_in_flight
+        saved = [sum(block.saved_bytes for block in part) * self._chunk(setting) for part in parts]
+        return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
+
+    def _run(self, setting: Setting, factor: float) -> Forecast:
+        stages = self._stages(setting)
+        counts = stages, self.microbatches or stages, self.slices
+        return forecast(self.schedule, *counts, *self._costs(setting, factor))
+
+    def _costs(self, setting: Setting, factor: float) -> tuple["_Seconds", float]:
+        parts = self._parts(setting)
+        chunk = self._chunk(setting)
+        hidden = max(part[-1].output_bytes for part in parts) * chunk
+        return _Seconds(tuple(parts), factor * chunk), self.prices(setting)[0].seconds(hidden)
+
+    def _chunk(self, setting: Setting) -> float:
+        """A slice of a micro-batch, as a share of a profiled batch."""
+        stages = self._stages(setting)
+        return stages / (self.microbatches or stages) / self.slices
+
+    def _stages(self, setting: Setting) -> int:
+        workers = setting.cluster.workers
+        stages = self.stages or workers
+        if workers % stages:
+            raise ValueError(f"{stages} stages don't divide {workers} workers: make --workers a multiple")
+        return stages
+
+    def _parts(self, setting: Setting) -> list[tuple[Block, ...]]:
+        """The blocks of each stage."""
+        blocks = setting.model.blocks
+        loads = [Load(b.forward_seconds + b.backward_seconds, b.parameter_bytes) for b in blocks]
+        counts = self.partition.counts(loads, NOTHING, NOTHING, self._stages(setting))
+        return [blocks[sum(counts[:r]) : sum(counts[: r + 1])] for r in range(len(counts))]
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Of an action: its stage's blocks, in its direction, times `scale`."""
+
+    parts: tuple[tuple[Block, ...], ...]
+    scale: float
+
+    def __call__(self, action: Action) -> float:
+        part = self.parts[action.stage]
+        forward = sum(block.forward_seconds for block in part)
+        backward = sum(block.backward_seconds for block in part)
+        return self.scale * {Kind.FORWARD: forward, Kind.BACKWARD: backward}[action.kind]
+
+
+def _bytes(part: Sequence[Block]) -> int:
+    return sum(block.parameter_bytes for block in part)

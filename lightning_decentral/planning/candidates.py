@@ -1,0 +1,185 @@
+"""What is compared: words of the command line of `recipes/train.py`, and the forecasts of the strategies they make.
+
+The words are the only place where a candidate is written. So whatever wins can be trained as printed, and any other
+words can join the comparison.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, singledispatch
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
+from lightning_decentral.forecast.data_parallel import DataParallel
+from lightning_decentral.forecast.method import Cluster, Method
+from lightning_decentral.forecast.sharded import Sharded
+from lightning_decentral.gossip.codec import BFloat16, DifferenceCompression, Float16, Int8, Plain
+from lightning_decentral.gossip.coding import Codec, Layout
+from lightning_decentral.gossip.forecast import PLAIN, Encoding, Gossiping
+from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
+from lightning_decentral.gossip.within import Alone, Replicas, Shards, Within
+from lightning_decentral.partial.profiled import PartialBackward
+from lightning_decentral.pipeline.profiled import Pipelining
+
+BASELINE = "strategy=ddp"
+PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
+# To encode and decode, per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json.
+CODEC_SECONDS_PER_BYTE = {BFloat16: 0.21e-9, Float16: 0.21e-9, Int8: 1.11e-9, DifferenceCompression: 1.74e-9}
+
+# One island of all devices has nobody to gossip with.
+ALONE: dict[type[Within], Method] = {Replicas: DataParallel(), Shards: Sharded()}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train.
+
+    Args:
+        words: of the command line.
+        title: for tables.
+        equal: whether every step trains all that a step of ddp does; otherwise it is shown and never recommended.
+        remark: what a reader must know of the number.
+    """
+
+    words: str
+    title: str
+    equal: bool = True
+    remark: str = ""
+
+
+def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candidate]:
+    """From the one that mixes most to the one that mixes least: of equally fast ones the first is recommended."""
+    per_node, several = cluster.per_node, 1 < cluster.per_node < cluster.workers
+    everyone = f"strategy=gossip strategy/island=fully_shard strategy.island.devices={cluster.workers}"
+    yield Candidate(BASELINE, "ddp")
+    yield Candidate(everyone, "sharded over all workers")
+    yield from _pipelines(cluster, batch, slices)
+    yield Candidate("strategy=gossip strategy.delay=0", "gossip, blocking")
+    yield Candidate("strategy=gossip", "gossip")
+    for name, title in (("all_reduce", "islands of equal replicas"), ("fully_shard", "islands of shards")):
+        if several:
+            island = f"strategy/island={name} strategy.island.devices={per_node}"
+            yield Candidate(f"strategy=gossip {island}", f"gossip, {title}")
+    for name in ("exponential", "one_peer_exponential", "ring"):
+        yield Candidate(f"strategy=gossip strategy/topology={name}", f"gossip, {name.replace('_', ' ')}")
+    for name in ("bfloat16", "int8"):
+        yield Candidate(f"strategy=gossip strategy/codec={name}", f"gossip, {name}", remark="codec timed on a CPU")
+    if several:
+        island = f"strategy/island=all_reduce strategy.island.devices={per_node}"
+        words = f"strategy=gossip {island} strategy/codec=int8"
+        yield Candidate(words, "gossip, islands, int8", remark="codec timed on a CPU")
+    for steps, delay in ((4, 4), (8, 1)):
+        words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
+        yield Candidate(words, f"gossip every {steps} steps, delay {delay}")
+    yield Candidate("strategy=partial_backprop", "partial backprop", False, "trains half the depth in every other step")
+
+
+def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
+    """One pipeline on each node, or over all."""
+    stages = cluster.per_node if cluster.per_node > 1 else cluster.workers
+    cut = (
+        f"strategy.stages={stages} strategy.microbatches={stages} strategy/slicing=uniform strategy.slicing.n={slices}"
+    )
+    if stages > 1:
+        words = f"strategy=token_pipeline {cut} data.batch_size={batch * stages}"
+        yield Candidate(words, f"pipelines of {stages} stages", remark="each with the batches of its devices")
+
+
+# ---- from words to forecasts ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def strategy_of(words: str) -> Strategy:
+    """What these words make.
+
+    Raises:
+        ValueError: they name something that isn't there.
+    """
+    named = [word for word in words.split() if word.startswith("strategy=")]
+    others = [word for word in words.split() if word.lstrip("+~").startswith(("strategy/", "strategy."))]
+    if len(named) != 1:
+        raise ValueError(f"{words!r} must have one word strategy=..., such as strategy=gossip strategy/topology=ring")
+    try:
+        with _configuration():
+            cfg = compose(f"strategy/{named[0].partition('=')[2]}", others)
+        strategy: Strategy = instantiate(cfg.strategy, _convert_="all")
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{words!r} can't be composed: {' '.join(str(error).split())}") from None
+    return strategy
+
+
+def _configuration() -> Any:
+    GlobalHydra.instance().clear()
+    return initialize_config_module("lightning_decentral.conf", version_base="1.3")
+
+
+@singledispatch
+def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
+    """The forecast of a strategy.
+
+    Raises:
+        ValueError: there is none, or the strategy can't serve the cluster.
+    """
+    raise ValueError(f"there is no forecast for {type(strategy).__name__}: use one of this package's strategies or ddp")
+
+
+@method_of.register
+def _(strategy: DDPStrategy, cluster: Cluster, slices: int) -> Method:
+    return DataParallel()
+
+
+@method_of.register
+def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
+    within = within_of(strategy.island)
+    workers = strategy.island.workers(cluster.workers, cluster.per_node)
+    topology = strategy.topology.placed(max(1, cluster.per_node // within.devices))
+    strategy.combine.check(topology, workers, strategy.weights, strategy.delay)
+    if workers == 1 and within.devices > 1:
+        return ALONE[type(within)]
+    encoding = encoding_of(strategy.codec, strategy.combine.copies)
+    return Gossiping(topology, strategy.delay, strategy.weights, encoding, within)
+
+
+@method_of.register
+def _(strategy: PartialBackpropStrategy, cluster: Cluster, slices: int) -> Method:
+    return PartialBackward(strategy.depth)
+
+
+@method_of.register
+def _(strategy: TokenPipelineStrategy, cluster: Cluster, slices: int) -> Method:
+    return Pipelining(strategy.stages, strategy.microbatches, slices, strategy.schedule, strategy.partition)
+
+
+@singledispatch
+def within_of(island: Island) -> Within:
+    """What an island's devices do."""
+    return Alone(island.devices)
+
+
+@within_of.register
+def _(island: AllReduce) -> Within:
+    return Replicas(island.devices)
+
+
+@within_of.register
+def _(island: FullyShard) -> Within:
+    return Shards(island.devices)
+
+
+def encoding_of(codec: Codec, copies: float = 1) -> Encoding:
+    """Bytes by the codec's own formula for float32, matrices unknown; its seconds as measured on a CPU, else none."""
+    if codec == Plain():
+        return PLAIN if copies == 1 else Encoding(lambda size: copies * size)
+
+    def wire_bytes(size: float) -> float:
+        return copies * codec.bytes(Layout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
+
+    return Encoding(wire_bytes, CODEC_SECONDS_PER_BYTE.get(type(codec), 0.0), True)

@@ -1,0 +1,126 @@
+"""Forecasts of all candidates side by side, and which one to train with."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_decentral.forecast.method import Forecast, Method, Setting, forecast
+from lightning_decentral.forecast.stragglers import drawn
+from lightning_decentral.planning.candidates import BASELINE, Candidate, candidates, method_of, strategy_of
+
+THRESHOLD = 0.1
+AS_FAST = 0.02
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate with its forecast."""
+
+    candidate: Candidate
+    method: Method
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A candidate that can't serve the cluster, and why."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was compared in a setting.
+
+    Args:
+        rows: the fastest first.
+        best: the one to train with; None where nothing fits into the memory.
+        stay: whether `best` is ddp because nothing else gains enough.
+    """
+
+    setting: Setting
+    rows: tuple[Row, ...]
+    refused: tuple[Refused, ...]
+    best: Row | None
+    stay: bool
+    memory_bytes: float | None = None
+
+    @property
+    def baseline(self) -> Row:
+        """ddp's."""
+        return next(row for row in self.rows if row.candidate.words == BASELINE)
+
+    def speedup(self, row: Row) -> float:
+        """Seconds of ddp over the row's."""
+        return self.baseline.forecast.seconds / row.forecast.seconds
+
+    def fits(self, row: Row) -> bool:
+        """Whether a device's memory holds it, if that was given."""
+        return fits(row, self.memory_bytes)
+
+    @property
+    def command(self) -> str:
+        """The best one's words for `recipes/train.py`, with the cluster's."""
+        cluster = self.setting.cluster
+        named = self.setting.model.name.split()
+        recipe = named if named and all("=" in word for word in named) else []
+        words = self.best.candidate.words if self.best else ""
+        return " ".join([*recipe, words, f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"])
+
+
+def fits(row: Row, memory_bytes: float | None) -> bool:
+    """Whether so much memory holds it; None holds all."""
+    return memory_bytes is None or row.forecast.memory_bytes <= memory_bytes
+
+
+def plan(
+    setting: Setting,
+    variation: Sequence[float] = (),
+    *,
+    slices: int = 1,
+    also: Iterable[str] = (),
+    memory_bytes: float | None = None,
+    threshold: float = THRESHOLD,
+) -> Plan:
+    """Compare.
+
+    Args:
+        variation: of the seconds of computation, as in `Profile`.
+        slices: of a sequence in a pipeline; 1 for a model without a token axis.
+        also: words of further candidates.
+        memory_bytes: of a device.
+        threshold: gain over ddp below which it says to stay with ddp.
+
+    Raises:
+        ValueError: words in `also` that can't be composed; nothing measured between nodes.
+    """
+    factors = drawn(variation, setting.cluster.workers)
+    asked = [Candidate(words, words) for words in also]
+    for candidate in asked:
+        strategy_of(candidate.words)
+    rows, refused = [], []
+    for candidate in [*candidates(setting.cluster, setting.model.batch, slices), *asked]:
+        try:
+            method = method_of(strategy_of(candidate.words), setting.cluster, slices)
+            method.memory_bytes(setting.without_network)  # where nothing of the network can be missing
+        except ValueError as error:
+            refused.append(Refused(candidate, str(error)))
+            continue
+        rows.append(Row(candidate, method, forecast(method, setting, factors)))
+    best = _best(rows, memory_bytes, threshold)
+    order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
+    return Plan(
+        setting, order, tuple(refused), best, best is not None and best.candidate.words == BASELINE, memory_bytes
+    )
+
+
+def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> Row | None:
+    """ddp if it fits and nothing gains enough; otherwise, of the fastest ones, that which mixes most."""
+    usable = [row for row in rows if row.candidate.equal and fits(row, memory_bytes)]
+    if not usable:
+        return None
+    fastest = min(row.forecast.seconds for row in usable)
+    for row in usable:
+        if row.candidate.words == BASELINE and row.forecast.seconds < (1 + threshold) * fastest:
+            return row
+    return next(row for row in usable if row.forecast.seconds <= (1 + AS_FAST) * fastest)

@@ -1,0 +1,98 @@
+"""A plan as a table, and what it says in words."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from lightning_decentral.gossip.forecast import Gossiping
+from lightning_decentral.planning.plan import Plan, Row
+from lightning_decentral.planning.published import Verdict
+from lightning_decentral.planning.units import shown_bytes, shown_seconds
+
+HEADINGS = ("method", "step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
+EXTRAPOLATED = "~"
+
+
+def cells(plan: Plan, row: Row) -> tuple[str, ...]:
+    """Of one method, as text."""
+    found = row.forecast
+    spans = (found.seconds, found.p50_seconds, found.p95_seconds, found.exposed_seconds)
+    marks = [
+        *([EXTRAPOLATED] if found.extrapolated else []),
+        *([row.candidate.remark] if row.candidate.remark else []),
+        *([] if plan.fits(row) else ["doesn't fit"]),
+    ]
+    sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
+    return (row.candidate.title, *map(shown_seconds, spans), *sizes, f"{plan.speedup(row):.2f}", " ".join(marks))
+
+
+def table(plan: Plan) -> Table:
+    """The fastest first."""
+    cluster = plan.setting.cluster
+    title = f"predicted for {cluster.workers} workers on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
+    found = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        found.add_column(heading, justify="left" if heading in ("method", "") else "right")
+    for row in plan.rows:
+        found.add_row(*cells(plan, row), style="bold" if row is plan.best else None)
+    return found
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """What the columns are, what was left out, what to do."""
+    yield (
+        "step: mean seconds with stragglers; p50, p95: over runs of 64 steps; exposed: what a network that takes no "
+        "time would save; card: bytes that a node sends in a step"
+    )
+    if any(row.forecast.extrapolated for row in plan.rows):
+        yield f"{EXTRAPOLATED} extrapolated: not measured on groups of this size"
+    for refused in plan.refused:
+        yield f"not possible: {refused.candidate.title}: {refused.reason}"
+    yield from verdict(plan)
+
+
+def verdict(plan: Plan) -> Iterator[str]:
+    """The recommendation."""
+    if plan.best is None:
+        yield "nothing fits into this memory: more workers, a smaller batch, or smaller pieces of the model"
+        return
+    gain = plan.speedup(plan.best) - 1
+    if plan.stay:
+        fastest = max(plan.speedup(row) for row in plan.rows if row.candidate.equal and plan.fits(row)) - 1
+        yield f"stay with ddp: the fastest other gains {100 * max(0.0, fastest):.0f} %, less than the threshold"
+    else:
+        yield f"{plan.best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"
+    if isinstance(plan.best.method, Gossiping):
+        yield "gossip is another algorithm than all-reduce: compare what both reach before you settle"
+    yield f"python recipes/train.py {plan.command}"
+
+
+# ---- published runs ---------------------------------------------------------------------------------------------
+
+
+def published_table(verdicts: Sequence[Verdict]) -> Table:
+    """Milliseconds, predicted / published."""
+    title = "2410.11998, base transformer: milliseconds per iteration, predicted / published"
+    found = Table(title=title, title_justify="left")
+    for heading in ("GPUs", *verdicts[0].milliseconds, "ring x all-reduce", "fastest", "more than 10 % off"):
+        found.add_column(heading)
+    for v in verdicts:
+        times = (f"{v.milliseconds[name]:.1f} / {known:.1f}" for name, known in v.run.milliseconds.items())
+        ratio = f"{v.speedup(v.milliseconds):.2f} / {v.speedup(v.run.milliseconds):.2f}"
+        fastest = "agrees" if v.winner_agrees else "DISAGREES"
+        found.add_row(f"{v.run.workers} {v.run.gpu}", *times, ratio, fastest, ", ".join(v.far) or "none")
+    return found
+
+
+def published_sentences(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Agreement and disagreement."""
+    runs = len(verdicts)
+    yield f"the fastest method agrees in {sum(v.winner_agrees for v in verdicts)} of {runs} runs"
+    yield f"the order of all three agrees in {sum(v.order_agrees for v in verdicts)} of {runs}"
+    for name in verdicts[0].milliseconds:
+        ratios = [v.ratio(name) for v in verdicts]
+        yield f"{name}: predicted / published from {min(ratios):.2f} to {max(ratios):.2f}"
+    yield (
+        "from bytes and nominal bandwidth alone: computation taken as the fastest method's time, 4 bytes a parameter, "
+        "free messages within a node. These don't explain the published one-peer runs: measure your own cluster"
+    )

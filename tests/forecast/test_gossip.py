@@ -1,0 +1,193 @@
+"""The recursion over steps: against the timeline's run of the same tasks, the design's numbers, and closed forms."""
+
+from collections import Counter
+from dataclasses import replace
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from lightning_decentral.forecast.data_parallel import DataParallel
+from lightning_decentral.forecast.method import Method, Setting, forecast
+from lightning_decentral.forecast.stragglers import even, one_slow
+from lightning_decentral.gossip.forecast import Encoding, Gossiping, ready, step_tasks
+from lightning_decentral.gossip.plan import Topology
+from lightning_decentral.gossip.rounds import Load, rounds
+from lightning_decentral.gossip.topology import (
+    AlternatingExponentialRing,
+    Auto,
+    BaseGraph,
+    Complete,
+    Every,
+    Exponential,
+    FromGraph,
+    Hypercube,
+    OnePeerExponential,
+    PeriodicAverage,
+    Ring,
+    Star,
+)
+from lightning_decentral.gossip.weights import Own
+from lightning_decentral.gossip.within import Alone, Replicas, Shards
+from lightning_decentral.timeline import run
+from tests.forecast.settings import BLOCK_BYTES, model, setting
+
+PARAMETERS = 4 * BLOCK_BYTES
+STATIC_HYPERCUBE = FromGraph(nx.hypercube_graph(3))
+
+
+def seconds(method: Method, where: Setting) -> float:
+    return float(method.seconds(where, even(where.cluster.workers))[0])
+
+
+# ---- waiting ------------------------------------------------------------------------------------------------------
+
+
+def with_one_slow(topology: Topology, delay: int) -> float:
+    """Seconds per step over the mean compute: 8 workers, one random worker 3 times slower in each step."""
+    factors = one_slow(3.0, 8, 2000, runs=8)
+    plan = rounds(topology, Own(), 8, 1)
+    last = ready(factors, [np.zeros(8)] * len(plan), plan, delay).max(axis=2)
+    return float((last[:, -1] - last[:, 200]).mean() / 1799 / factors.mean())
+
+
+@pytest.mark.parametrize(("delay", "published"), [(1, 1.29), (2, 1.15), (4, 1.08), (8, 1.04)])
+def test_a_hypercube_whose_workers_hear_all_neighbours_waits_as_designed(delay: int, published: float) -> None:
+    assert with_one_slow(STATIC_HYPERCUBE, delay) == pytest.approx(published, abs=0.02)
+
+
+@pytest.mark.parametrize(("delay", "least"), [(1, 1.24), (2, 1.15), (4, 1.08), (8, 1.04)])
+def test_one_peer_a_step_waits_less(delay: int, least: float) -> None:
+    assert with_one_slow(Hypercube(), delay) == pytest.approx(least, abs=0.02)
+
+
+def test_blocking_on_everyone_is_the_barrier() -> None:
+    assert with_one_slow(Complete(), 0) == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    "topology",
+    [Hypercube(), Exponential(), Star(), Every(3, Ring()), BaseGraph(), AlternatingExponentialRing(2)],
+    ids=repr,
+)
+def test_the_recursion_is_the_timeline_of_its_tasks(topology: Topology, delay: int) -> None:
+    drawing = np.random.default_rng(0)
+    compute = drawing.uniform(1, 3, (1, 12, 8))
+    plan = rounds(topology, Own(), 8, 1)
+    exchange = [drawing.uniform(0, 2, 8) for _ in plan]
+    spans = run(step_tasks(compute[0], exchange, plan, delay))
+    moments = ready(compute, exchange, plan, delay)[0]
+    for rank in range(8):
+        updated = [spans[f"compute {step} of {rank}"].finish for step in range(12)]
+        arrived = [spans[f"exchange {step} of {rank}"].finish for step in range(12)]
+        landed = [max(updated[k], arrived[k - delay]) if k >= delay else updated[k] for k in range(12)]
+        assert moments[:, rank] == pytest.approx(landed)
+
+
+# ---- seconds of an exchange ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e8, 1e9])
+def test_the_steady_state_is_the_longer_of_computation_and_exchange(rate: float) -> None:
+    where, sent = setting(rate=rate), PARAMETERS / rate + 1e-4
+    compute = model().seconds
+    assert seconds(Gossiping(Hypercube()), where) == pytest.approx(max(compute, sent), rel=1e-6)
+    assert seconds(Gossiping(Hypercube(), delay=0), where) == pytest.approx(compute + sent)
+    assert seconds(Gossiping(Exponential()), where) == pytest.approx(max(compute, 3 * PARAMETERS / rate + 1e-4))
+
+
+def test_workers_of_a_node_share_its_card() -> None:
+    where = setting(8, 4, rate=1e7)
+    inside, between = PARAMETERS / 1e10 + 1e-5, 4 * PARAMETERS / 1e7 + 1e-4
+    mean = model().seconds + (2 * inside + between) / 3  # two of three steps stay in the node
+    assert seconds(Gossiping(Hypercube(), delay=0), where) == pytest.approx(mean)
+
+
+def test_alternating_ring_moves_what_the_paper_says() -> None:
+    """(2L - 1) / (2L) M a step on average, an all-reduce over 2L devices in every other step."""
+    where = setting(8, 4, rate=1e7)
+    method = Gossiping(Auto().placed(4))
+    assert method.card_bytes(where) == pytest.approx(7 / 8 * PARAMETERS)
+    sent = 2 * 7 / 8 * PARAMETERS / 1e7 + 14 * 1e-4
+    assert seconds(method, where) == pytest.approx((sent + model().seconds) / 2)
+
+
+def test_every_k_with_delay_k_has_k_steps_to_hide_behind() -> None:
+    where, sent = setting(rate=1e8), PARAMETERS / 1e8 + 1e-4
+    assert 1 < sent / model().seconds < 4
+    assert seconds(Gossiping(Every(4, Hypercube()), delay=4), where) == pytest.approx(model().seconds, rel=0.01)
+    once = seconds(Gossiping(Every(4, Hypercube()), delay=1), where)
+    assert once == pytest.approx((3 * model().seconds + sent) / 4, rel=0.01)
+
+
+def test_a_codec_sends_fewer_bytes_and_takes_its_time() -> None:
+    where = setting(rate=1e7)
+    quarter = Encoding(lambda size: size / 4, 1e-9, True)
+    method = Gossiping(Hypercube(), encoding=quarter)
+    assert seconds(method, where) == pytest.approx(PARAMETERS / 4e7 + 1e-4, rel=0.01)
+    fast = replace(where, network=where.without_network.network)
+    assert seconds(method, fast) == pytest.approx(model().seconds + 1e-9 * PARAMETERS)
+    assert method.card_bytes(where) == PARAMETERS / 4
+
+
+def test_where_messages_are_encoded_nothing_is_all_reduced() -> None:
+    assert {load.clique for one in rounds(Complete(), Own(), 8, 1) for load in one.loads} == {8}
+    assert rounds(Complete(), Own(), 8, 1, True)[0].loads == (Load(0, 0, 7, 1),) * 8
+
+
+def test_an_average_from_time_to_time_waits_for_all_then() -> None:
+    where = setting(rate=1e8).without_network
+    method = Gossiping(PeriodicAverage(8, Ring()), delay=0)
+    factors = one_slow(3.0, 8, 80, runs=4)
+    found = [float(m.seconds(where, factors).mean()) for m in (Gossiping(Ring(), delay=0), method, DataParallel())]
+    assert found == sorted(found)
+
+
+# ---- islands ------------------------------------------------------------------------------------------------------
+
+
+def test_an_island_of_one_device_is_a_device() -> None:
+    where = setting(rate=1e8)
+    assert seconds(Gossiping(Hypercube(), within=Replicas(1)), where) == pytest.approx(
+        seconds(Gossiping(Hypercube(), within=Alone()), where)
+    )
+
+
+@pytest.mark.parametrize("within", [Replicas(4), Shards(4)], ids=repr)
+def test_every_byte_of_an_island_crosses_the_card_once(within: Replicas | Shards) -> None:
+    where = setting(8, 4, rate=1e7)
+    method = Gossiping(Hypercube(), within=within)
+    assert method.card_bytes(where) == PARAMETERS
+    gathered = PARAMETERS * 3 / 4 / 1e10 + 3e-5 if within == Replicas(4) else 0.0
+    # Four flows share the card, each with a quarter of the parameters.
+    assert seconds(method, where) == pytest.approx(PARAMETERS / 1e7 + 1e-4 + gathered, rel=0.01)
+
+
+def test_an_island_waits_for_its_slowest_device() -> None:
+    where = setting(4, 4).without_network
+    factors = even(4)
+    factors[:, :, 2] = 2.0
+    assert float(Gossiping(Auto(), within=Replicas(4)).seconds(where, factors)[0]) == pytest.approx(2 * model().seconds)
+
+
+def test_memory_is_a_replica_and_the_messages() -> None:
+    where = setting()
+    replica = 4 * PARAMETERS + 4 * 500_000
+    assert Gossiping(Hypercube()).memory_bytes(where) == replica + 2 * PARAMETERS
+    assert Gossiping(Hypercube(), delay=3).memory_bytes(where) == replica + 6 * PARAMETERS
+    assert Gossiping(Ring()).memory_bytes(where) == replica + 3 * PARAMETERS
+    assert Gossiping(Auto()).memory_bytes(setting(1)) == replica
+
+
+def test_a_forecast_and_its_tasks_agree_where_all_are_equally_fast() -> None:
+    where = setting(rate=1e8)
+    method = Gossiping(OnePeerExponential())
+    found = forecast(method, where, even(8))
+    assert found.seconds == found.p50_seconds == found.p95_seconds
+    spans = run(method.tasks(where))
+    steps = Counter(name.split()[0] for name in spans)["compute"] // 8
+    last = max(spans[f"compute {steps - 1} of {rank}"].start for rank in range(8))
+    first = max(spans[f"compute {steps - 2} of {rank}"].start for rank in range(8))
+    assert last - first == pytest.approx(found.even_seconds)
+    assert found.exposed_seconds == pytest.approx(found.even_seconds - model().seconds)

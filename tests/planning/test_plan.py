@@ -1,0 +1,196 @@
+"""`lightning-decentral plan`: what is compared, what is recommended, and that it can be trained as printed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy, cli
+from lightning_decentral.forecast.data_parallel import DataParallel
+from lightning_decentral.forecast.method import Cluster, Setting
+from lightning_decentral.forecast.sharded import Sharded
+from lightning_decentral.gossip.codec import Int8
+from lightning_decentral.gossip.forecast import Gossiping
+from lightning_decentral.gossip.topology import Auto, Ring
+from lightning_decentral.gossip.within import Replicas
+from lightning_decentral.hardware import Profile, write
+from lightning_decentral.planning import units
+from lightning_decentral.planning.candidates import candidates, encoding_of, method_of, strategy_of
+from lightning_decentral.planning.plan import plan
+from lightning_decentral.planning.show import verdict
+from tests.forecast.settings import links, model, setting
+
+CLUSTER = Cluster(8, 4)
+
+
+@pytest.mark.parametrize("candidate", [*candidates(CLUSTER, 8)], ids=lambda c: c.words)
+def test_every_candidate_composes_as_a_command_of_the_recipes(candidate) -> None:  # type: ignore[no-untyped-def]
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        cfg = compose("train", candidate.words.split())
+    assert type(instantiate(cfg.strategy, _convert_="all")) in {
+        DDPStrategy,
+        GossipStrategy,
+        PartialBackpropStrategy,
+        TokenPipelineStrategy,
+    }
+
+
+def test_words_become_the_methods_that_they_name() -> None:
+    def method(words: str) -> object:
+        return method_of(strategy_of(words), CLUSTER, 1)
+
+    assert method("strategy=ddp") == DataParallel()
+    assert method("strategy=gossip strategy/island=fully_shard strategy.island.devices=8") == Sharded()
+    assert method("strategy=gossip strategy/topology=ring strategy.delay=0") == Gossiping(Ring(), 0)
+    assert method("strategy=gossip") == Gossiping(Auto(4))
+    island = method("strategy=gossip strategy/island=all_reduce strategy.island.devices=4")
+    assert island == Gossiping(Auto(1), within=Replicas(4))
+
+
+def test_a_codec_counts_its_own_bytes() -> None:
+    assert encoding_of(Int8()).wire_bytes(1024) == 256 + 4
+    assert encoding_of(Int8(), copies=2).wire_bytes(1024) == 2 * 260
+
+
+@pytest.mark.parametrize(("rate", "best"), [(1e7, "gossip every 8 steps, delay 1"), (1.5e8, "gossip"), (1e12, "ddp")])
+def test_the_slower_the_network_the_less_is_sent(rate: float, best: str) -> None:
+    """16 MB and 128 ms: an all-reduce sends 28 MB, a message is 16 MB, 4 MB a step where only every fourth sends."""
+    found = plan(setting(rate=rate))
+    assert found.best is not None
+    assert found.best.candidate.title == best
+
+
+def test_rows_are_sorted_and_measured_against_ddp() -> None:
+    found = plan(setting(8, 4, rate=1e8), (0.8, 1.0, 1.2))
+    seconds = [row.forecast.seconds for row in found.rows]
+    assert seconds == sorted(seconds)
+    assert found.speedup(found.baseline) == 1
+    assert all(row.forecast.p50_seconds <= row.forecast.p95_seconds for row in found.rows)
+    assert len(found.rows) + len(found.refused) == len(list(candidates(CLUSTER, 8)))
+
+
+def test_below_the_threshold_it_says_stay_with_ddp() -> None:
+    where = setting(rate=3e8)
+    gain = plan(where, threshold=0.0)
+    assert gain.best is not None
+    more = gain.speedup(gain.best) - 1
+    assert more > 0.01
+    assert not gain.stay
+    stays = plan(where, threshold=1.1 * more)
+    assert stays.stay
+    assert any(line.startswith("stay with ddp") for line in verdict(stays))
+
+
+def test_what_does_not_fit_is_not_recommended() -> None:
+    where = setting(rate=1e8)
+    found = plan(where, memory_bytes=40e6)
+    assert found.best is not None
+    assert found.best.candidate.title == "sharded over all workers"
+    assert plan(where, memory_bytes=1e3).best is None
+    assert "nothing fits" in next(verdict(plan(where, memory_bytes=1e3)))
+
+
+def test_partial_backprop_is_shown_and_never_recommended() -> None:
+    found = plan(setting(rate=1e12), threshold=0.0)
+    assert found.rows[0].candidate.title == "partial backprop"
+    assert found.best is not None
+    assert found.best.candidate.equal
+
+
+def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
+    found = plan(setting(6), also=["strategy=gossip strategy/topology=hypercube"])
+    assert (
+        "power of two"
+        in {refused.candidate.title: refused.reason for refused in found.refused}[
+            "strategy=gossip strategy/topology=hypercube"
+        ]
+    )
+    reasons = {refused.candidate.title: refused.reason for refused in found.refused}
+    assert "6 stages for a model of 4 blocks" in reasons["pipelines of 6 stages"]
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    write(Profile(model(), links(rate=1e8).costs, (0.9, 1.0, 1.1)), path)
+    return path
+
+
+def test_the_command_prints_a_line_that_trains(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", str(profile), "--workers", "8", "--per-node", "4"])
+    printed = capsys.readouterr().out
+    assert "predicted for 8 workers on 2 nodes" in printed
+    line = printed.strip().splitlines()[-1]
+    assert line.startswith("python recipes/train.py recipe=vit strategy=gossip")
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        cfg = compose("train", line.split()[2:])
+    assert (cfg.trainer.num_nodes, cfg.trainer.devices) == (2, 4)
+    assert isinstance(instantiate(cfg.strategy, _convert_="all"), GossipStrategy)
+
+
+def test_links_of_the_command_line_take_the_place_of_measurements(
+    profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(
+        ["plan", str(profile), "--workers", "8", "--bandwidth", "100gbit", "--latency", "5us", "--threshold", "15"]
+    )
+    assert "stay with ddp" in capsys.readouterr().out
+    write(Profile(model()), profile)
+    cli.main(["plan", str(profile), "--workers", "8", "--bandwidth", "200mbit"])
+    assert "~ extrapolated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", "10", "--per-node", "4"], "--workers 10 isn't a multiple of --per-node 4"),
+        (["--workers", "8", "--bandwidth", "fast"], "'fast' isn't a rate such as 200mbit"),
+        (["--workers", "8", "--memory-bytes", "0GB"], "'0GB' isn't a size"),
+        (["--workers", "8", "--also", "strategy=coffee"], "'strategy=coffee' can't be composed"),
+        (["--workers", "8", "--also", "delay=4"], "must have one word strategy="),
+        ([], "plan needs a profile and --workers"),
+    ],
+)
+def test_mistakes_are_one_line(profile: Path, words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*$") as error:
+        cli.main(["plan", str(profile), *words])
+    assert message in str(error.value)
+
+
+def test_a_foreign_or_damaged_profile_and_no_network_are_named(profile: Path) -> None:
+    write(Profile(model()), profile)
+    with pytest.raises(SystemExit, match="nothing was measured between nodes"):
+        cli.main(["plan", str(profile), "--workers", "8"])
+    for text, message in (("{}", "not a profile of this package"), ("{", "no JSON")):
+        profile.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            cli.main(["plan", str(profile), "--workers", "8"])
+
+
+def test_one_node_needs_no_network_between(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inside = tuple(cost for cost in links().costs if cost.reach == "inside")
+    write(Profile(model(), inside), profile)
+    cli.main(["plan", str(profile), "--workers", "4", "--per-node", "4"])
+    assert "4 workers on 1 node" in capsys.readouterr().out
+
+
+def test_units() -> None:
+    assert units.bytes_per_second("200mbit") == 25e6
+    assert units.seconds("100us") == pytest.approx(1e-4)
+    assert units.size_bytes("24GB") == 24e9
+    assert units.size_bytes("1000") == 1000
+    assert (units.shown_seconds(0.0123), units.shown_bytes(12.3e6)) == ("12.3 ms", "12.3 MB")
+
+
+def test_more_of_the_same_measured_is_no_extrapolation() -> None:
+    ring = links().costs[0]
+    where = Setting(model(), replace(links(), costs=(replace(ring, operation="all_reduce", workers=8),)), Cluster(8))
+    rows = {row.candidate.title: row.forecast.extrapolated for row in plan(where).rows}
+    assert not rows["ddp"]
+    assert rows["gossip"]
