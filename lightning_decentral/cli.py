@@ -1,6 +1,7 @@
 """`lightning-decentral`: console commands beside training.
 
 lightning-decentral cuts recipe=gpt strategy.cuts=3
+lightning-decentral profile recipe=gpt
 """
 
 import argparse
@@ -15,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.commands import profile
 from lightning_decentral.partial.forecast import compute_fraction, memory_fraction
 from lightning_decentral.partial.search import CutPlan, search
 from lightning_decentral.partial.trial import refuse_unserved, run_of
@@ -75,10 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands: Any = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("cuts", help="where partial backprop would cut a recipe, and what that saves")
     command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
-    command.set_defaults(run=cuts)
+    command.set_defaults(run=lambda options: cuts(options.overrides))
+    profile.add(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options.overrides)
+        options.run(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -59,8 +59,11 @@ def check_torchrun(arguments: list[str]) -> None:
 
 
 def check_subcommand(arguments: list[str]) -> None:
-    assert arguments[0] in {"cuts"}, f"unknown subcommand {arguments[0]}"
-    check_overrides(["strategy=partial_backprop", *arguments[1:]])
+    """Of the subcommands that take words of the recipes, the words compose."""
+    name, words = arguments[0], [word for word in arguments[1:] if re.match(r"[\w/.@]+=", word)]
+    forced = {"cuts": ["strategy=partial_backprop"], "profile": []}
+    assert name in forced, f"unknown subcommand {name}"
+    check_overrides([*forced[name], *words])
 
 
 def check_overrides(arguments: list[str]) -> None:
