@@ -2,6 +2,7 @@
 
 lightning-decentral cuts recipe=gpt strategy.cuts=3
 lightning-decentral profile recipe=gpt
+lightning-decentral placement hosts.json --topology ring
 """
 
 import argparse
@@ -16,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.commands import profile
+from lightning_decentral.commands import placement, profile
 from lightning_decentral.partial.forecast import compute_fraction, memory_fraction
 from lightning_decentral.partial.search import CutPlan, search
 from lightning_decentral.partial.trial import refuse_unserved, run_of
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
     command.set_defaults(run=lambda options: cuts(options.overrides))
     profile.add(commands)
+    placement.add(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
