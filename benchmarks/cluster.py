@@ -88,7 +88,10 @@ class Cluster:
     def _limit(self, index: int, rate: str) -> None:
         for namespace, device in ((self.host(index), "eth0"), (self.switch, f"port{index}")):
             bucket = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
-            _call(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket])
+            try:
+                _call(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket])
+            except ClusterError as error:
+                raise ClusterError(f"tc refuses the rate {rate!r}, give one like 200mbit or 1gbit: {error}") from None
 
     def limit(self, rate: str) -> None:
         """Give every link another rate, in tc's words: 200mbit, 1gbit."""

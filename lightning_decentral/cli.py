@@ -3,6 +3,8 @@
 lightning-decentral cuts recipe=gpt strategy.cuts=3
 lightning-decentral plan profile.json --workers 64 --per-node 8
 lightning-decentral topology base_graph --workers 24
+lightning-decentral profile recipe=gpt
+lightning-decentral placement hosts.json --topology ring
 """
 
 import argparse
@@ -17,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.commands import plan, topology
+from lightning_decentral.commands import placement, plan, profile, topology
 from lightning_decentral.partial.forecast import compute_fraction, memory_fraction
 from lightning_decentral.partial.search import CutPlan, search
 from lightning_decentral.partial.trial import refuse_unserved, run_of
@@ -81,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.set_defaults(run=lambda options: cuts(options.overrides))
     plan.add(commands)
     topology.add(commands)
+    profile.add(commands)
+    placement.add(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)

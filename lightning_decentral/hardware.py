@@ -62,12 +62,13 @@ class Cost:
 
     Args:
         operation: `all_reduce`, `exchange` (every worker sends one message and hears one), `all_gather`,
-            `reduce_scatter`, `broadcast`.
+            `reduce_scatter` (the bytes of these two are those of all parts together), `broadcast`.
         reach: `inside` one node or `between` nodes.
         workers: of one group.
         flows: groups that run at the same time and share a network card.
         error: largest relative distance of a measured point from the line.
         points: what was measured, (bytes, seconds).
+        per_node: workers of one group that share a node.
     """
 
     operation: str
@@ -78,6 +79,7 @@ class Cost:
     bytes_per_second: float
     error: float = 0.0
     points: tuple[tuple[float, float], ...] = ()
+    per_node: int = 1
 
     def seconds(self, message_bytes: float) -> float:
         """Of one operation on a message of so many bytes."""

@@ -1,6 +1,7 @@
-"""Seconds that a worker waited, on the host or on its device."""
+"""Seconds on the host or on its device: that a worker waited, and from lap to lap."""
 
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -58,3 +59,52 @@ class DeviceStopwatch:
 def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:
     """The stopwatch that sees waiting on `device`."""
     return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+class HostLaps:
+    """Wall seconds of laps."""
+
+    def __init__(self) -> None:
+        self._stamps: list[float] = []
+
+    def lap(self) -> int:
+        """One more; its number, from 0."""
+        self._stamps.append(perf_counter())
+        return len(self._stamps) - 1
+
+    def seconds(self) -> list[float]:
+        """Of every lap since the first."""
+        return [stamp - self._stamps[0] for stamp in self._stamps]
+
+
+class DeviceLaps:
+    """Device seconds of laps on the current stream, by events: the host doesn't wait before `seconds`."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def lap(self) -> int:
+        """One more; its number, from 0."""
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
+        return len(self._events) - 1
+
+    def seconds(self) -> list[float]:
+        """Of every lap since the first, once the device has passed the last."""
+        for event in self._events:
+            event.synchronize()
+        return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]
+
+
+def laps(device: torch.device) -> HostLaps | DeviceLaps:
+    """The laps that see what `device` does."""
+    return DeviceLaps() if device.type == "cuda" else HostLaps()
+
+
+def duration(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, until the device has done what it asked for."""
+    watch = laps(device)
+    watch.lap()
+    call()
+    watch.lap()
+    return watch.seconds()[-1]

@@ -24,6 +24,9 @@ MENDABLE = (
     OSError,
 )
 
+# Configurations that come with the package of an extra.
+FROM_EXTRAS: dict[str | None, str] = {"hydra/launcher/submitit_slurm": "slurm"}
+
 
 def mendable(error: BaseException) -> bool:
     """Whether its user can mend the error; one that Hydra wrapped counts as what it was."""
@@ -34,6 +37,9 @@ def mendable(error: BaseException) -> bool:
 def one_line(error: BaseException) -> str:
     """The message without line breaks; for an unknown name, the known ones."""
     for cause in chain_of_causes(error):
+        if isinstance(cause, MissingConfigException) and cause.missing_cfg_file in FROM_EXTRAS:
+            extra = FROM_EXTRAS[cause.missing_cfg_file]
+            return f"{cause.missing_cfg_file} is missing: run pip install 'lightning-decentral[{extra}]'"
         if isinstance(cause, MissingConfigException) and cause.options:
             return f"{_flat(str(cause).splitlines()[0])}: choose one of {', '.join(cause.options)}"
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):

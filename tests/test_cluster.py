@@ -151,13 +151,25 @@ def test_says_what_it_needs(broken: dict[str, object], message: str, monkeypatch
 
 
 @needs_cluster
+def test_a_namespace_of_a_run_killed_while_it_built_is_removed() -> None:
+    clusters._ip("netns", "add", f"{NAME}-7")
+    assert clusters.existing(NAME) == [f"{NAME}-7"]
+    with clusters.cluster(1, "50mbit", name=NAME):
+        assert sorted(clusters.existing(NAME)) == [f"{NAME}-0", f"{NAME}-switch"]
+    assert clusters.existing(NAME) == []
+
+
+@needs_cluster
 @pytest.mark.parametrize(("words", "message"), [
     (["run", "--", "true"], "is up: run `cluster.py up"),
     (["run"], "no command given"),
     (["up", "--hosts", "65"], "hosts must be from 1 to 64, got 65"),
+    (["up", "--hosts", "1", "--rate", "fast"], "tc refuses the rate 'fast', give one like 200mbit or 1gbit"),
+    (["up", "--hosts", "1", "--rate", "0mbit"], "tc refuses the rate '0mbit'"),
 ])  # fmt: skip
 def test_one_line_errors(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert clusters.main(["--name", NAME, *words]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+    assert clusters.existing(NAME) == []

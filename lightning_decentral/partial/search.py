@@ -61,7 +61,7 @@ def search(module: nn.Module, cuts: Cuts, balance: Balance, run_of: Callable[[nn
         ValueError: an unknown name, more cuts than blocks allow, a cut that isn't one (with the reason), or no chain.
     """
     check_wish(cuts)
-    trial = _trial(module)
+    trial = trial_copy(module)
     run = run_of(trial)
     if isinstance(cuts, (int, str)):
         return _along_a_chain(trial, None if isinstance(cuts, str) else cuts, balance, run)
@@ -121,7 +121,7 @@ def _segment(name: str, judged: Sequence[Judged]) -> int:
     return len(judged) - verdicts.count(Verdict.BELOW)
 
 
-def _trial(module: nn.Module) -> nn.Module:
+def trial_copy(module: nn.Module) -> nn.Module:
     """A copy in which every parameter may show its gradient: nothing frozen, no matrix of zeros that hides what lies
     below it."""
     try:

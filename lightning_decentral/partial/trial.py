@@ -56,7 +56,22 @@ def loss_of(output: Any) -> Tensor:
         case {"loss": Tensor() as loss}:
             return loss
         case _:
-            raise ValueError("the first training_step returned no loss, and cuts are verified with it: return one")
+            raise ValueError(
+                "the first training_step returned no loss, and a step is taken apart by its loss: return one"
+            )
+
+
+def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
+    """A function that runs `trial.training_step(*args)` and returns its loss; logs nothing as long as the entry `log`
+    stays in the module's `__dict__`."""
+    trial.trainer = trainer
+    trial.__dict__["log"] = lambda *_, **__: None  # what a trial computes is nobody's metric
+
+    def run() -> Tensor:
+        with trainer.strategy.precision_plugin.train_step_context():
+            return loss_of(trial.training_step(*args, **kwargs))
+
+    return run
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
@@ -64,13 +79,11 @@ def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Mo
     random = worker_state.random_state()
 
     def prepared(trial: Any) -> Run:
-        trial.trainer = trainer
-        trial.__dict__["log"] = lambda *_, **__: None  # what a trial computes is nobody's metric
+        step = step_of(trainer, trial, *args, **kwargs)
 
         def run() -> Tensor:
             worker_state.set_random_state(random)
-            with trainer.strategy.precision_plugin.train_step_context():
-                return loss_of(trial.training_step(*args, **kwargs))
+            return step()
 
         return run
 

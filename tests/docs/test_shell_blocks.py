@@ -54,13 +54,16 @@ def check_python(arguments: list[str]) -> None:
 
 
 def check_torchrun(arguments: list[str]) -> None:
-    """Its own options are `--name=value`; what it starts is a script."""
+    """Its own options are `--name=value`; what it starts is a script, or a module behind `-m`."""
     check_python([word for word in arguments if not word.startswith("--")])
 
 
 def check_subcommand(arguments: list[str]) -> None:
-    assert arguments[0] in {"cuts"}, f"unknown subcommand {arguments[0]}"
-    check_overrides(["strategy=partial_backprop", *arguments[1:]])
+    """Of the subcommands that take words of the recipes, the words compose."""
+    name, words = arguments[0], [word for word in arguments[1:] if re.match(r"[\w/.@]+=", word)]
+    forced = {"cuts": ["strategy=partial_backprop"], "profile": [], "placement": ["strategy=gossip"]}
+    assert name in forced, f"unknown subcommand {name}"
+    check_overrides([*forced[name], *words])
 
 
 def check_overrides(arguments: list[str]) -> None:

@@ -1,0 +1,30 @@
+"""What a process computes on, in words."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def device_name(device: torch.device) -> str:
+    """The device's own name, or the processor and how many of its cores this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {_cores()} cores"
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
