@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.boundary import Boundary, Exact
+from lightning_decentral.pipeline.building import PipelineBuilding, tensors_of
 from lightning_decentral.pipeline.evaluation import PipelineEvaluation
 from lightning_decentral.pipeline.find import find
 from lightning_decentral.pipeline.forecast import Forecast
@@ -43,7 +44,7 @@ class Staged(Protocol):
         """Usually a `Chain`."""
 
 
-class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
+class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBuilding):
     """Slices of one sequence follow each other through the stages; gradients are those of the unsliced model.
 
         bubble = (P - 1) / (M S + P - 1)      P stages, M micro-batches, S slices of equal cost
@@ -113,7 +114,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         refuse_sync_batch_norm(type(self), self.model, asked=self._layer_sync is not None)
         if fitting and not module.automatic_optimization:
             raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = self._convert(self.model)
         self._connect(module)
         self._take_part(module)
         self.model_to_device()
@@ -134,7 +135,9 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         first, last = self.stage == 0, self.stage == self.num_stages - 1
         place = Place(stop - counts[self.stage], stop, first, last)
         over = self._over if self.num_stages > 1 else None
+        whole = tensors_of(module)
         self._layout = self._holdings = Holdings(module, model, place, over)
+        self._materialize(whole, self._holdings.kept)
         self._pipe = Pipe(
             model,
             place,

@@ -85,7 +85,8 @@ class PipelineWorkers(DDPStrategy):
                 self._over, self._back = (self._wire.group(group) or own for own in (self._over, self._back))
             self._replicas = self._stage_group()
         check_same_model(module, self._wire.roll)
-        start_from_worker_0([*module.parameters(), *module.buffers()], self._wire.flags)
+        built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others are drawn alike
+        start_from_worker_0(built, self._wire.flags)
 
     def _stage_group(self) -> Transport:
         """A new group of the workers that are this stage. Collective."""
