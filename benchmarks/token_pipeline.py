@@ -10,7 +10,7 @@ A pipeline of two needs two free cores at once, so on a busy machine its seconds
 once more in processor time, which waiting doesn't add to: "replayed" is the timeline of the real step with the measured
 processor seconds of each action, against the whole model's. And where the rest of the bound 2 S / (S + 1) goes:
 "slicing" is what all slices cost on both stages against the whole model alone, "unevenness" what the slower stage costs
-against the mean.
+against the mean. "predicted" is the forecast from the measured costs of slices, as training prints it.
 
 Against `torch.distributed.pipelining`: the same stages, its GPipe and 1F1B schedules with one micro-batch per sequence
 (1F1B refuses fewer micro-batches than stages).
@@ -20,8 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,180 +30,27 @@ import torch.distributed as dist
 from hardware import description, slug
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
+from stages import LENGTH, STAGES, Bench, Step, saved_bytes
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from lightning_decentral.pipeline.boundary import Exact
-from lightning_decentral.pipeline.causal import CausalModel
 from lightning_decentral.pipeline.forecast import forecast
-from lightning_decentral.pipeline.memory import Memory
-from lightning_decentral.pipeline.models import Call, Place
-from lightning_decentral.pipeline.pipe import Pipe
+from lightning_decentral.pipeline.models import Call
 from lightning_decentral.pipeline.profile import action_seconds, profile, slowest
 from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, in_flight
 from lightning_decentral.pipeline.slicing import Planned, Situation, Uniform
-from lightning_decentral.pipeline.stage import Keep
-from lightning_decentral.transport import GlooTransport, gather_objects
-
-LENGTH, BLOCKS, WIDTH, STAGES = 1024, 8, 192, 2
-Step = Callable[[], None]
+from lightning_decentral.transport import gather_objects
 
 
-def whole() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_embd=WIDTH, n_layer=BLOCKS, n_head=4, n_positions=LENGTH, **options)
-    )
-
-
-def token_mean(logits: Tensor, ids: Tensor) -> Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-class Bench:
-    """One of the two processes."""
-
-    def __init__(self, rank: int) -> None:
-        dist.init_process_group("gloo", rank=rank, world_size=STAGES)
-        self.over = GlooTransport(dist.new_group())
-        self.rank = rank
-        self.own_seconds: dict[str, float] = {}
-        self.alone_model = whole()
-        half = BLOCKS // STAGES
-        self.place = Place(rank * half, (rank + 1) * half, rank == 0, rank == STAGES - 1)
-        self.model = CausalModel(whole())
-        self.model.keep(self.place)
-
-    def ids(self, batch: int) -> Tensor:
-        return torch.randint(0, 256, (batch, LENGTH), generator=torch.Generator().manual_seed(batch))
-
-    def sliced(self, batch: int, slices: list[int], microbatches: int = 1) -> Step:
-        calls = [Call(part) for part in self.ids(batch).tensor_split(microbatches)]
-        pipe = Pipe(
-            self.model,
-            self.place,
-            self.over,
-            self.over,
-            schedule=OneForwardOneBackward(),
-            activations=Keep(),
-            boundary=Exact(),
-            device=torch.device("cpu"),
-        )
-        share = 1 / microbatches
-
-        def step() -> None:
-            executor = pipe.train(calls, slices, lambda m, logits: share * token_mean(logits, calls[m].inputs))
-            self.own_seconds = {str(action): seconds for action, seconds in executor.own_seconds.items()}
-
-        return step
-
-    def alone(self, batch: int) -> Step:
-        ids = self.ids(batch)
-
-        def step() -> None:
-            if self.rank == 0:
-                token_mean(self.alone_model(input_ids=ids).logits, ids).backward()
-
-        return step
-
-    def torch_pipelining(self, kind: Any, batch: int) -> Step:
-        ids = self.ids(batch)
-        stage = PipelineStage(_Half(self.model, self.place), self.rank, STAGES, torch.device("cpu"))
-        schedule = kind(stage, n_microbatches=batch, loss_fn=token_mean)
-
-        def step() -> None:
-            if self.rank == 0:
-                schedule.step(ids)
-            else:
-                schedule.step(target=ids, losses=[])
-
-        return step
-
-    def turn(self, steps: dict[str, Step]) -> dict[str, tuple[float, float, dict[str, float]]]:
-        """(seconds, processor seconds, those of each action) of one step each."""
-        found = {}
-        for name, step in steps.items():
-            dist.barrier()
-            self.own_seconds = {}
-            begin, own = time.perf_counter(), time.thread_time()
-            step()
-            own = time.thread_time() - own
-            dist.barrier()
-            found[name] = time.perf_counter() - begin, own, self.own_seconds
-            self.model.module.zero_grad()
-            self.alone_model.zero_grad()
-        return found
-
-
-class _Half(nn.Module):
-    """One stage for torch's own schedules, without slices."""
-
-    def __init__(self, model: CausalModel, place: Place) -> None:
-        super().__init__()
-        self.module, self._model, self._place = model.module, model, place
-
-    def forward(self, given: Tensor) -> Tensor:
-        length = given.shape[1]
-        ids = given if self._place.first else torch.zeros(given.shape[:2], dtype=torch.int64)
-        hidden = None if self._place.first else given
-        return self._model.forward(self._place, Call(ids), hidden, Memory(length), 0, length)
-
-
-def saved_bytes(bench: Bench, schedule: Any, microbatches: int, slices: list[int]) -> int:
-    """The most bytes that autograd holds at once on this stage, each storage once, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in bench.model.module.parameters()}
-    held: dict[int, int] = {}
-    counts: dict[int, int] = {}
-    most = 0
-
-    class Token:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
-            if self.key not in parameters:
-                held[self.key] = tensor.untyped_storage().nbytes()
-                counts[self.key] = counts.get(self.key, 0) + 1
-
-        def __del__(self) -> None:
-            if self.key in counts:
-                counts[self.key] -= 1
-                if counts[self.key] == 0:
-                    del counts[self.key], held[self.key]
-
-    def pack(tensor: Tensor) -> Token:
-        nonlocal most
-        token = Token(tensor)
-        most = max(most, sum(held.values()))
-        return token
-
-    calls = [Call(part) for part in bench.ids(microbatches).tensor_split(microbatches)]
-    pipe = Pipe(
-        bench.model,
-        bench.place,
-        bench.over,
-        bench.over,
-        schedule=schedule,
-        activations=Keep(),
-        boundary=Exact(),
-        device=torch.device("cpu"),
-    )
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda token: token.tensor):
-        pipe.train(calls, slices, lambda m, logits: token_mean(logits, calls[m].inputs))
-    return most
-
-
-def work(rank: int, port: int, turns: int, parts: list[str], results: Any) -> None:
+def work(rank: int, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    bench = Bench(rank)
-    uniform = {n: list(Uniform(n).slices(LENGTH, Situation(num_stages=STAGES, seconds=lambda i, j: i))) for n in
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port))
+    bench, parts = Bench(rank, options.length), options.parts
+    uniform = {n: list(Uniform(n).slices(options.length, Situation(num_stages=STAGES, seconds=lambda i, j: i))) for n in
                (1, 2, 4, 8, 16)}  # fmt: skip
     profiles = gather_objects(bench.over, profile(bench.model, bench.place, Call(bench.ids(1))))
     seconds, ratio = slowest(profiles)
     situation = Situation(num_stages=STAGES, seconds=seconds, backward_over_forward=ratio)
-    planned = list(Planned().slices(LENGTH, situation))
+    planned = list(Planned().slices(options.length, situation))
     batches = (2, 8) if "torch" in parts else ()
     steps: dict[str, Step] = {f"alone {b}": bench.alone(b) for b in (1, *batches)}
     steps |= {f"uniform {n}": bench.sliced(1, slices) for n, slices in uniform.items()}
@@ -217,7 +62,7 @@ def work(rank: int, port: int, turns: int, parts: list[str], results: Any) -> No
     bench.turn(
         {name: step for name, step in steps.items() if not name.endswith(" 8")}
     )  # a batch of eight warms nothing
-    rows = [bench.turn(steps) for _ in range(turns)]
+    rows = [bench.turn(steps) for _ in range(options.turns)]
     predicted = {}
     for name, slices in {**{f"uniform {n}": s for n, s in uniform.items()}, "planned": planned}.items():
         costs = lambda action, slices=slices: action_seconds(profiles, slices, action)  # noqa: E731
@@ -250,10 +95,10 @@ def replayed(found: list[dict[str, Any]], name: str, slices: int) -> float:
 def report(found: list[dict[str, Any]]) -> None:
     rows, theirs = found[0]["rows"], found[1]["rows"]
     whole_seconds, whole_own = median(rows, "alone 1"), median(rows, "alone 1", 1)
-    console = Console(width=160)
+    console = Console(width=190)
     table = Table(
         "batch 1", "bound 2S/(S+1)", "x one process, replayed", "share of the bound", "slicing", "unevenness",
-        "predicted / replayed", "x one process, seconds",
+        "predicted / replayed", "predicted / measured s", "x one process, seconds",
     )  # fmt: skip
     for name in [n for n in rows[0] if n.startswith("uniform") or n == "planned"]:
         count = len(found[0]["planned"]) if name == "planned" else int(name.split()[1])
@@ -262,15 +107,17 @@ def report(found: list[dict[str, Any]]) -> None:
             sum(statistics.median(r[name][2][a] for r in half) for a in half[0][name][2]) for half in (rows, theirs)
         ]
         slicing, uneven = sum(stages) / whole_own, 2 * max(stages) / sum(stages)
-        guess, wall = found[0]["predicted"][name] / step, whole_seconds / median(rows, name)
-        cells = [bound, whole_own / step, whole_own / step / bound, slicing, uneven, guess, wall]
+        guess, seconds = found[0]["predicted"][name], median(rows, name)
+        shares = [slicing, uneven, guess / step, guess / seconds]
+        cells = [bound, whole_own / step, whole_own / step / bound, *shares, whole_seconds / seconds]
         table.add_row(f"{name} ({count} slices)", *(f"{cell:.2f}" for cell in cells))
     console.print(table)
     compare(rows, console)
-    table = Table("schedule, micro-batches x slices", "stage 0: MB held", "chunks", "stage 1: MB held", "chunks")
+    columns = [f"stage {r}: {title}" for r in range(STAGES) for title in ("MB held", "chunks by formula", "MB a chunk")]
+    table = Table("schedule, micro-batches x slices", *columns)
     for name in found[0]["memory"]:
-        cells = [f"{value:,}" for f in found for value in (f["memory"][name][0] // 10**6, f["memory"][name][1])]
-        table.add_row(name, *cells)
+        pairs = [(f["memory"][name][0] / 1e6, f["memory"][name][1]) for f in found]
+        table.add_row(name, *(text for held, n in pairs for text in (f"{held:,.1f}", str(n), f"{held / n:,.2f}")))
     if found[0]["memory"]:
         console.print(table)
     errors = ", ".join(f"{forward:.1%} {backward:.1%}" for forward, backward in found[0]["errors"])
@@ -293,13 +140,15 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", default=["slices", "torch", "memory"], choices=["slices", "torch", "memory"]
     )
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
     parser.add_argument("--port", type=int, default=29517)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results", help="where results go")
     options = parser.parse_args()
     results = torch.multiprocessing.get_context("spawn").Manager().dict()
-    torch.multiprocessing.spawn(work, args=(options.port, options.turns, options.parts, results), nprocs=STAGES)
+    torch.multiprocessing.spawn(work, args=(options, results), nprocs=STAGES)
     found = [results[rank] for rank in range(STAGES)]
     report(found)
-    path = Path(__file__).parent / "results" / f"token-pipeline-{slug()}.json"
+    path = options.folder / f"token-pipeline-{slug()}.json"
     path.write_text(json.dumps({"hardware": description(), "stages": found}, indent=1))
     print(f"raw results: {path}")
 

@@ -69,7 +69,7 @@ class PartialBackward(Method):
     def _depths(self, setting: Setting, step: int) -> list[int]:
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         memory = self.depth.start(segments)
-        return [self.depth.depth(r, workers, self.depth.warm_up + step, segments, memory) for r in range(workers)]
+        return [self.depth.depth(r, workers, int(self.depth.warm_up) + step, segments, memory) for r in range(workers)]
 
     def _at(self, setting: Setting, depth: int, factors: Floats) -> Floats:
         return at_factors(lambda factor: makespan(run(self._step(setting, depth, factor))), factors)

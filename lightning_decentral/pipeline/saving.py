@@ -2,33 +2,44 @@
 
 The parts of the first pipeline's stages are put together on worker 0's host, never on a device. So the file loads
 without this package, and training goes on with another number of stages or with none.
+
+Where pipelines drift apart the file is their mean's, and each worker's own state lies beside it, in
+`NAME.ckpt.workers/`.
 """
 
 import os
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_decentral import worker_state
+from lightning_decentral.mean import mean_of_states
 from lightning_decentral.pipeline.holdings import Holdings, joined_names, optimizer_own, optimizer_part, optimizer_whole
+from lightning_decentral.pipeline.pipelines import Pipelines
 from lightning_decentral.pipeline.plans import Plans
-from lightning_decentral.pipeline.workers import PipelineWorkers
-from lightning_decentral.transport import collect_objects, gather_objects
+from lightning_decentral.transport import collect_objects, gather_objects, gather_world
 from lightning_decentral.worker_state import KEY
 
 STATES = "optimizer_states"
+WHOLE = ("state_dict", STATES, KEY)
+"""What a pipeline puts together from its stages; the rest of a checkpoint is any worker's."""
 
 
-class PipelineCheckpoints(PipelineWorkers):
+class PipelineCheckpoints(Pipelines):
     """The part of `TokenPipelineStrategy` that saves and restores."""
 
     _layout: Holdings | None = None
     """Who has what; kept after the end of training, when optimizers still hold one stage's states each."""
     plans: Plans
     _restored: dict[str, Any] | None = None
+    _own: dict[str, Any] | None = None
+    """What this worker had where its pipeline had drifted."""
 
     # ---- save ---------------------------------------------------------------------------------------------------
 
@@ -42,10 +53,27 @@ class PipelineCheckpoints(PipelineWorkers):
         if self.alone:
             rank_zero_warn(f"no checkpoint {os.fspath(filepath)}: after an exception the stages can't meet any more")
             return
-        mine = self._part(checkpoint)
+        apart = self._apart and STATES in checkpoint
+        path, identity = self.broadcast((os.fspath(filepath), uuid.uuid4().hex if apart else ""))
+        mine = self._part(self._averaged(checkpoint))
         parts = [mine] if self._wire is None else collect_objects(self._wire.roll, mine)
         if self.is_global_zero:
-            super().save_checkpoint(self._joined(checkpoint, parts), filepath, storage_options)
+            super().save_checkpoint(self._joined(checkpoint, parts, identity), path, storage_options)
+        if apart:
+            own = {**checkpoint, KEY: {"id": identity, "bond": self._bond.state_dict()}}
+            self.checkpoint_io.save_checkpoint(own, worker_state.file(path, self.global_rank, self.world_size))
+
+    def _averaged(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self._apart:
+            return checkpoint
+        return {**checkpoint, "state_dict": mean_of_states(checkpoint["state_dict"], self._mean)}
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove the file and the workers'."""
+        super().remove_checkpoint(filepath)
+        if self._drifting and self.local_rank == 0:
+            with suppress(FileNotFoundError):  # another node on the same file system was faster
+                self.checkpoint_io.remove_checkpoint(worker_state.folder(filepath))
 
     def _part(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         assert self._layout is not None
@@ -59,7 +87,7 @@ class PipelineCheckpoints(PipelineWorkers):
             "random": random,
         }
 
-    def _joined(self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _joined(self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], identity: str) -> dict[str, Any]:
         assert self._layout is not None
         stages = parts[: self.num_stages]
         order = list(self._layout.order.values())
@@ -71,6 +99,7 @@ class PipelineCheckpoints(PipelineWorkers):
             joined[KEY] = {
                 "version": worker_state.VERSION,
                 "stages": self.num_stages,
+                "id": identity,
                 "plans": {length: list(slices) for length, slices in self.plans.slices.items()},
                 "random": [part["random"] for part in parts],
                 "mid_epoch": self._mid_epoch(),
@@ -90,7 +119,34 @@ class PipelineCheckpoints(PipelineWorkers):
         own = checkpoint.get(KEY, {})
         same = own.get("stages") == self.num_stages and len(own.get("random", ())) == self.world_size
         self._restored = own if same else None
-        return checkpoint
+        drifted = same and own.get("id") and self._drifting and self.lightning_module is not None
+        self._own = self._read_own(checkpoint_path, own["id"], weights_only) if drifted else None
+        return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
+
+    def _read_own(self, path: str | Path, identity: str, weights_only: bool | None) -> dict[str, Any] | None:
+        """This worker's own state, if every worker has its; otherwise all start from the mean. Collective."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return None
+        file, own = worker_state.file(path, self.global_rank, self.world_size), None
+        with suppress(OSError):
+            own = self.checkpoint_io.load_checkpoint(file, map_location="cpu", weights_only=weights_only)
+        if all(gather_world(own is not None and own[KEY]["id"] == identity)):
+            return own
+        rank_zero_warn(f"some state in {worker_state.folder(path)} is missing or of another checkpoint: from the mean")
+        return None
+
+    def _go_on_apart(self) -> None:
+        """Each worker from where it was, once Lightning has restored the mean and the first pipeline's optimizer."""
+        if self._own is None:
+            return
+        own, self._own = self._own, None
+        self._module.load_state_dict(own["state_dict"])
+        for optimizer, state in zip(self.optimizers, own[STATES], strict=True):
+            optimizer.load_state_dict(state)
+            _optimizer_to_device(optimizer, self.root_device)
+        self._bond.load_state_dict(own[KEY]["bond"])
+        self._apart = True
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This stage's part of each optimizer's state. Collective."""
@@ -117,6 +173,7 @@ class PipelineCheckpoints(PipelineWorkers):
         """Within an epoch, the random state: Lightning has just drawn from it to build the iterator that the
         uninterrupted run had built before the checkpoint."""
         super().on_train_start()
+        self._go_on_apart()
         if self._restored is not None and self._restored["mid_epoch"]:
             worker_state.set_random_state(self._restored["random"][self.global_rank])
         self._restored = None

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.mean import mean
 from lightning_decentral.pipeline.boundary import Boundary, Exact
+from lightning_decentral.pipeline.building import PipelineBuilding, tensors_of
 from lightning_decentral.pipeline.evaluation import PipelineEvaluation
 from lightning_decentral.pipeline.find import find
 from lightning_decentral.pipeline.forecast import Forecast
@@ -31,6 +31,7 @@ from lightning_decentral.pipeline.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.stage import Activations, Keep
 from lightning_decentral.pipeline.step import Logs, TrainingStep
 from lightning_decentral.refusals import refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.replicas import Replicas
 from lightning_decentral.timeline import Span
 from lightning_decentral.transport import gather_objects
 
@@ -43,14 +44,13 @@ class Staged(Protocol):
         """Usually a `Chain`."""
 
 
-class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
+class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBuilding):
     """Slices of one sequence follow each other through the stages; gradients are those of the unsliced model.
 
         bubble = (P - 1) / (M S + P - 1)      P stages, M micro-batches, S slices of equal cost
 
     The LightningModule stays as it is: its `training_step` calls one causal model of `transformers` (GPT-2, Llama,
-    Qwen2, Mistral) once and returns a loss. Worker w is stage w % P of pipeline w // P; equal stages of several
-    pipelines average their gradients.
+    Qwen2, Mistral) once and returns a loss. Worker w is stage w % P of pipeline w // P.
 
     Args:
         stages: of one pipeline; by default all workers are one pipeline.
@@ -60,6 +60,8 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         microbatches: parts that each batch is cut into, along its first axis.
         activations: `Keep()` them, or `Recompute()` them at the backward.
         boundary: of hidden states and their gradients on the wire; anything but `Exact()` isn't exact.
+        replicas: what equal stages of several pipelines do together: `AllReduce()` of gradients, or
+            `gossip.replicas.Gossiping()` of parameters.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
     Raises:
@@ -79,10 +81,11 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         microbatches: int = 1,
         activations: Activations | None = None,
         boundary: Boundary | None = None,
+        replicas: Replicas | None = None,
         **ddp: Any,
     ) -> None:
         refuse_unknown(type(self), ddp)
-        super().__init__(stages=stages, **ddp)
+        super().__init__(stages=stages, replicas=replicas, **ddp)
         if microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {microbatches}")
         self.slicing = slicing
@@ -111,7 +114,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         refuse_sync_batch_norm(type(self), self.model, asked=self._layer_sync is not None)
         if fitting and not module.automatic_optimization:
             raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = self._convert(self.model)
         self._connect(module)
         self._take_part(module)
         self.model_to_device()
@@ -121,6 +124,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+            self._join()
             self._resume()
 
     def _take_part(self, module: LightningModule) -> None:
@@ -131,7 +135,9 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         first, last = self.stage == 0, self.stage == self.num_stages - 1
         place = Place(stop - counts[self.stage], stop, first, last)
         over = self._over if self.num_stages > 1 else None
+        whole = tensors_of(module)
         self._layout = self._holdings = Holdings(module, model, place, over)
+        self._materialize(whole, self._holdings.kept)
         self._pipe = Pipe(
             model,
             place,
@@ -198,7 +204,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
                     gradient.fill_(float("inf"))
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
         value = torch.tensor(outcome.loss, dtype=exact, device=self.root_device)
-        return deliver(value, self._averaged(gradients), trained)
+        return deliver(value, self._bond.gradients(gradients), trained)
 
     def _set(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -212,14 +218,6 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
                 f"stage {self.stage} ran out of memory: take more slices or microbatches, activations=Recompute(), or "
                 f"fewer blocks on this stage ({'; '.join(self.plans.stages)})"
             ) from error
-
-    def _averaged(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Over the pipelines."""
-        if self._replicas is None or self.num_pipelines == 1:
-            return gradients
-        there = [gradient for gradient in gradients if gradient is not None]
-        means = iter(mean(there, self._replicas))
-        return [gradient if gradient is None else next(means) for gradient in gradients]
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale by min(1, clip_val / (norm + 1e-6)), the norm being that of all stages' gradients, tied ones once."""
@@ -240,6 +238,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
         """Make the module whole again on every worker, unless an exception keeps the workers from meeting."""
         self._restored = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._part_ways()
         if self._holdings is not None and not self.alone:
             for parameter in self._module.parameters():
                 parameter.grad = None
@@ -251,7 +250,8 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints):
 
     def summary(self) -> dict[str, str]:
         """The plan in words."""
-        return {"pipelines": f"{self.num_pipelines} of {self.num_stages} stages", **self.plans.summary()}
+        together = f", replicas by {self.replicas!r}" if self.num_pipelines > 1 else ""
+        return {"pipelines": f"{self.num_pipelines} of {self.num_stages} stages{together}", **self.plans.summary()}
 
     def measured(self) -> dict[str, Span]:
         """When each action of the latest step computed, on all stages of this pipeline. Collective.

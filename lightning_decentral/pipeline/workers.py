@@ -55,13 +55,16 @@ class PipelineWorkers(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Check the numbers, then connect."""
+        self._check_workers()
+        super().setup_environment()
+
+    def _check_workers(self) -> None:
         workers = self.num_nodes * self.num_processes
         if workers % self.num_stages:
             raise ValueError(
                 f"{workers} workers are no multiple of stages={self.stages}: use devices x num_nodes = "
                 f"{self.num_stages} x pipelines, or leave stages out"
             )
-        super().setup_environment()
 
     def configure_ddp(self) -> None:
         """No wrapper."""
@@ -80,10 +83,16 @@ class PipelineWorkers(DDPStrategy):
             for first in workers[::stages]:
                 group = workers[first : first + stages]
                 self._over, self._back = (self._wire.group(group) or own for own in (self._over, self._back))
-            for stage in range(stages):
-                self._replicas = self._wire.group(workers[stage::stages]) or self._replicas
+            self._replicas = self._stage_group()
         check_same_model(module, self._wire.roll)
-        start_from_worker_0([*module.parameters(), *module.buffers()], self._wire.flags)
+        built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others are drawn alike
+        start_from_worker_0(built, self._wire.flags)
+
+    def _stage_group(self) -> Transport:
+        """A new group of the workers that are this stage. Collective."""
+        assert self._wire is not None
+        groups = [self._wire.group(range(self.world_size)[s :: self.num_stages]) for s in range(self.num_stages)]
+        return next(own for own in groups if own is not None)
 
     @property
     def alone(self) -> bool:

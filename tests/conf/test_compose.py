@@ -78,6 +78,8 @@ def test_every_choice_composes(choice):
     "strategy=gossip strategy/codec=difference_compression strategy/codec@strategy.codec.inner=top_k",
     "experiment=demo trainer.devices=2 data=cifar10",
     "experiment=demo_pipeline trainer.devices=4 strategy.stages=2",
+    "strategy=token_pipeline strategy.stages=2 trainer.devices=8 strategy/replicas=gossiping"
+    " strategy/topology@strategy.replicas.topology=ring strategy.replicas.delay=0",
     "recipe=gpt strategy=token_pipeline strategy/slicing=uniform strategy.slicing.n=4 strategy.microbatches=2",
     "experiment=demo_partial trainer.devices=4",
     "strategy=partial_backprop strategy.cuts=3 strategy/depth=staircase strategy/balance=seconds trainer.devices=4",
@@ -161,7 +163,7 @@ def test_every_codec_can_be_chosen_or_wrapped(name):
             instantiate(alone.strategy, _convert_="all")
 
 
-PIPELINE = ("slicing", "schedule", "partition", "activations", "boundary")
+PIPELINE = ("slicing", "schedule", "partition", "activations", "boundary", "replicas")
 GIVEN = {"given": "strategy.slicing.lengths=[3,2]", "counted": "strategy.partition.blocks=[1,1]"}
 
 

@@ -9,8 +9,9 @@ import torch
 from hydra.utils import get_object
 from lightning.pytorch.callbacks import Callback
 
-from lightning_decentral import callbacks
+from lightning_decentral import callbacks, replicas
 from lightning_decentral.gossip import codec, combine, island, weights
+from lightning_decentral.gossip import replicas as gossip_replicas
 from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.partial import absent, depth, forecast, freezing, order
 from lightning_decentral.partial import callbacks as partial_callbacks
@@ -36,6 +37,7 @@ OBJECT_GROUPS = [
     "strategy/codec",
     "strategy/island",
     *PIPELINE,
+    "strategy/replicas",
     "strategy/depth",
     "strategy/depth/order",
     "strategy/balance",
@@ -89,6 +91,11 @@ def test_group_lists_its_module(group, module, kind):
 
 def test_topology_lists_all_that_can_be_had_from_its_module():
     assert choices("strategy/topology") == {snake(cls.__name__) for cls in classes()}
+
+
+def test_replicas_lists_its_modules():
+    found = concrete_classes(replicas, replicas.Replicas) | concrete_classes(gossip_replicas, replicas.Replicas)
+    assert choices("strategy/replicas") == {snake(name) for name in found}
 
 
 def test_depth_lists_its_modules():

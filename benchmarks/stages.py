@@ -1,0 +1,153 @@
+"""One stage of a pipeline of two as a process of a benchmark: what it runs in turns, and what autograd holds on it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_decentral.pipeline.boundary import Exact
+from lightning_decentral.pipeline.causal import CausalModel
+from lightning_decentral.pipeline.memory import Memory
+from lightning_decentral.pipeline.models import Call, Place
+from lightning_decentral.pipeline.pipe import Pipe
+from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedule
+from lightning_decentral.pipeline.stage import Keep
+from lightning_decentral.transport import GlooTransport
+
+LENGTH, BLOCKS, WIDTH, STAGES = 1024, 8, 192, 2
+Step = Callable[[], None]
+
+
+def whole() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_embd=WIDTH, n_layer=BLOCKS, n_head=4, n_positions=LENGTH, **options)
+    )
+
+
+def token_mean(logits: Tensor, ids: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Bench:
+    """One of the two processes."""
+
+    def __init__(self, rank: int, length: int) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=STAGES)
+        self.over = GlooTransport(dist.new_group())
+        self.rank, self.length = rank, length
+        self.own_seconds: dict[str, float] = {}
+        self.alone_model = whole()
+        half = BLOCKS // STAGES
+        self.place = Place(rank * half, (rank + 1) * half, rank == 0, rank == STAGES - 1)
+        self.model = CausalModel(whole())
+        self.model.keep(self.place)
+
+    def ids(self, batch: int) -> Tensor:
+        return torch.randint(0, 256, (batch, self.length), generator=torch.Generator().manual_seed(batch))
+
+    def pipe(self, schedule: Schedule) -> Pipe:
+        options = {"activations": Keep(), "boundary": Exact(), "device": torch.device("cpu")}
+        return Pipe(self.model, self.place, self.over, self.over, schedule=schedule, **options)
+
+    def sliced(self, batch: int, slices: list[int], microbatches: int = 1) -> Step:
+        calls = [Call(part) for part in self.ids(batch).tensor_split(microbatches)]
+        pipe = self.pipe(OneForwardOneBackward())
+        share = 1 / microbatches
+
+        def step() -> None:
+            executor = pipe.train(calls, slices, lambda m, logits: share * token_mean(logits, calls[m].inputs))
+            self.own_seconds = {str(action): seconds for action, seconds in executor.own_seconds.items()}
+
+        return step
+
+    def alone(self, batch: int) -> Step:
+        ids = self.ids(batch)
+
+        def step() -> None:
+            if self.rank == 0:
+                token_mean(self.alone_model(input_ids=ids).logits, ids).backward()
+
+        return step
+
+    def torch_pipelining(self, kind: Any, batch: int) -> Step:
+        ids = self.ids(batch)
+        stage = PipelineStage(_Half(self.model, self.place), self.rank, STAGES, torch.device("cpu"))
+        schedule = kind(stage, n_microbatches=batch, loss_fn=token_mean)
+
+        def step() -> None:
+            if self.rank == 0:
+                schedule.step(ids)
+            else:
+                schedule.step(target=ids, losses=[])
+
+        return step
+
+    def turn(self, steps: dict[str, Step]) -> dict[str, tuple[float, float, dict[str, float]]]:
+        """(seconds, processor seconds, those of each action) of one step each."""
+        found = {}
+        for name, step in steps.items():
+            dist.barrier()
+            self.own_seconds = {}
+            begin, own = time.perf_counter(), time.thread_time()
+            step()
+            own = time.thread_time() - own
+            dist.barrier()
+            found[name] = time.perf_counter() - begin, own, self.own_seconds
+            self.model.module.zero_grad()
+            self.alone_model.zero_grad()
+        return found
+
+
+class _Half(nn.Module):
+    """One stage for torch's own schedules, without slices."""
+
+    def __init__(self, model: CausalModel, place: Place) -> None:
+        super().__init__()
+        self.module, self._model, self._place = model.module, model, place
+
+    def forward(self, given: Tensor) -> Tensor:
+        length = given.shape[1]
+        ids = given if self._place.first else torch.zeros(given.shape[:2], dtype=torch.int64)
+        hidden = None if self._place.first else given
+        return self._model.forward(self._place, Call(ids), hidden, Memory(length), 0, length)
+
+
+def saved_bytes(bench: Bench, schedule: Any, microbatches: int, slices: list[int]) -> int:
+    """The most bytes that autograd holds at once on this stage, each storage once, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in bench.model.module.parameters()}
+    held: dict[int, int] = {}
+    counts: dict[int, int] = {}
+    most = 0
+
+    class Token:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
+            if self.key not in parameters:
+                held[self.key] = tensor.untyped_storage().nbytes()
+                counts[self.key] = counts.get(self.key, 0) + 1
+
+        def __del__(self) -> None:
+            if self.key in counts:
+                counts[self.key] -= 1
+                if counts[self.key] == 0:
+                    del counts[self.key], held[self.key]
+
+    def pack(tensor: Tensor) -> Token:
+        nonlocal most
+        token = Token(tensor)
+        most = max(most, sum(held.values()))
+        return token
+
+    calls = [Call(part) for part in bench.ids(microbatches).tensor_split(microbatches)]
+    pipe = bench.pipe(schedule)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda token: token.tensor):
+        pipe.train(calls, slices, lambda m, logits: token_mean(logits, calls[m].inputs))
+    return most

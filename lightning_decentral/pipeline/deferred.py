@@ -1,0 +1,189 @@
+"""Building a model without its memory, and later only a part of it, with the values that all of it would have had.
+
+Within `Deferred` a tensor that is made gets no storage. What is done to it is written down, with the state of the
+generator where something is drawn; the draw is made and thrown away, so that the next one is what it would have been.
+`made` then repeats for one tensor what was done to it. So the most that is held is one tensor beyond what is asked for.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Key = int
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a tensor was when an operation met it: `tensor.data = ..` may have changed it since."""
+
+    storage: Any  # holding it keeps its key from being used again
+    place: tuple[Any, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_View":
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return cls(tensor.untyped_storage(), place, tensor.dtype)
+
+    @property
+    def key(self) -> Key:
+        return int(self.storage._cdata)
+
+    def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
+        """The same view of the storage that now has memory."""
+        return torch.empty(0, dtype=self.dtype).set_(storages[self.key].untyped_storage(), *self.place)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """One operation: what it was given, what it made or changed, and where the generator stood if it drew."""
+
+    function: Any
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    result: Any
+    state: Tensor | None
+
+    def touched(self) -> set[Key]:
+        """Storages that it read or wrote."""
+        return {leaf.key for leaf in tree_leaves((self.given, self.result)) if isinstance(leaf, _View)}
+
+    def repeat(self, storages: dict[Key, Tensor]) -> None:
+        """With real tensors, drawing what was drawn."""
+        args, kwargs = tree_map_only(_View, lambda view: view.real(storages), self.given)
+        generator = _generator(args, kwargs)
+        before = generator.get_state()
+        if self.state is not None:
+            generator.set_state(self.state)
+        found = tree_leaves(self.function(*args, **kwargs))
+        generator.set_state(before)
+        for mine, view in zip(found, tree_leaves(self.result), strict=True):
+            if isinstance(view, _View):
+                storages.setdefault(view.key, mine)
+
+
+class _Unnoticed(TorchFunctionMode):
+    """Within, nothing is said to be on the meta device: `trunc_normal_` and others would skip what they do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+class Deferred(TorchDispatchMode):
+    """A context in which tensors are made on the meta device; may be entered again for what is done to them later."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unnoticed = _Unnoticed()
+        self._done: list[_Done] = []
+        self._of: dict[Key, list[int]] = defaultdict(list)
+
+    def __enter__(self) -> "Deferred":
+        self._unnoticed.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._unnoticed.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if given and not _metas(given):
+            return func(*args, **kwargs)
+        if _reads(func, kwargs):
+            return func(*tree_map_only(Tensor, self.made, args), **kwargs)
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        state = _generator(args, kwargs).get_state() if drawn else None
+        result = _draw(func, args, kwargs) if drawn else func(*args, **_on_meta(func, given, kwargs))
+        self._write(_Done(func, _views((args, kwargs)), _views(result), state))
+        return result
+
+    def _write(self, done: _Done) -> None:
+        for key in done.touched():
+            self._of[key].append(len(self._done))
+        self._done.append(done)
+
+    @torch.no_grad()
+    def made(self, tensor: Tensor) -> Tensor:
+        """A tensor with memory and values; one that has them already as it is."""
+        if not _deferred(tensor):
+            return tensor
+        view, storages = _View.of(tensor), dict[Key, Tensor]()
+        for index in sorted(self._needed(view.key)):
+            self._done[index].repeat(storages)
+        return view.real(storages)
+
+    def _needed(self, key: Key) -> set[int]:
+        """Operations that had to do with this storage, or with one that they had to do with."""
+        found: set[int] = set()
+        keys, seen = [key], {key}
+        while keys:
+            new = {index for index in self._of[keys.pop()] if index not in found}
+            found |= new
+            reached = {k for index in new for k in self._done[index].touched()} - seen
+            seen |= reached
+            keys += reached
+        return found
+
+    def materialize(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
+        """Give memory and values to what is kept and take the shape from what is dropped; the objects stay the same."""
+        for tensor in kept:
+            if _deferred(tensor):
+                _become(tensor, self.made(tensor))
+        for tensor in dropped:
+            if _deferred(tensor):
+                _become(tensor, torch.empty(0, dtype=tensor.dtype))
+        self._done.clear()
+        self._of.clear()
+
+
+def _metas(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and _deferred(leaf)]
+
+
+def _deferred(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().device.type == "meta"
+
+
+def _views(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: _View.of(t) if _deferred(t) else t, tree)
+
+
+def _reads(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the values themselves are asked for."""
+    leaves = function is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta"
+    return leaves or function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+
+def _on_meta(function: Any, given: Sequence[Tensor], kwargs: dict[str, Any]) -> dict[str, Any]:
+    makes = not given and any(argument.name == "device" for argument in function._schema.arguments)
+    return {**kwargs, "device": torch.device("meta")} if makes else kwargs
+
+
+def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
+    named = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+    return named[0] if named else torch.default_generator
+
+
+def _draw(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Draw into memory that is given back at once, so that the generator goes on as it would."""
+    stood_in = {id(t): torch.empty_like(t, device="cpu") for t in _metas((args, kwargs))}
+    stand_in = lambda t: stood_in.get(id(t), t)  # noqa: E731
+    drawn = function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, dict(kwargs)))
+    own = {id(stood_in[id(t)]): t for t in _metas((args, kwargs))}
+    return tree_map_only(Tensor, lambda t: own[id(t)] if id(t) in own else torch.empty_like(t, device="meta"), drawn)
+
+
+def _become(tensor: Tensor, values: Tensor) -> None:
+    own = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    torch.utils.swap_tensors(tensor, own)

@@ -1,0 +1,179 @@
+"""Several pipelines whose equal stages gossip, against whole models that do."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DistributedSampler
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip.combine import ConsensusControl, Gossip, PushSum
+from lightning_decentral.gossip.replicas import Gossiping
+from lightning_decentral.gossip.simulation import simulate
+from lightning_decentral.gossip.topology import Complete, Hypercube, Ring
+from lightning_decentral.transport import GlooTransport
+from tests.gossip.rules import IRREGULAR
+from tests.pipeline.causal import token_mean
+from tests.pipeline.training import Language, distance, forked, pipeline
+from tests.world import world
+
+CLIP, STEPS = 0.1, 4
+
+
+def pipelines(replicas, devices=4, **options):
+    return pipeline(devices, stages=2, replicas=replicas, **options)
+
+
+def gossip(**options):
+    """Two whole models."""
+    strategy = GossipStrategy(start_method="fork", process_group_backend="gloo", **options)
+    return {"strategy": strategy, "devices": 2}
+
+
+def by_hand(delay, steps=STEPS):
+    """The mean of two models in plain torch: x <- x + u(x), then mean - x of `delay` updates ago."""
+    models = [Language() for _ in range(2)]
+    optimizers = [model.configure_optimizers() for model in models]
+    dataset = models[0]._loader().dataset
+    rows = [list(DistributedSampler(dataset, num_replicas=2, rank=r)) for r in range(2)]
+    sent = []
+    for step in range(steps):
+        for model, optimizer, mine in zip(models, optimizers, rows, strict=True):
+            ids, mask, labels = dataset[mine[3 * step : 3 * step + 3]]
+            optimizer.zero_grad()
+            token_mean(model.model(input_ids=ids, attention_mask=mask).logits, labels).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+        if delay == 0:
+            sent.append([copy.deepcopy(model.state_dict()) for model in models])
+        if step >= delay:
+            launched = sent.pop(0)
+            for model, own in zip(models, launched, strict=True):
+                mean = {n: (launched[0][n] + launched[1][n]) / 2 for n in own}
+                now = model.state_dict()
+                model.load_state_dict({n: now[n] + mean[n] - own[n] for n in own})
+        if delay:
+            sent.append([copy.deepcopy(model.state_dict()) for model in models])
+    states = [model.state_dict() for model in models]
+    return {n: (states[0][n] + states[1][n]) / 2 for n in states[0]}
+
+
+WHOLE = {"gradient_clip_val": CLIP, "max_steps": STEPS, "limit_train_batches": STEPS}
+
+
+def test_blocking(tmp_path):
+    how = pipelines(Gossiping(topology=Complete(), delay=0))
+    found, *_ = forked(Language(ordered=False), how, tmp_path, **WHOLE)
+    assert distance(found, by_hand(delay=0)) < 1e-9
+
+
+def test_stages_gossip_as_whole_models_would(tmp_path):
+    """Tied embeddings stand on two stages; the mean is validated and handed back."""
+    how = pipelines(Gossiping(topology=Complete()))
+    found, losses, metrics = forked(Language(ordered=False), how, tmp_path / "p", **WHOLE)
+    whole = gossip(topology=Complete())
+    wanted, wanted_losses, wanted_metrics = forked(Language(ordered=False), whole, tmp_path / "g", **WHOLE)
+    assert losses == pytest.approx(wanted_losses, rel=1e-9)
+    assert distance(found, wanted) < 1e-9
+    assert metrics == pytest.approx(wanted_metrics, rel=1e-6)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+class Keeping(ModelCheckpoint):
+    """After every third step."""
+
+    def __init__(self, folder):
+        super().__init__(dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+
+
+def run(folder, checkpoint=None, **options):
+    make = Language(ordered=False)
+    callbacks = {"enable_checkpointing": True, "callbacks": [Keeping(folder)]}
+    settings = {"limit_train_batches": 3, "max_steps": 6, "gradient_clip_val": CLIP, **callbacks, **options}
+    return forked(make, pipelines(Gossiping(topology=Complete())), folder, checkpoint, **settings)
+
+
+def test_resume_is_exact_and_the_file_is_the_mean(tmp_path):
+    wanted, losses, _ = run(tmp_path / "a")
+    path = tmp_path / "a" / "step=3.ckpt"
+    assert len(list((tmp_path / "a" / "step=3.ckpt.workers").iterdir())) == 4
+    saved = torch.load(path, weights_only=True)
+    found, found_losses, _ = run(tmp_path / "b", str(path))
+    assert found_losses == losses[3:]
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert distance(saved["state_dict"], by_hand(delay=1, steps=3)) < 1e-9
+    assert distance(Language.load_from_checkpoint(path, weights_only=True).state_dict(), saved["state_dict"]) == 0
+
+    next((tmp_path / "a" / "step=3.ckpt.workers").iterdir()).unlink()  # then all start from the mean
+    _, from_mean, _ = run(tmp_path / "c", str(path), max_steps=4)
+    assert len(from_mean) == 1
+    assert from_mean != losses[3:4]
+
+
+# ---- the bond alone -------------------------------------------------------------------------------------------------
+
+
+class Point(torch.nn.Module):
+    def __init__(self, dim=5):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.linspace(-1, 1, dim, dtype=torch.float64))
+
+
+def gradient(x, step):
+    """Of another minimum and curvature on each worker."""
+    ranks = torch.arange(x.shape[0], dtype=torch.float64)[:, None]
+    return (1 + 0.1 * ranks) * (x - ranks - 0.3 * step)
+
+
+RULES = [
+    (Gossiping(), 3),
+    (Gossiping(topology=Hypercube(), delay=0), 4),
+    (Gossiping(topology=Ring(), combine=Gossip(rate=0.4), delay=2), 4),
+    (Gossiping(topology=IRREGULAR, combine=PushSum()), 5),
+    (Gossiping(topology=Ring(), combine=ConsensusControl(target=0.05, most=3, probe=4)), 4),
+]
+
+
+@pytest.mark.parametrize(("how", "size"), RULES, ids=lambda value: str(value)[:40])
+def test_a_bond_equals_the_simulation(how, size):
+    def worker(group):
+        point = Point()
+        optimizer = torch.optim.SGD(point.parameters(), lr=0.1)
+        bond = how.join(lambda: GlooTransport(group), torch.device("cpu"), per_node=1)
+        bond.prepare([optimizer])
+        for step in range(6):
+            x = torch.zeros(size, 5, dtype=torch.float64)
+            x[group.rank()] = point.x.detach()
+            point.x.grad = gradient(x, step)[group.rank()]
+            optimizer.step()
+            bond.updated(optimizer)
+        last = point.x.detach().clone()
+        bond.settle()
+        share = bond.share()
+        bond.release()
+        return last, share
+
+    how.check(size, 1)
+    found, shares = zip(*world(size, worker), strict=True)
+    x0 = Point().x.detach().expand(size, -1)
+    wanted = simulate(how.topology.placed(1), how.combine, gradient, x0, 6, 0.1, how.delay)
+    torch.testing.assert_close(torch.stack(found), wanted[-1], rtol=1e-12, atol=1e-12)
+    assert None in shares or sum(shares) == pytest.approx(1)
+    assert (None in shares) != isinstance(how.combine, PushSum)
+
+
+# ---- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def test_a_negative_delay_is_refused():
+    with pytest.raises(ValueError, match="delay must be at least 0, got -1: 0 blocks"):
+        Gossiping(delay=-1)
+
+
+def test_a_topology_that_cannot_serve_the_pipelines_is_refused(tmp_path):
+    how = pipeline(3, stages=1, replicas=Gossiping(topology=Hypercube()))
+    with pytest.raises(RuntimeError, match=r"Hypercube.* 3"):
+        forked(Language(), how, tmp_path)
