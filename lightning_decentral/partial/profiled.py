@@ -68,8 +68,8 @@ class PartialBackward(Method):
 
     def _depths(self, setting: Setting, step: int) -> list[int]:
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
-        memory = self.depth.start(segments)
-        return [self.depth.depth(r, workers, int(self.depth.warm_up) + step, segments, memory) for r in range(workers)]
+        steady = replace(self.depth, warm_up=0)
+        return [steady.depth(r, workers, step, segments, steady.start(segments)) for r in range(workers)]
 
     def _at(self, setting: Setting, depth: int, factors: Floats) -> Floats:
         return at_factors(lambda factor: makespan(run(self._step(setting, depth, factor))), factors)

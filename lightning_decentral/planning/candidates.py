@@ -22,7 +22,7 @@ from lightning_decentral.forecast.data_parallel import DataParallel
 from lightning_decentral.forecast.method import Cluster, Method
 from lightning_decentral.forecast.sharded import Sharded
 from lightning_decentral.gossip.codec import BFloat16, DifferenceCompression, Float16, Int8, Plain
-from lightning_decentral.gossip.coding import Codec, Layout
+from lightning_decentral.gossip.coding import Coding, Layout
 from lightning_decentral.gossip.forecast import PLAIN, Encoding, Gossiping
 from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
 from lightning_decentral.gossip.within import Alone, Replicas, Shards, Within
@@ -174,7 +174,7 @@ def _(island: FullyShard) -> Within:
     return Shards(island.devices)
 
 
-def encoding_of(codec: Codec, copies: float = 1) -> Encoding:
+def encoding_of(codec: Coding, copies: float = 1) -> Encoding:
     """Bytes by the codec's own formula for float32, matrices unknown; its seconds as measured on a CPU, else none."""
     if codec == Plain():
         return PLAIN if copies == 1 else Encoding(lambda size: copies * size)
