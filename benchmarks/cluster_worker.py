@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip.codec import Int8
+from lightning_decentral.gossip.combine import Gossip
 from lightning_decentral.gossip.topology import Exponential, OnePeerExponential, Ring
 
 torch.set_num_threads(1)
@@ -169,6 +171,10 @@ METHODS: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "gossip, exponential": with_lightning(lambda: GossipStrategy(topology=Exponential())),
     "gossip, ring": with_lightning(lambda: GossipStrategy(topology=Ring())),
     "gossip, delay 0": with_lightning(lambda: GossipStrategy(delay=0)),
+    "gossip, delay 2": with_lightning(lambda: GossipStrategy(delay=2, combine=Gossip(rate=0.6))),
+    "gossip, delay 4": with_lightning(lambda: GossipStrategy(delay=4, combine=Gossip(rate=0.4))),
+    "gossip, int8": with_lightning(lambda: GossipStrategy(codec=Int8())),
+    "gossip, int8, delay 2": with_lightning(lambda: GossipStrategy(codec=Int8(), delay=2, combine=Gossip(rate=0.6))),
     "decent-dp": with_decent_dp,
 }
 
