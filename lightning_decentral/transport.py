@@ -6,20 +6,19 @@ apart by tag; NCCL wants all sends and receives of a round coalesced into one la
 holds a `Transport` sees neither.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class PeerLost(ConnectionError):
-    """A neighbour ended or its connection broke while a message to or from it was under way."""
+from lightning_decentral.pending import Naming, Together, Work
+from lightning_decentral.pending import PeerLost as PeerLost
+from lightning_decentral.pending import Pending as Pending
 
 
 class Message(NamedTuple):
@@ -28,16 +27,6 @@ class Message(NamedTuple):
     peer: int
     tensor: Tensor
     tag: int
-
-
-class Pending(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> None:
-        """Return when the tensor may be read (a receive) or overwritten (a send)."""
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once. Only collectives know on gloo."""
 
 
 class Transport(ABC):
@@ -58,24 +47,24 @@ class Transport(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """tensor <- sum over workers of tensor, in place."""
-        return _Work(self.group.allreduce([tensor]), "all workers", self.rank)
+        return Work(self.group.allreduce([tensor]), "all workers", self.rank)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards isn't said."""
-        return _Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "all workers", self.rank)
+        return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "all workers", self.rank)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         """One tensor from every worker, in order of rank, valid after the wait."""
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        return _Work(self.group.allgather([rows], [tensor]), "all workers", self.rank), rows
+        return Work(self.group.allgather([rows], [tensor]), "all workers", self.rank), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         """whole <- the parts of all workers, one behind the other in order of rank."""
-        return _Work(self.group._allgather_base(whole, part), "all workers", self.rank)
+        return Work(self.group._allgather_base(whole, part), "all workers", self.rank)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
-        return _Work(
+        return Work(
             self.group.broadcast([tensor], _root(dist.BroadcastOptions(), source)), f"worker {source}", self.rank
         )
 
@@ -88,13 +77,13 @@ class GlooTransport(Transport):
         incoming = [self._post(self.group.recv, m) for m in receives]
         outgoing = [self._post(self.group.send, m) for m in sends]
         return (
-            [_Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(outgoing, sends, strict=True)],
-            [_Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(incoming, receives, strict=True)],
+            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(outgoing, sends, strict=True)],
+            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(incoming, receives, strict=True)],
         )
 
     def _post(self, start: Callable[..., Any], message: Message) -> Any:
         """A broken connection may show here already."""
-        with _Naming(f"neighbour {message.peer}", self.rank):
+        with Naming(f"neighbour {message.peer}", self.rank):
             return start([message.tensor], message.peer, message.tag)
 
 
@@ -106,12 +95,15 @@ class NcclTransport(Transport):
         operations = [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
         operations += [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
-        pending: list[Pending] = [_Work(work, "a neighbour", self.rank) for work in works]
+        pending: list[Pending] = [Work(work, "a neighbour", self.rank) for work in works]
         return pending, pending
 
 
 class StagedTransport(Transport):
-    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory."""
+    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory.
+
+    The host waits for every copy from the device, as the inner transport reads it at once.
+    """
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group)
@@ -143,7 +135,7 @@ class StagedTransport(Transport):
         """See `Transport.all_gather`."""
         pending, hosts = self._inner.all_gather(_pinned(tensor).copy_(tensor))
         rows = [torch.empty_like(tensor) for _ in hosts]
-        return _Together([_Staged(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
+        return Together([_Staged(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         """See `Transport.all_gather_into`."""
@@ -154,22 +146,6 @@ class StagedTransport(Transport):
         """See `Transport.broadcast`."""
         host = _pinned(tensor).copy_(tensor)
         return _Staged(self._inner.broadcast(host, source), host, tensor)
-
-
-@dataclass
-class _Work:
-    """A torch work handle whose errors name the peer."""
-
-    work: Any
-    peer: str
-    rank: int
-
-    def wait(self) -> None:
-        with _Naming(self.peer, self.rank):
-            self.work.wait()
-
-    def done(self) -> bool:
-        return bool(self.work.is_completed())
 
 
 @dataclass
@@ -187,40 +163,6 @@ class _Staged:
 
     def done(self) -> bool:
         return self.inner.done()
-
-
-@dataclass
-class _Together:
-    """Several transfers as one."""
-
-    parts: Sequence[Pending]
-
-    def wait(self) -> None:
-        for part in self.parts:
-            part.wait()
-
-    def done(self) -> bool:
-        return all(part.done() for part in self.parts)
-
-
-class _Naming:
-    """Turns a backend's connection error into `PeerLost` with the peer's name; anything else passes."""
-
-    def __init__(self, peer: str, rank: int) -> None:
-        self._peer, self._rank = peer, rank
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and re.search(
-            "closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)
-        ):
-            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
-            raise PeerLost(
-                f"worker {self._rank} lost {self._peer} ({reason}): it ended or its network is cut; "
-                "see that worker's own output"
-            ) from error
 
 
 def _pinned(like: Tensor) -> Tensor:
