@@ -105,7 +105,10 @@ class NcclTransport(Transport):
 
 
 class StagedTransport(Transport):
-    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory."""
+    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory.
+
+    The host waits for every copy from the device, as the inner transport reads it at once.
+    """
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group)

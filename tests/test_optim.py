@@ -1,13 +1,16 @@
 """AccumAdam and AccumAdamW against torch's own (a window of 1) and against their formula, one number at a time."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_decentral.optim import AccumAdam, AccumAdamW
+from lightning_decentral.optim import AccumAdam, AccumAdamW, QuasiGlobalAdam
+from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 11
 
@@ -166,6 +169,34 @@ def test_refuses_sparse_gradients() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"use torch.optim.SparseAdam"):
         AccumAdam(table.parameters()).step()
+
+
+class Chosen(Quadratic):
+    """With one of the package's optimizers."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.parameters(), lr=0.05)
+
+
+def train_under_ddp(folder: Path, make: Any) -> None:
+    settings = {**QUIET, "max_steps": STEPS, "devices": 2}
+    Trainer(**settings, strategy="ddp_fork", callbacks=[Record(folder)]).fit(Chosen(make))
+
+
+@pytest.mark.parametrize("make", [AccumAdam, AccumAdamW, QuasiGlobalAdam])
+def test_under_ddp_it_is_one_process_with_the_mean_gradient(tmp_path: Path, make: Any) -> None:
+    in_processes(train_under_ddp, tmp_path, make)
+    x, ranks = nn.Parameter(Quadratic().x.detach().clone()), torch.arange(2.0, dtype=torch.float64).unsqueeze(1)
+    optimizer, expected = make([x], lr=0.05), []
+    for step in range(STEPS):
+        x.grad = ((1 + 0.1 * ranks) * (x.detach() - ranks - 0.3 * step)).mean(0)
+        optimizer.step()
+        expected.append(x.detach().clone().expand(2, -1))
+    torch.testing.assert_close(recorded(tmp_path, 2), torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_decentral.arriving import Arriving
 from lightning_decentral.buckets import Matrix, Pool
 from lightning_decentral.gossip.channel import Buffers, Channel
 from lightning_decentral.gossip.codec import Plain
@@ -119,6 +120,7 @@ class Coded(Coder):
         self._channels: list[Channel] = []
         self._rate = 1.0
         self._error: float | None = None
+        self._open: tuple[Arriving, int] | None = None
         self._warned = False
 
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
@@ -145,12 +147,26 @@ class Coded(Coder):
                 self._overwrite(m, channel, parts, shares)
         if watched:
             errors = [c.error(w, m) for c, w, m in zip(self._channels, watched, message, strict=False)]
-            self._judge(float(torch.stack(errors).sum()), float(torch.stack(gaps).sum()), step)
+            self._watch(Arriving(torch.stack([torch.stack(errors).sum(), torch.stack(gaps).sum()])), step)
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
 
     def error(self) -> float | None:
         """||message - decoded|| / ||message - estimate|| as last measured: in rounds 0, 1, 2, 4, 8 and so on."""
+        self._read()
         return self._error
+
+    def _watch(self, sums: Arriving, step: int) -> None:
+        """The host's are read at once, a device's when somebody asks or at the next measurement."""
+        self._read()
+        self._open = sums, step
+        if sums.on_host:
+            self._read()
+
+    def _read(self) -> None:
+        if self._open is not None:
+            (sums, step), self._open = self._open, None
+            error, gap = sums.read().tolist()
+            self._judge(error, gap, step)
 
     def _judge(self, error: float, gap: float, step: int) -> None:
         """Warn, once, where the rate is over the share of a difference that arrives: the rest is stale."""

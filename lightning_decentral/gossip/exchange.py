@@ -25,7 +25,7 @@ from lightning_decentral.gossip.weights import Weights, links
 from lightning_decentral.gossip.wire import Exchange as Exchange
 from lightning_decentral.gossip.wire import Land as Land
 from lightning_decentral.gossip.wire import Traffic as Traffic
-from lightning_decentral.gossip.wire import degree_column
+from lightning_decentral.gossip.wire import degree_column, number
 from lightning_decentral.stopwatch import stopwatch
 from lightning_decentral.transport import Message, Transport
 
@@ -111,11 +111,11 @@ class PeerExchange(Exchange):
 
     def own(self, step: int) -> Tensor:
         """This worker's weight of itself."""
-        return torch.tensor(self._plan(step)[0][self.transport.rank], dtype=torch.float64)
+        return number(self._plan(step)[0][self.transport.rank], self.device)
 
     def degree(self, step: int) -> Tensor:
         """The length of the row but one."""
-        return torch.tensor(len(self._plan(step)[0]) - 1, dtype=torch.float64)
+        return number(len(self._plan(step)[0]) - 1, self.device)
 
     def copies_sent(self, step: int) -> float:
         """One for each that hears me."""
@@ -240,11 +240,11 @@ class CliqueExchange(Exchange):
 
     def own(self, step: int) -> Tensor:
         """1 / c."""
-        return torch.tensor(1 / len(self._clique(step)), dtype=torch.float64)
+        return number(1 / len(self._clique(step)), self.device)
 
     def degree(self, step: int) -> Tensor:
         """c - 1."""
-        return torch.tensor(len(self._clique(step)) - 1, dtype=torch.float64)
+        return number(len(self._clique(step)) - 1, self.device)
 
     def copies_sent(self, step: int) -> float:
         """2 (c - 1) / c, of a ring all-reduce."""
@@ -285,7 +285,7 @@ class CliqueExchange(Exchange):
 
 
 def _header(step: int, message: Sequence[Tensor]) -> Tensor:
-    """(round, elements), filled on the device: copying it there would make the host wait."""
+    """(round, elements), filled on the device as `number` is."""
     numbers = (step, sum(m.numel() for m in message))
     return torch.stack([torch.full((), n, dtype=torch.int64, device=message[0].device) for n in numbers])
 

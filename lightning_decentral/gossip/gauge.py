@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_decentral.transport import Pending
+from lightning_decentral.arriving import Arriving, beside
+from lightning_decentral.pending import Pending
 
 
 class Gauge:
@@ -49,8 +50,9 @@ class Gauge:
 
 def _summed(squares: Tensor, pending: Pending) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        pending.wait()
-        return squares
+        with beside(squares.device):  # the host waits for this sum, not for what the device has to do since
+            pending.wait()
+            return Arriving(squares).read()
 
     return read
 

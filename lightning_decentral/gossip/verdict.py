@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_decentral.arriving import Arriving
 from lightning_decentral.gossip.coding import Coding
 
 
@@ -24,7 +25,7 @@ class Verdicts:
         self.refused = 0
         self._rank = rank
         self._beyond = f", or more than {codec} can express," if codec is not None else ""
-        self._open: _Flags | None = None
+        self._open: tuple[Sequence[int], Arriving] | None = None
 
     def add(self, rows: Mapping[int, Tensor]) -> None:
         """Judge one round by a row (round, elements, finite) of integers for this worker and each that it heard.
@@ -33,16 +34,16 @@ class Verdicts:
             RuntimeError: a source is in another round, or its model has another size.
             FloatingPointError: this worker's own message is not finite.
         """
-        flags = _Flags(tuple(rows), torch.stack(list(rows.values())))
+        workers, flags = tuple(rows), Arriving(torch.stack(list(rows.values())))
         if flags.on_host:
-            self._judge(flags)
+            self._judge(workers, flags)
             return
         if self._open is not None:
-            self._judge(self._open)
-        self._open = flags
+            self._judge(*self._open)
+        self._open = workers, flags
 
-    def _judge(self, flags: "_Flags") -> None:
-        rows = flags.read()
+    def _judge(self, workers: Sequence[int], flags: Arriving) -> None:
+        rows = dict(zip(workers, flags.read().tolist(), strict=True))
         step, elements, finite = rows.pop(self._rank)
         for source, (other_step, other_elements, healthy) in rows.items():
             if other_step != step:
@@ -79,21 +80,3 @@ def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> N
         return
     for tensor, mine in zip(heard, own, strict=True):
         torch.where(healthy, tensor, mine, out=tensor)
-
-
-class _Flags:
-    """A small integer matrix on its way to the host; row k belongs to worker workers[k]."""
-
-    def __init__(self, workers: tuple[int, ...], rows: Tensor) -> None:
-        self._workers = workers
-        self.on_host = not rows.is_cuda
-        self._rows = rows
-        if rows.is_cuda:
-            self._rows = torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> dict[int, list[int]]:
-        if not self.on_host:
-            self._arrived.synchronize()
-        return dict(zip(self._workers, self._rows.tolist(), strict=True))

@@ -98,6 +98,11 @@ class Exchange(ABC):
         return Traffic()
 
 
+def number(value: float, device: torch.device) -> Tensor:
+    """A scalar, filled on the device: copying it there would make the host wait."""
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
 def own_column(topology: Topology, weights: Weights, size: int, step: int) -> Tensor:
     """[size, 1]: w_ii of every worker, the diagonal of W_t."""
     diagonal = [weights.row(topology, rank, size, step)[rank] for rank in range(size)]

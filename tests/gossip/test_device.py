@@ -1,0 +1,144 @@
+"""On a device the host only queues: a round of any rule and codec makes it wait for nothing.
+
+The neighbour is a mirror, which says what it hears, so that one device is enough. On the host the same rounds run, too.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_decentral.arriving import Arriving, beside
+from lightning_decentral.buckets import Matrix
+from lightning_decentral.gossip.codec import DifferenceCompression, Int8, LowRank, Plain, PowerGossip, TopK
+from lightning_decentral.gossip.coding import Coding
+from lightning_decentral.gossip.combine import Combine, ConsensusControl, Gossip
+from lightning_decentral.gossip.exchange import PeerExchange
+from lightning_decentral.gossip.gauge import Gauge
+from lightning_decentral.gossip.mixer import Mixer
+from lightning_decentral.gossip.topology import Every, RandomMatching, Tree
+from lightning_decentral.pending import Pending, Together
+from lightning_decentral.transport import Message, Transport
+from tests.gossip.rules import instances, works
+from tests.gossip.test_wire import Row
+
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+CODECS: list[Coding] = [
+    Plain(),
+    Int8(block=16),
+    DifferenceCompression(Int8(block=16)),
+    DifferenceCompression(TopK(fraction=0.5, block=16)),
+    DifferenceCompression(LowRank(rank=1)),
+    PowerGossip(rank=1),
+]
+
+
+class Doubled:
+    """tensor <- 2 tensor; as NCCL's, the wait is the current stream's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor.mul_(2)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event:
+            self._event.wait()
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+
+class Mirror(Transport):
+    """Worker 0 of two; worker 1 sends what it is sent."""
+
+    def __init__(self) -> None:
+        self.group, self.rank, self.size = None, 0, 2
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        for receive, send in zip(receives, sends, strict=True):
+            assert (receive.peer, receive.tag) == (send.peer, send.tag)
+            receive.tensor.copy_(send.tensor)
+        return [], []
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return Doubled(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        return Together([])
+
+
+@contextmanager
+def without_waiting(device: str) -> Iterator[None]:
+    """Whatever makes the host wait for the device is an error."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def rounds(rule: Combine, codec: Coding, device: str) -> Tensor:
+    """Parameters after four rounds to get warm in and five more in which the host doesn't wait."""
+    topology = next(t for t in (RandomMatching(rounds=1), Tree(), Every(2, Tree())) if works(rule, t, 2, 1))
+    x = torch.linspace(-1, 1, 64, device=device)
+    transport = Mirror()
+    exchange = PeerExchange(topology, rule.weights, transport, x.device, codec)
+    mixer = Mixer([], rule, exchange, 1, Gauge(rule.lag, transport.all_reduce))
+    mixer.extend([Row(x)], [(Matrix(4, 6, 8),)])
+    for _ in range(4):
+        mixer.step(0.1)
+    with without_waiting(device):
+        for _ in range(5):
+            x.sub_(x, alpha=0.1)
+            mixer.step(0.1)
+    return x
+
+
+@every_device
+@pytest.mark.parametrize("rule", instances(), ids=str)
+def test_no_rule_makes_the_host_wait(rule: Combine, device: str) -> None:
+    assert bool(torch.isfinite(rounds(rule, Plain(), device)).all())
+
+
+@every_device
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_no_codec_makes_the_host_wait(codec: Coding, device: str) -> None:
+    """Nor its error, which is measured in rounds 0, 1, 2, 4 and 8."""
+    assert bool(torch.isfinite(rounds(Gossip(rate=0.3), codec, device)).all())
+
+
+@every_device
+def test_a_mirrored_worker_only_descends(device: str) -> None:
+    """x <- 0.9 x five times, as nothing it hears differs from what it is."""
+    found = rounds(Gossip(rate=0.5), Plain(), device).cpu()
+    torch.testing.assert_close(found, 0.9**5 * torch.linspace(-1, 1, 64), rtol=1e-6, atol=1e-6)
+
+
+@every_device
+def test_a_distance_is_read_lag_steps_later(device: str) -> None:
+    gauge = Gauge(2, Mirror().all_reduce)
+    read = []
+    for step in range(5):
+        gauge.tell(torch.tensor([float(step), 4.0], dtype=torch.float64, device=device))
+        read.append(gauge.distance)
+    assert [math.isnan(distance) for distance in read] == [True, True, False, False, False]
+    assert read[2:] == pytest.approx([0.0, 0.5, math.sqrt(0.5)])
+    rule = ConsensusControl(target=1.0)
+    assert (rule.rounds(read[0], 0), rule.rounds(2.0, 0)) == (0, rule.most)
+
+
+@every_device
+def test_a_number_arrives(device: str) -> None:
+    tensor = torch.arange(3.0, device=device)
+    with beside(tensor.device):
+        arriving = Arriving(tensor)
+    assert arriving.on_host == (device == "cpu")
+    assert arriving.read().tolist() == [0.0, 1.0, 2.0]
