@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from lightning_decentral.forecast.method import Cluster, Setting
 from lightning_decentral.forecast.network import Network
 from lightning_decentral.hardware import Profile, read
 from lightning_decentral.planning import units
+from lightning_decentral.planning.page import page
 from lightning_decentral.planning.plan import THRESHOLD, plan
 from lightning_decentral.planning.published import compare
 from lightning_decentral.planning.show import published_sentences, published_table, sentences, table
@@ -31,6 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--slices", type=int, default=1, help="of a sequence in a pipeline (default 1: no token axis)")
     parser.add_argument("--threshold", type=float, default=100 * THRESHOLD, help="gain in %% below which ddp stays")
     parser.add_argument("--also", action="append", default=[], help="words of a further strategy; may be repeated")
+    parser.add_argument("--report", type=Path, help="page to write: plan.html")
     parser.add_argument("--published", action="store_true", help="the seed paper's runs against this model; no profile")
     parser.set_defaults(run=run)
 
@@ -56,6 +59,10 @@ def run(options: argparse.Namespace) -> None:
     )
     console.print(table(found))
     _say(console, sentences(found))
+    if options.report:
+        text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
+        options.report.write_text(text)
+        console.print(f"report: {options.report}", soft_wrap=True)
 
 
 def _show_published(console: Console) -> None:

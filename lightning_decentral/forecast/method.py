@@ -11,7 +11,7 @@ from lightning_decentral.forecast.stragglers import WARM_STEPS, Floats, even
 from lightning_decentral.hardware import Model
 from lightning_decentral.timeline import Task
 
-EXACT_POINTS = 24
+EXACT_POINTS = 12
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def forecast(method: Method, setting: Setting, factors: Floats) -> Forecast:
 
 
 def at_factors(seconds: Callable[[float], float], factors: Floats) -> Floats:
-    """seconds(factor), elementwise, from few evaluations: exact at each of a few factors, else linear between 24."""
+    """seconds(factor), elementwise, from few evaluations: exact at each of a few factors, else linear between 12."""
     found = np.unique(factors)
     points = found if len(found) <= EXACT_POINTS else np.linspace(found[0], found[-1], EXACT_POINTS)
     values = np.array([seconds(float(point)) for point in points])

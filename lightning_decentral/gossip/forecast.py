@@ -140,7 +140,7 @@ class Gossiping(Method):
         """That of an island's device; a message sent and one for each peer heard, for each round in flight."""
         part = setting.model.parameter_bytes / self.within.devices
         plan = self._rounds(setting)
-        heard = max(1 if load.clique else load.inside + load.between for one in plan for load in one.loads)
+        heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
         flights = most_in_flight(self.topology, self._size(setting), self.delay)
         messages = part + heard * self.encoding.wire_bytes(part) if heard else 0.0
         return self.within.memory_bytes(setting) + flights * messages

@@ -115,12 +115,16 @@ def plan(
 
 
 def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> Row | None:
-    """ddp if it fits and nothing gains enough; otherwise, of the fastest ones, that which mixes most."""
-    usable = [row for row in rows if row.candidate.equal and fits(row, memory_bytes)]
-    if not usable:
-        return None
-    fastest = min(row.forecast.seconds for row in usable)
-    for row in usable:
-        if row.candidate.words == BASELINE and row.forecast.seconds < (1 + threshold) * fastest:
-            return row
-    return next(row for row in usable if row.forecast.seconds <= (1 + AS_FAST) * fastest)
+    usable = [row for row in rows if fits(row, memory_bytes)]
+    best = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
+    return next((row for row in usable if row.candidate is best), None)
+
+
+def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
+    """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest ones, that which mixes most."""
+    usable = [(candidate, seconds) for candidate, seconds in found if candidate.equal]
+    fastest = min((seconds for _, seconds in usable), default=0.0)
+    for candidate, seconds in usable:
+        if candidate.words == BASELINE and seconds < (1 + threshold) * fastest:
+            return candidate
+    return next((candidate for candidate, seconds in usable if seconds <= (1 + AS_FAST) * fastest), None)

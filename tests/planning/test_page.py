@@ -1,0 +1,70 @@
+"""The report: one page that loads nothing, with the plan's numbers and pictures; and what its map says."""
+
+import builtins
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_decentral import cli
+from lightning_decentral.hardware import Profile, write
+from lightning_decentral.planning.page import page
+from lightning_decentral.planning.plan import plan
+from lightning_decentral.planning.sweep import cells, sizes
+from tests.forecast.settings import links, model, setting
+
+
+def test_the_page_holds_all_and_loads_nothing() -> None:
+    found = plan(setting(rate=1.5e8))
+    text = page(found, workers=[4, 8], rates=[1e8, 1e9])
+    for row in found.rows:
+        assert row.candidate.title in text
+    assert found.command in text
+    drawn = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(drawn) == 5  # map, two curves, two timelines
+    for picture in drawn:
+        ElementTree.fromstring(picture)
+    assert set(re.findall(r'https?://[^"<\s]*', text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert not re.search(r'(src|href)="[^#]|@import|url\((?!#)|<script|<link', text)
+
+
+def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_decentral.planning.page.sizes", lambda setting: [4])
+    write(Profile(model(), links().costs), tmp_path / "p.json")
+    cli.main(["plan", str(tmp_path / "p.json"), "--workers", "4", "--report", str(tmp_path / "r.html")])
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any, **named: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name)
+        return real(name, *rest, **named)
+
+    found = plan(setting())
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ValueError, match=r"need matplotlib: pip install 'lightning-decentral\[plot\]'"):
+        page(found, workers=[4], rates=[1e8])
+
+
+def test_the_map_is_the_plan_of_each_of_its_cells() -> None:
+    where = setting(8, rate=1e8)
+    found = cells(where, (), [4, 8], [1e7, 1e8, 1e12], 0.1)
+    assert [(c.workers, c.bytes_per_second) for c in found] == [(n, r) for n in (4, 8) for r in (1e7, 1e8, 1e12)]
+    own = next(c for c in found if (c.workers, c.bytes_per_second) == (8, 1e8))
+    single = plan(where)
+    assert single.best is not None
+    assert own.best == single.best.candidate.title
+    assert {t: pytest.approx(s) for t, s in own.seconds.items()} == {
+        row.candidate.title: row.forecast.seconds for row in single.rows if row.candidate.equal
+    }
+    assert found[2].best == found[5].best == "ddp"
+    assert found[3].speedup(found[3].best) > own.speedup(own.best) > 1
+
+
+def test_sizes_hold_the_own_one_and_full_nodes() -> None:
+    assert sizes(setting(24, 4), nodes=(2, 4)) == [8, 16, 24]
