@@ -2,17 +2,18 @@
 
 import os
 import platform
-from pathlib import Path
 
 import lightning
 import torch
+
+from lightning_decentral.machine import processor
 
 
 def description() -> dict[str, str]:
     """Processor or device, cores, memory, versions; nothing that names the host."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "devices": ", ".join(devices) or "none",
@@ -27,10 +28,3 @@ def slug() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0).lower().replace(" ", "-")
     return f"{len(os.sched_getaffinity(0))}-cores"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()

@@ -88,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    except Exception as error:
+        errors = importlib.import_module("lightning_decentral.recipes.errors")
+        if not errors.mendable(error):
+            raise
+        sys.exit(f"error: {errors.one_line(error)}")
 
 
 if __name__ == "__main__":

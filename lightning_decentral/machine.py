@@ -11,7 +11,7 @@ def device_name(device: torch.device) -> str:
     """The device's own name, or the processor and how many of its cores this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {_cores()} cores"
+    return f"{processor()}, {_cores()} cores"
 
 
 def _cores() -> int:
@@ -21,7 +21,8 @@ def _cores() -> int:
         return os.cpu_count() or 1
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -32,7 +32,8 @@ class Probe:
 
     def __str__(self) -> str:
         flows = f"{len(self.groups)} flows of " if len(self.groups) > 1 else ""
-        return f"{self.reach} nodes, {flows}{self.workers} workers".replace("inside nodes", "inside a node")
+        place = {"inside": "inside a node", "between": "between nodes"}[self.reach]
+        return f"{place}, {flows}{self.workers} workers"
 
 
 def probes(size: int, per_node: int) -> list[Probe]:
@@ -45,11 +46,11 @@ def probes(size: int, per_node: int) -> list[Probe]:
     if size < 2:
         raise ValueError(f"a network needs at least 2 workers to be measured, got {size}: start it by torchrun")
     if size % per_node:
-        raise ValueError(f"{size} workers can't be divisible nodes of {per_node}: start equally many on each node")
+        raise ValueError(f"{size} workers don't divide into nodes of {per_node}: start equally many on each node")
     nodes = size // per_node
     found = [probe for width in _widths(per_node) for probe in _inside(width, per_node)]
     found += [probe for width in _widths(nodes) for probe in _between(width, per_node)]
-    return found + ([Probe("between", (tuple(range(size)),), per_node)] if nodes > 1 < per_node else [])
+    return found + ([Probe("between", (tuple(range(size)),), per_node)] if nodes > 1 and per_node > 1 else [])
 
 
 def _widths(most: int) -> list[int]:

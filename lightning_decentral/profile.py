@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     try:
         run(options)
-    except (ValueError, ConnectionError) as error:
+    except (ValueError, OSError) as error:  # a lost neighbour is an OSError, too
         sys.exit(f"error: {error}")
 
 

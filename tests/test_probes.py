@@ -41,7 +41,7 @@ def test_groups_of_a_probe_share_no_worker(size: int, per_node: int) -> None:
 
 @pytest.mark.parametrize(("size", "per_node", "message"), [
     (1, 1, "at least 2 workers"),
-    (6, 4, "6 workers can't be divisible"),
+    (6, 4, "6 workers don't divide into nodes of 4"),
 ])  # fmt: skip
 def test_impossible_worlds(size: int, per_node: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,8 @@ import importlib
 import logging
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -140,11 +141,23 @@ def _short(names: Sequence[str]) -> list[str]:
     return [".".join(path[depth:] or path) for path in paths]
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Lightning says about a run: this one is nobody's."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
 def run(options: argparse.Namespace) -> None:
     """Measure, print, write."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
-    with Progress(transient=True) as progress:
+    with quiet(), Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps)
         found, seconds = profile(options.overrides, options.steps, lambda: progress.advance(task))
     write(found, options.out)

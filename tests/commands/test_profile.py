@@ -217,6 +217,8 @@ def test_blocks_add_up_to_a_step_of_a_plain_loop() -> None:
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(SystemExit, match="error: steps must be at least 2, got 1"):
         cli.main(["profile", "recipe=vit", "--steps", "1"])
+    with pytest.raises(SystemExit, match=r"error: .* 'recipe/coffee': choose one of gpt, resnet, vit"):
+        cli.main(["profile", "recipe=coffee"])
     with pytest.raises(ValueError, match="Perceptron optimizes manually"):
         fit(Perceptron(manual=True), StepProfile(lambda: None))
 
