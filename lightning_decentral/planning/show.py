@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lightning_decentral.gossip.forecast import Gossiping
@@ -37,7 +36,7 @@ def table(plan: Plan) -> Table:
     """The fastest first."""
     cluster = plan.setting.cluster
     title = f"predicted for {cluster.workers} workers on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
-    found = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    found = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         found.add_column(heading, justify="left" if heading in ("method", "") else "right", no_wrap=True)
     for row in plan.rows:
@@ -48,8 +47,8 @@ def table(plan: Plan) -> Table:
 def sentences(plan: Plan) -> Iterator[str]:
     """What the columns are, what was left out, what to do."""
     yield (
-        "milliseconds per step: mean with stragglers; p50, p95: over runs of 64 steps; exposed: what a network that takes no "
-        "time would save; card: bytes that a node sends in a step"
+        "milliseconds per step: mean with stragglers; p50, p95: over runs of 64 steps; exposed: what a network that "
+        "takes no time would save; card: bytes that a node sends in a step"
     )
     if any(row.forecast.extrapolated for row in plan.rows):
         yield f"{EXTRAPOLATED} extrapolated: not measured on groups of this size"
