@@ -174,10 +174,16 @@ class Gossiping(Method):
 
     def _exchanged(self, setting: Setting, load: Load) -> list[tuple[Price, int]]:
         """(price, how many messages) inside the node and between nodes, which go on at the same time."""
-        flows = load.flows * min(self.within.devices, setting.cluster.per_node)
-        sides = ("inside", load.inside, 1), ("between", load.between, flows)
-        operation, group = ("all_reduce", load.clique) if load.clique else ("exchange", setting.cluster.workers)
-        return [(setting.network.price(operation, reach, group, f), n) for reach, n, f in sides if n]
+        cluster = setting.cluster
+        flows = load.flows * min(self.within.devices, cluster.per_node)
+        # Of exchanges, one worker of each node, or the workers of one, were measured together.
+        sides = ("inside", load.inside, cluster.per_node, 1), ("between", load.between, cluster.nodes, flows)
+        operation = "all_reduce" if load.clique else "exchange"
+        return [
+            (setting.network.price(operation, reach, load.clique or group, flows), messages)
+            for reach, messages, group, flows in sides
+            if messages
+        ]
 
     def _compute(self, setting: Setting, factors: Floats) -> Floats:
         """[runs, steps, islands]: of the slowest device, and encoding where something is sent."""

@@ -7,11 +7,9 @@ words can join the comparison.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
-from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -60,16 +58,16 @@ def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candid
     per_node, several = cluster.per_node, 1 < cluster.per_node < cluster.workers
     everyone = f"strategy=gossip strategy/island=fully_shard strategy.island.devices={cluster.workers}"
     yield Candidate(BASELINE, "ddp")
-    yield Candidate(everyone, "sharded over all workers")
+    yield Candidate(everyone, "sharded over all")
     yield from _pipelines(cluster, batch, slices)
     yield Candidate("strategy=gossip strategy.delay=0", "gossip, blocking")
     yield Candidate("strategy=gossip", "gossip")
-    for name, title in (("all_reduce", "islands of equal replicas"), ("fully_shard", "islands of shards")):
+    for name, title in (("all_reduce", "replica islands"), ("fully_shard", "shard islands")):
         if several:
             island = f"strategy/island={name} strategy.island.devices={per_node}"
             yield Candidate(f"strategy=gossip {island}", f"gossip, {title}")
-    for name in ("exponential", "one_peer_exponential", "ring"):
-        yield Candidate(f"strategy=gossip strategy/topology={name}", f"gossip, {name.replace('_', ' ')}")
+    for name, title in (("exponential", "exponential"), ("one_peer_exponential", "one-peer"), ("ring", "ring")):
+        yield Candidate(f"strategy=gossip strategy/topology={name}", f"gossip, {title}")
     for name in ("bfloat16", "int8"):
         yield Candidate(f"strategy=gossip strategy/codec={name}", f"gossip, {name}", remark="codec timed on a CPU")
     if several:
@@ -78,7 +76,7 @@ def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candid
         yield Candidate(words, "gossip, islands, int8", remark="codec timed on a CPU")
     for steps, delay in ((4, 4), (8, 1)):
         words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
-        yield Candidate(words, f"gossip every {steps} steps, delay {delay}")
+        yield Candidate(words, f"gossip every {steps}, delay {delay}")
     yield Candidate("strategy=partial_backprop", "partial backprop", False, "trains half the depth in every other step")
 
 
@@ -90,7 +88,7 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
     )
     if stages > 1:
         words = f"strategy=token_pipeline {cut} data.batch_size={batch * stages}"
-        yield Candidate(words, f"pipelines of {stages} stages", remark="each with the batches of its devices")
+        yield Candidate(words, f"pipelines of {stages}", remark="each takes the batches of its devices")
 
 
 # ---- from words to forecasts ------------------------------------------------------------------------------------
@@ -108,17 +106,12 @@ def strategy_of(words: str) -> Strategy:
     if len(named) != 1:
         raise ValueError(f"{words!r} must have one word strategy=..., such as strategy=gossip strategy/topology=ring")
     try:
-        with _configuration():
+        with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
             cfg = compose(f"strategy/{named[0].partition('=')[2]}", others)
         strategy: Strategy = instantiate(cfg.strategy, _convert_="all")
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{words!r} can't be composed: {' '.join(str(error).split())}") from None
     return strategy
-
-
-def _configuration() -> Any:
-    GlobalHydra.instance().clear()
-    return initialize_config_module("lightning_decentral.conf", version_base="1.3")
 
 
 @singledispatch

@@ -7,10 +7,10 @@ from rich.table import Table
 from lightning_decentral.gossip.forecast import Gossiping
 from lightning_decentral.planning.plan import Plan, Row
 from lightning_decentral.planning.published import Verdict
-from lightning_decentral.planning.units import shown_bytes, shown_seconds
+from lightning_decentral.planning.units import shown_bytes
 
-HEADINGS = ("method", "step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
-EXTRAPOLATED = "~"
+HEADINGS = ("method", "ms/step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
+EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
 
 
 def cells(plan: Plan, row: Row) -> tuple[str, ...]:
@@ -19,20 +19,26 @@ def cells(plan: Plan, row: Row) -> tuple[str, ...]:
     spans = (found.seconds, found.p50_seconds, found.p95_seconds, found.exposed_seconds)
     marks = [
         *([EXTRAPOLATED] if found.extrapolated else []),
-        *([row.candidate.remark] if row.candidate.remark else []),
-        *([] if plan.fits(row) else ["doesn't fit"]),
+        *([REMARK] if row.candidate.remark else []),
+        *([] if plan.fits(row) else [TOO_LARGE]),
     ]
     sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
-    return (row.candidate.title, *map(shown_seconds, spans), *sizes, f"{plan.speedup(row):.2f}", " ".join(marks))
+    return (
+        row.candidate.title,
+        *(f"{1e3 * seconds:.4g}" for seconds in spans),
+        *sizes,
+        f"{plan.speedup(row):.2f}",
+        "".join(marks),
+    )
 
 
 def table(plan: Plan) -> Table:
     """The fastest first."""
     cluster = plan.setting.cluster
     title = f"predicted for {cluster.workers} workers on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
-    found = Table(title=title, title_justify="left")
+    found = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
-        found.add_column(heading, justify="left" if heading in ("method", "") else "right")
+        found.add_column(heading, justify="left" if heading in ("method", "") else "right", no_wrap=True)
     for row in plan.rows:
         found.add_row(*cells(plan, row), style="bold" if row is plan.best else None)
     return found
@@ -41,11 +47,16 @@ def table(plan: Plan) -> Table:
 def sentences(plan: Plan) -> Iterator[str]:
     """What the columns are, what was left out, what to do."""
     yield (
-        "step: mean seconds with stragglers; p50, p95: over runs of 64 steps; exposed: what a network that takes no "
-        "time would save; card: bytes that a node sends in a step"
+        "milliseconds per step: mean with stragglers; p50, p95: over runs of 64 steps; exposed: what a network that "
+        "takes no time would save; card: bytes that a node sends in a step"
     )
     if any(row.forecast.extrapolated for row in plan.rows):
         yield f"{EXTRAPOLATED} extrapolated: not measured on groups of this size"
+    for remark in dict.fromkeys(row.candidate.remark for row in plan.rows if row.candidate.remark):
+        titles = [row.candidate.title for row in plan.rows if row.candidate.remark == remark]
+        yield f"{REMARK} {'; '.join(titles)}: {remark}"
+    if not all(plan.fits(row) for row in plan.rows):
+        yield f"{TOO_LARGE} needs more memory than there is"
     for refused in plan.refused:
         yield f"not possible: {refused.candidate.title}: {refused.reason}"
     yield from verdict(plan)

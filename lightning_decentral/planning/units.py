@@ -29,14 +29,6 @@ def _number(text: str, units: dict[str, float], wanted: str) -> float:
     return float(found[1]) * units[found[2]]
 
 
-def shown_seconds(value: float) -> str:
-    """With three digits: 1.23 s, 45.6 ms, 7.89 us."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us" if value else "0"
-
-
 def shown_bytes(value: float) -> str:
     """With three digits: 12.3 MB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -1,5 +1,6 @@
 """Every command in the pages names things that exist: make targets, scripts, extras, Hydra overrides that compose."""
 
+import argparse
 import importlib.util
 import re
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lightning_decentral.commands import plan
+from lightning_decentral.commands.topology import topology_of
+from lightning_decentral.forecast.method import Cluster
 from tests.docs.pages import PAGES, ROOT, commands, name
 from tests.packaging.project import PROJECT
 
@@ -60,10 +64,27 @@ def check_torchrun(arguments: list[str]) -> None:
 
 def check_subcommand(arguments: list[str]) -> None:
     """Of the subcommands that take words of the recipes, the words compose."""
-    name, words = arguments[0], [word for word in arguments[1:] if re.match(r"[\w/.@]+=", word)]
-    forced = {"cuts": ["strategy=partial_backprop"], "profile": [], "placement": ["strategy=gossip"]}
-    assert name in forced, f"unknown subcommand {name}"
-    check_overrides([*forced[name], *words])
+    checks = {
+        "cuts": lambda words: check_overrides(["strategy=partial_backprop", *recipe_words(words)]),
+        "placement": lambda words: check_overrides(["strategy=gossip", *recipe_words(words)]),
+        "plan": check_plan,
+        "profile": lambda words: check_overrides(recipe_words(words)),
+        "topology": lambda words: topology_of(words[0], [word for word in words if "=" in word]),
+    }
+    assert arguments[0] in checks, f"unknown subcommand {arguments[0]}"
+    checks[arguments[0]](arguments[1:])
+
+
+def recipe_words(arguments: list[str]) -> list[str]:
+    return [word for word in arguments if re.match(r"[\w/.@]+=", word)]
+
+
+def check_plan(arguments: list[str]) -> None:
+    """Options that exist, a cluster whose nodes are full."""
+    parser = argparse.ArgumentParser()
+    plan.add(parser.add_subparsers())
+    options = parser.parse_args(["plan", *arguments])
+    assert options.published or Cluster(options.workers, options.per_node)
 
 
 def check_overrides(arguments: list[str]) -> None:
@@ -90,6 +111,7 @@ def test_command_names_what_exists(words: list[str]) -> None:
         ["python", "recipes/train.py", "strategy=coffee"],
         ["lightning-decentral", "coffee"],
         ["lightning-decentral", "cuts", "recipe=coffee"],
+        ["lightning-decentral", "topology", "coffee", "--workers", "4"],
         ["coffee"],
     ],
     ids=" ".join,

@@ -12,6 +12,7 @@ from lightning_decentral.planning.published import (
     methods,
     setting,
 )
+from tests.docs.pages import ROOT
 
 VERDICTS = {(v.run.gpu, v.run.workers): v for v in compare()}
 
@@ -62,3 +63,11 @@ def test_the_command_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "the fastest method agrees in 5 of 5 runs" in printed
     assert "the order of all three agrees in 0 of 5" in printed
+
+
+def test_the_page_shows_these_numbers() -> None:
+    text = (ROOT / "docs" / "plan.md").read_text()
+    for found in VERDICTS.values():
+        times = [f"{found.milliseconds[name]:.1f} / {known:.1f}" for name, known in found.run.milliseconds.items()]
+        ratio = f"{found.speedup(found.milliseconds):.2f} / {found.speedup(found.run.milliseconds):.2f}"
+        assert " | ".join([*times, ratio]) in text
