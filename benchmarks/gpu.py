@@ -85,12 +85,13 @@ def step_seconds(strategy: Strategy, work: Work, steps: int, device: torch.devic
         max_steps=WARM_UP + steps,
         callbacks=[clock],
         logger=False,
+        use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    examples = Repeated(work.example(), work.batch * (WARM_UP + steps))
-    trainer.fit(work.model(), DataLoader(examples, batch_size=work.batch))
+    batches = Repeated(work.examples(device), WARM_UP + steps)
+    trainer.fit(work.model(), DataLoader(batches, batch_size=None))
     return clock.seconds()
 
 
@@ -175,6 +176,7 @@ def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[
             exchange.pool.give(land())
 
         timed(exchanged)
+        timed(lambda: computed(1))
         once = max(timed(lambda: computed(4)) / 4, 1e-6)
         wanted = torch.tensor([timed(exchanged) / once])
         group.allreduce([wanted]).wait()

@@ -24,15 +24,17 @@ class Work:
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
             return build_model(compose("train", list(self.words)), dict(self.sizes))
 
-    def example(self) -> tuple[Tensor, Tensor]:
-        """One."""
+    def examples(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A batch, on the device."""
         random = torch.Generator().manual_seed(0)
         if "n_positions" in self.sizes:
-            tokens = torch.randint(self.sizes["vocab_size"], (self.sizes["n_positions"] + 1,), generator=random)
-            return tokens[:-1], tokens[1:]
+            shape = (self.batch, self.sizes["n_positions"] + 1)
+            tokens = torch.randint(self.sizes["vocab_size"], shape, generator=random).to(device)
+            return tokens[:, :-1], tokens[:, 1:]
         side = self.sizes["image_size"]
-        image = torch.randn(self.sizes["num_channels"], side, side, generator=random)
-        return image, torch.randint(self.sizes["num_labels"], (), generator=random)
+        images = torch.randn(self.batch, self.sizes["num_channels"], side, side, generator=random)
+        labels = torch.randint(self.sizes["num_labels"], (self.batch,), generator=random)
+        return images.to(device), labels.to(device)
 
 
 WORKS = {
@@ -56,13 +58,13 @@ WORKS = {
 
 
 class Repeated(Dataset[tuple[Tensor, Tensor]]):
-    """One example again and again: loading costs nothing."""
+    """One batch again and again, where it is computed on: loading costs nothing."""
 
-    def __init__(self, example: tuple[Tensor, Tensor], times: int) -> None:
-        self._example, self._times = example, times
+    def __init__(self, batch: tuple[Tensor, Tensor], times: int) -> None:
+        self._batch, self._times = batch, times
 
     def __len__(self) -> int:
         return self._times
 
     def __getitem__(self, _: int) -> tuple[Tensor, Tensor]:
-        return self._example
+        return self._batch

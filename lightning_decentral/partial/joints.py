@@ -22,7 +22,7 @@ def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, 
     run = run_of(trial)
     entered = _entered(trial, run)
     for chain in candidates(trial):
-        if _comes_apart(trial, chain.names[1:], run):
+        if set(chain.names) <= set(entered) and _comes_apart(trial, chain.names[1:], run):
             first, *inner = chain.names
             behind = next((n for n in _after(entered, chain.names[-1]) if _comes_apart(trial, [n], run)), None)
             before = [first] if _comes_apart(trial, [first], run) else []

@@ -149,6 +149,20 @@ def test_what_does_not_come_apart_is_one_block(clock: None) -> None:
     assert block.parameter_bytes == sum(p.nbytes for p in net.parameters())
 
 
+class Twice(Tower):
+    """Whose blocks run twice in a step, so that none of them has a place in the order."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + super().forward(tokens.flip(0))
+
+
+def test_what_runs_twice_is_one_block(clock: None) -> None:
+    net = Twice()
+    assert joints(net, runs) == ()
+    (block,) = measure_blocks(net, (), runs(net), [Slow(net.parameters(), lr=1.0)], torch.device("cpu"))
+    assert (block.forward_seconds, block.backward_seconds) == (pytest.approx(12), pytest.approx(120))
+
+
 def test_a_recipe_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json"
     words = ["recipe=vit", "trainer.accelerator=cpu"]
