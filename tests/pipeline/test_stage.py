@@ -160,7 +160,7 @@ def test_a_compressed_boundary_costs_little():
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda m: m.gradient_checkpointing_enable(), r"gradient checkpointing on, .*activations=Recompute\(\)"),
-    (lambda m: setattr(m.config, "is_causal", False), "attends in both directions"),
+    (lambda m: setattr(m.config, "is_causal", False), "is_causal=False, so .* set is_causal=True, or"),
     (lambda m: m.model.layers.append(torch.nn.BatchNorm1d(4)), "BatchNorm1d, whose statistics mix the tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_sliced_is_refused(change, words):
