@@ -90,7 +90,7 @@ class _Mixing(Bond):
         return trained
 
     def updated(self, optimizer: Optimizer) -> None:
-        trained = next(t for t in self._trained if t.optimizer is optimizer)
+        trained = next((t for t in self._trained if t.optimizer is optimizer), None) or self._add(optimizer)
         trained.adopt()
         trained.step(float(optimizer.param_groups[0].get("lr", 1.0)))
 

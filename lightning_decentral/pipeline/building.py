@@ -34,11 +34,11 @@ class PipelineBuilding(PipelineWorkers):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's; where there is no memory yet it's written down."""
-        with self._deferred:
+        with self._deferred.again():
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def _convert(self, module: nn.Module) -> nn.Module:
-        with self._deferred:
+        with self._deferred.again():
             return self.precision_plugin.convert_module(module)
 
     def _materialize(self, whole: list[Tensor], kept: set[nn.Parameter]) -> None:

@@ -176,7 +176,10 @@ def refuse_unsliceable(module: nn.Module) -> None:
     name = type(module).__name__
     config = vars(module).get("config")
     if config is not None and vars(config).get("is_causal") is False:
-        raise ValueError(f"{name} attends in both directions, so a token needs those after it: a sequence can't be cut")
+        raise ValueError(
+            f"{name} has config.is_causal=False, so a token needs those after it and a sequence can't be cut: "
+            "set is_causal=True, or return a Chain from pipeline_stages() of the LightningModule and use microbatches"
+        )
     for path, part in module.named_modules():
         if vars(part).get("gradient_checkpointing"):
             raise ValueError(

@@ -7,6 +7,7 @@ generator where something is drawn; the draw is made and thrown away, so that th
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +79,17 @@ class _Unnoticed(TorchFunctionMode):
 
 
 class Deferred(TorchDispatchMode):
-    """A context in which tensors are made on the meta device; may be entered again for what is done to them later."""
+    """A context in which tensors are made on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unnoticed = _Unnoticed()
         self._done: list[_Done] = []
         self._of: dict[Key, list[int]] = defaultdict(list)
+
+    def again(self) -> AbstractContextManager[Any]:
+        """For what is done later to tensors that were made within; nothing where there were none."""
+        return self if self._done else nullcontext()
 
     def __enter__(self) -> "Deferred":
         self._unnoticed.__enter__()  # type: ignore[no-untyped-call]
@@ -100,8 +105,9 @@ class Deferred(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if given and not _metas(given):
             return func(*args, **kwargs)
-        if _reads(func, kwargs):
-            return func(*tree_map_only(Tensor, self.made, args), **kwargs)
+        if _reads(func, kwargs) or _writes_memory(func, args):
+            args, kwargs = tree_map_only(Tensor, self.made, (args, kwargs))
+            return func(*args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         state = _generator(args, kwargs).get_state() if drawn else None
         result = _draw(func, args, kwargs) if drawn else func(*args, **_on_meta(func, given, kwargs))
@@ -163,6 +169,13 @@ def _reads(function: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the values themselves are asked for."""
     leaves = function is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta"
     return leaves or function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+
+def _writes_memory(function: Any, args: Sequence[Any]) -> bool:
+    """Whether values go into a tensor that has memory."""
+    pairs = zip(function._schema.arguments, args, strict=False)
+    written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+    return any(isinstance(leaf, Tensor) and not _deferred(leaf) for leaf in tree_leaves(written))
 
 
 def _on_meta(function: Any, given: Sequence[Tensor], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -44,11 +44,12 @@ class Executor:
             AssertionError: the order isn't one that a backward needs.
             PeerLost: a neighbouring stage ended.
         """
-        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
-        coming = iter(actions)
+        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._finish_backward}
+        coming = (action for action in actions if action.kind is not Kind.WEIGHTS)
         self._expect(islice(coming, AHEAD))
         for action in actions:
-            self._expect(islice(coming, 1))
+            if action.kind is not Kind.WEIGHTS:
+                self._expect(islice(coming, 1))
             with record_function(str(action)):
                 do[action.kind](action)
             self.most_chunks_held = max(self.most_chunks_held, self._stage.chunks_held)
@@ -101,6 +102,11 @@ class Executor:
         if not self._stage.place.first:
             assert towards is not None
             self._channel.send(action, towards)
+
+    def _finish_backward(self, action: Action) -> None:
+        device = self._stage.calls[action.microbatch].inputs.device
+        with self._timed(action), _outside_autocast(device):
+            self._stage.weights(action.microbatch, action.slice)
 
 
 def _outside_autocast(device: torch.device) -> torch.autocast:

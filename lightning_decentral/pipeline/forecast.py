@@ -1,7 +1,7 @@
 """A schedule with costs as tasks: makespan, bubble and memory before anything runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_decentral.pipeline.schedule import Action, Kind, Schedule, in_flight
 from lightning_decentral.timeline import Span, Task, bubble, makespan, run
@@ -49,14 +49,23 @@ def forecast(
     """The run of a schedule.
 
     Args:
-        seconds: of one action.
+        seconds: of one action; a schedule that splits the backward gets half of it for each part.
         link_seconds: from the end of an action to when the next stage has its result.
     """
     stages = schedule.actions(num_stages, num_microbatches, num_slices)
-    spans = run(tasks(stages, num_slices, seconds, link_seconds))
+    spans = run(tasks(stages, num_slices, halved(seconds) if schedule.splits else seconds, link_seconds))
     workers = [f"stage {r}" for r in range(num_stages)]
     shown = {name: span for name, span in spans.items() if span.worker in workers}
     return Forecast(shown, makespan(shown), bubble(shown, workers), tuple(in_flight(actions) for actions in stages))
+
+
+def halved(seconds: Costs) -> Costs:
+    """Of a backward in two halves: each multiplies one of the two matrices that the whole does."""
+
+    def cost(action: Action) -> float:
+        return seconds(action) if action.kind is Kind.FORWARD else seconds(replace(action, kind=Kind.BACKWARD)) / 2
+
+    return cost
 
 
 def by_slice(forward: Sequence[float], backward: Sequence[float]) -> Costs:

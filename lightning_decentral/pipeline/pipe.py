@@ -13,6 +13,7 @@ from lightning_decentral.pipeline.memory import Memory
 from lightning_decentral.pipeline.models import Call, Pipelined, Place, Shape
 from lightning_decentral.pipeline.schedule import Action, Kind, Schedule
 from lightning_decentral.pipeline.stage import Activations, Stage
+from lightning_decentral.pipeline.weights import Apart, AtOnce
 from lightning_decentral.transport import Message, Transport, gather_objects
 
 TIED = (1 << 24) - 1  # a tag that no chunk has
@@ -65,7 +66,8 @@ class Pipe:
     def _run(
         self, calls: Sequence[Call], slices: Sequence[int], close: Close, actions: Sequence[Action]
     ) -> tuple[Executor, Stage]:
-        stage = Stage(self.model, self.place, calls, slices, self._activations)
+        weights = Apart() if self._schedule.splits else AtOnce()
+        stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
         executor = Executor(stage, self._channel(stage), close)
         executor.run(actions)
         return executor, stage

@@ -16,6 +16,7 @@ from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.timeline import Span, bubble, chrome_trace, makespan, write_chrome_trace
 
 STEPS = 3
+COLORS = {"F": "#9ecae1", "B": "#3182bd", "W": "#31a354"}
 
 
 class PipelineReport(Callback):
@@ -106,7 +107,7 @@ def _from_zero(spans: Mapping[str, Span]) -> dict[str, Span]:
 
 
 def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
-    """One row per stage and timeline; forwards light, backwards dark, the slice's number inside."""
+    """One row per stage and timeline; forwards light, backwards dark, weights green, the slice's number inside."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -119,7 +120,9 @@ def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
         for name, span in spans.items():
             kind, *_, index = name.split()
             row, start, width = stages.index(span.worker), 1e3 * span.start, 1e3 * (span.finish - span.start)
-            axis.barh(row, width, left=start, color={"F": "#9ecae1", "B": "#3182bd"}[kind], edgecolor="white")
+            axis.barh(
+                row, width, left=start, color={"F": "#9ecae1", "B": "#3182bd", "W": "#31a354"}[kind], edgecolor="white"
+            )
             axis.text(start + width / 2, row, index, ha="center", va="center", fontsize=7)
         axis.set_yticks(range(len(stages)), stages)
         axis.invert_yaxis()

@@ -2,16 +2,19 @@
 
     forward(r, m, s)  needs  forward(r - 1, m, s), forward(r, m, s - 1)
     backward(r, m, s) needs  backward(r + 1, m, s), backward(r, m, s + 1), forward(r, m, s)
+    weights(r, m, s)  needs  backward(r, m, s)          where a schedule splits the backward
 
 The causal order is written once, in `Action.needs`; the check, the forecast and the executor read it. A slice needs the
 keys and values of the slices before it, so its gradient isn't whole before theirs have come back: last slice first.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, zip_longest
+from typing import ClassVar
 
 from lightning_decentral.timeline import Deadlock, Task, run
 
@@ -21,6 +24,7 @@ class Kind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHTS = "W"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Action:
 
     def needs(self, num_stages: int, num_slices: int) -> tuple["Action", ...]:
         """What must have happened before."""
+        if self.kind is Kind.WEIGHTS:
+            return (replace(self, kind=Kind.BACKWARD),)
         towards = {Kind.FORWARD: -1, Kind.BACKWARD: 1}[self.kind]
         stage, position = self.stage + towards, self.slice + towards
         needed = [Action(self.kind, stage, self.microbatch, self.slice)] if 0 <= stage < num_stages else []
@@ -49,6 +55,9 @@ class Action:
 
 class Schedule(ABC):
     """A frozen, size-free value: the order of actions of every stage."""
+
+    splits: ClassVar[bool] = False
+    """Whether gradients of weights are actions of their own; a backward is then the first half only."""
 
     @abstractmethod
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
@@ -99,6 +108,32 @@ class OneForwardOneBackward(Schedule):
         return chain(forwards[:warm], (action for turn in turns for action in turn if action is not None))
 
 
+@dataclass(frozen=True)
+class ZeroBubble(Schedule):
+    """`OneForwardOneBackward` whose backward is split: stage r computes weights' gradients r chunks after the input's.
+
+        seconds = 3 M S + P - 1        chunks of equal cost, each third of them 1, (M - 1) S >= P - 1
+                  3 S + 2 (P - 1)      a single micro-batch: then nothing is left to fill the first wait with
+
+    against 3 (M S + P - 1). Every stage holds at most min(P - 1 + S, M S) chunks, as many as the first one of 1F1B.
+
+    Source: Qi et al. 2401.10241 (ZB-H1), here over slices.
+    """
+
+    splits: ClassVar[bool] = True
+
+    def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
+        """See `Schedule.of_stage`."""
+        halves: deque[Action] = deque()
+        for action in OneForwardOneBackward().of_stage(stage, num_stages, num_microbatches, num_slices):
+            yield action
+            if action.kind is Kind.BACKWARD:
+                halves.append(replace(action, kind=Kind.WEIGHTS))
+            if len(halves) > stage:
+                yield halves.popleft()
+        yield from halves
+
+
 def _forwards(stage: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
     return (Action(Kind.FORWARD, stage, m, s) for m in range(num_microbatches) for s in range(num_slices))
 
@@ -118,6 +153,8 @@ def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices:
     for stage, actions in enumerate(stages):
         complete = {*_forwards(stage, num_microbatches, num_slices)}
         complete |= {*_backwards(stage, range(num_microbatches), num_slices)}
+        if _splits(actions):
+            complete |= {replace(a, kind=Kind.WEIGHTS) for a in complete}
         wrong = complete ^ set(actions)
         if wrong or len(actions) != len(complete):
             found = min(map(str, wrong)) if wrong else "an action twice"
@@ -133,8 +170,13 @@ def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices:
 def in_flight(actions: Sequence[Action], tokens: Sequence[int] | None = None) -> int:
     """The most chunks (with `tokens`, one number per slice: the most tokens) that a stage holds at once."""
     held = most = 0
+    change = {Kind.FORWARD: 1, Kind.WEIGHTS if _splits(actions) else Kind.BACKWARD: -1}
     for action in actions:
         weight = 1 if tokens is None else tokens[action.slice]
-        held += weight if action.kind is Kind.FORWARD else -weight
+        held += change.get(action.kind, 0) * weight
         most = max(most, held)
     return most
+
+
+def _splits(actions: Sequence[Action]) -> bool:
+    return any(action.kind is Kind.WEIGHTS for action in actions)

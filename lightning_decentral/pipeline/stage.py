@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_decentral.pipeline.memory import Memory
 from lightning_decentral.pipeline.models import Call, Pipelined, Place
+from lightning_decentral.pipeline.weights import AtOnce, WeightGradients
 
 Compute = Callable[[Tensor | None], Tensor]
 
@@ -62,14 +63,22 @@ class Stage:
         model: after `keep(place)`.
         calls: one for each micro-batch.
         slices: lengths in tokens; `(1,)` for a model without a token axis.
+        weights: when their gradients are computed.
     """
 
     def __init__(
-        self, model: Pipelined, place: Place, calls: Sequence[Call], slices: Sequence[int], activations: Activations
+        self,
+        model: Pipelined,
+        place: Place,
+        calls: Sequence[Call],
+        slices: Sequence[int],
+        activations: Activations,
+        weights: WeightGradients | None = None,
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
         self._model, self._activations = model, activations
+        self._weights = weights or AtOnce()
         self._memories = [Memory(sum(slices)) for _ in calls]
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.outputs: dict[int, list[Tensor]] = {}
@@ -80,9 +89,12 @@ class Stage:
         call, memory, (start, stop) = self.calls[microbatch], self._memories[microbatch], self.bounds[index]
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
-        output = self._activations.run(
-            lambda hidden: self._model.forward(self.place, call, hidden, memory, start, stop), hidden
-        )
+
+        def compute(hidden: Tensor | None) -> Tensor:
+            with self._weights.during((microbatch, index)):
+                return self._model.forward(self.place, call, hidden, memory, start, stop)
+
+        output = self._activations.run(compute, hidden)
         if output.requires_grad:
             self._kept[microbatch, index] = _Kept(hidden, output)
         if self.place.last:
@@ -103,7 +115,11 @@ class Stage:
         assert kept.hidden is not None
         return torch.zeros_like(kept.hidden) if kept.hidden.grad is None else kept.hidden.grad
 
+    def weights(self, microbatch: int, index: int) -> None:
+        """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""
+        self._weights.finish((microbatch, index))
+
     @property
     def chunks_held(self) -> int:
-        """Chunks that were taken forward and not yet back."""
-        return len(self._kept)
+        """Chunks that were taken forward and not yet wholly back."""
+        return len(self._kept.keys() | self._weights.waiting)

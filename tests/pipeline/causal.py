@@ -17,6 +17,7 @@ from lightning_decentral.pipeline.models import Call, Place
 from lightning_decentral.pipeline.partition import Even
 from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedule
 from lightning_decentral.pipeline.stage import Activations, Keep, Stage
+from lightning_decentral.pipeline.weights import Apart, AtOnce
 from lightning_decentral.transport import GlooTransport
 from tests.world import world
 
@@ -127,7 +128,8 @@ def sliced(
         model = CausalModel(copy.deepcopy(original))
         calls = [Call(parts[0][m], None if parts[1] is None else parts[1][m]) for m in range(microbatches)]
         model.keep(place)
-        stage = Stage(model, place, calls, slices, activations or Keep())
+        weights = Apart() if schedule and schedule.splits else AtOnce()
+        stage = Stage(model, place, calls, slices, activations or Keep(), weights)
         over = GlooTransport(group) if group else None
         shapes = lambda a, _: model.shape(calls[a.microbatch], *stage.bounds[a.slice])  # noqa: E731
         channel = Nowhere() if over is None else Links(over, over, shapes, torch.device("cpu"), boundary)

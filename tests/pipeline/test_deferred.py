@@ -67,6 +67,28 @@ def test_values_are_those_of_a_model_built_at_once(name):
     assert getattr(found, "rate", None) == getattr(wanted, "rate", None)
 
 
+def test_a_pretrained_model_is_read(tmp_path):
+    wanted = MODELS["llama"]()
+    wanted.save_pretrained(tmp_path)
+    deferred = Deferred()
+    with torch.device("cpu"), deferred:
+        found = type(wanted).from_pretrained(tmp_path)
+    deferred.materialize(tensors_of(found), [])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors_of(found), tensors_of(wanted), strict=True))
+
+
+def test_what_has_memory_is_left_alone():
+    deferred, real = Deferred(), torch.ones(3)
+    with deferred:
+        real.mul_(2)
+        made = torch.arange(3.0)
+        real.add_(made)
+    assert real.tolist() == [2, 3, 4]
+    assert made.is_meta
+    assert deferred.made(made).tolist() == [0, 1, 2]
+    assert deferred.made(real) is real
+
+
 class Watch(TorchDispatchMode):
     """The most bytes of tensors that were alive at once."""
 

@@ -12,6 +12,7 @@ from lightning_decentral.pipeline.schedule import (
     OneForwardOneBackward,
     Schedule,
     TeraPipe,
+    ZeroBubble,
     check,
     in_flight,
 )
@@ -21,6 +22,9 @@ SCHEDULES = [
     c() for c in vars(module).values() if isinstance(c, type) and issubclass(c, Schedule) and c is not Schedule
 ]
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
+whole_backward = pytest.mark.parametrize(
+    "schedule", [s for s in SCHEDULES if not s.splits], ids=lambda s: type(s).__name__
+)
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 6))
 
 
@@ -34,7 +38,7 @@ def test_every_chunk_goes_both_ways_without_deadlock(schedule, sizes):
     check(schedule.actions(*sizes), *sizes[1:])
 
 
-@every_schedule
+@whole_backward
 @given(SIZES, st.integers(1, 4), st.integers(1, 4))
 def test_bubble_of_equal_slices(schedule, sizes, forward, backward):
     """(P - 1) / (M S + P - 1), whatever a backward costs."""
@@ -43,6 +47,25 @@ def test_bubble_of_equal_slices(schedule, sizes, forward, backward):
     chunks = num_microbatches * num_slices
     assert found.bubble == pytest.approx((num_stages - 1) / (chunks + num_stages - 1))
     assert found.seconds == pytest.approx((chunks + num_stages - 1) * (forward + backward))
+
+
+@given(SIZES)
+def test_a_split_backward_fills_the_bubble(sizes):
+    num_stages, num_microbatches, num_slices = sizes
+    chunks, down = num_microbatches * num_slices, num_stages - 1
+    found = forecast(ZeroBubble(), *sizes, by_slice([1] * num_slices, [2] * num_slices)).seconds
+    whole = forecast(OneForwardOneBackward(), *sizes, by_slice([1] * num_slices, [2] * num_slices)).seconds
+    assert 3 * chunks + down <= found <= whole == 3 * (chunks + down)
+    if num_microbatches == 1:
+        assert found == 3 * chunks + 2 * down
+    elif (num_microbatches - 1) * num_slices >= down:
+        assert found == 3 * chunks + down
+
+
+@given(SIZES)
+def test_a_split_backward_holds_as_much_as_the_first_stage_of_1f1b(sizes):
+    first = in_flight(OneForwardOneBackward().actions(*sizes)[0])
+    assert all(in_flight(actions) <= first for actions in ZeroBubble().actions(*sizes))
 
 
 @given(SIZES)

@@ -11,7 +11,7 @@ from lightning_decentral.pipeline.causal import CausalModel
 from lightning_decentral.pipeline.channel import Nowhere
 from lightning_decentral.pipeline.executor import Executor
 from lightning_decentral.pipeline.models import Call, Place
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, in_flight
+from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, ZeroBubble, in_flight
 from lightning_decentral.pipeline.stage import Keep, Recompute, Stage
 from tests.pipeline.causal import GPT2, MODELS, apart, batch, built, sliced, token_mean, whole
 
@@ -41,6 +41,8 @@ VARIANTS = {
     "all forward, all backward": {"slices": (5, 4, 4), "microbatches": 3, "schedule": TeraPipe()},
     "one forward, one backward": {"slices": (5, 4, 4), "microbatches": 3},
     "recomputed": {"slices": (5, 1, 4, 3), "microbatches": 2, "activations": Recompute()},
+    "split backward": {"slices": (5, 4, 4), "microbatches": 3, "schedule": ZeroBubble()},
+    "split and recomputed": {"slices": (9, 4), "schedule": ZeroBubble(), "activations": Recompute()},
 }
 
 
@@ -55,7 +57,9 @@ def test_slices_schedules_and_recomputation(name, variant, padded):
     assert apart(found, gradients) < 1e-14
 
 
-@pytest.mark.parametrize("schedule", [TeraPipe(), OneForwardOneBackward()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "schedule", [TeraPipe(), OneForwardOneBackward(), ZeroBubble()], ids=lambda s: type(s).__name__
+)
 def test_chunks_held_are_those_of_the_plan(schedule):
     held = {}
 
@@ -156,7 +160,7 @@ def test_a_compressed_boundary_costs_little():
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda m: m.gradient_checkpointing_enable(), r"gradient checkpointing on, .*activations=Recompute\(\)"),
-    (lambda m: setattr(m.config, "is_causal", False), "attends in both directions"),
+    (lambda m: setattr(m.config, "is_causal", False), "is_causal=False, so .* set is_causal=True, or"),
     (lambda m: m.model.layers.append(torch.nn.BatchNorm1d(4)), "BatchNorm1d, whose statistics mix the tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_sliced_is_refused(change, words):

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.pipeline.report import PipelineReport
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe
+from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, ZeroBubble
 from lightning_decentral.pipeline.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.stage import Recompute
 from tests.pipeline.training import Language, alone, ddp, distance, fit, forked, pipeline
@@ -35,6 +35,7 @@ VARIANTS = {
     "three micro-batches": ({"microbatches": 3}, {}),
     "all forward, all backward": ({"microbatches": 2, "schedule": TeraPipe()}, {"gradient_clip_val": 0.1}),
     "recomputed": ({"activations": Recompute()}, {}),
+    "split backward": ({"microbatches": 2, "schedule": ZeroBubble()}, {"gradient_clip_val": 0.1}),
 }
 
 
@@ -49,11 +50,12 @@ def test_what_lightning_does_to_a_loss_stays_right(tmp_path, variant, name):
     assert distance(found, wanted) < 1e-8
 
 
-def test_bf16_mixed(tmp_path):
+@pytest.mark.parametrize("schedule", [OneForwardOneBackward(), ZeroBubble()], ids=lambda s: type(s).__name__)
+def test_bf16_mixed(tmp_path, schedule):
     options = {"precision": "bf16-mixed"}
     make = lambda: Language(dtype=torch.float32, sgd=True)  # noqa: E731
     wanted, losses, _ = fit(make(), alone(), tmp_path / "a", **options)
-    found, found_losses, _ = forked(make(), pipeline(2), tmp_path / "b", **options)
+    found, found_losses, _ = forked(make(), pipeline(2, schedule=schedule), tmp_path / "b", **options)
     assert found_losses == pytest.approx(losses, rel=2e-3)
     assert distance(found, wanted) < 1e-2
 

@@ -1,0 +1,142 @@
+"""The backward of a linear map in two halves: towards its input at once, towards its weights when they are asked for.
+
+    y = x w^T + b      dx = g w                    the next stage down waits for it
+                       dw = g^T x,  db = sum g     nobody waits for them before the update
+
+Both are the products that an undivided backward makes. Weights of other operations (norms, embeddings, convolutions)
+get their gradients with the first half.
+
+Source: Qi et al. 2401.10241 (zero bubble).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+Chunk = tuple[int, int]
+
+
+class WeightGradients(ABC):
+    """When the gradients of weights are computed."""
+
+    @abstractmethod
+    def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        """Around the forward of a chunk (micro-batch, slice)."""
+
+    @abstractmethod
+    def finish(self, chunk: Chunk) -> None:
+        """The second half of its backward."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> set[Chunk]:
+        """Chunks whose second half is still to come."""
+
+
+class AtOnce(WeightGradients):
+    """With the backward: there is no second half."""
+
+    def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        """Nothing changes."""
+        return nullcontext()
+
+    def finish(self, chunk: Chunk) -> None:
+        """Nothing is left to do."""
+
+    @property
+    def waiting(self) -> set[Chunk]:
+        """None."""
+        return set()
+
+
+class Apart(WeightGradients):
+    """Of linear maps (`linear`, and `addmm` as GPT-2 writes it) in the second half."""
+
+    def __init__(self) -> None:
+        self._halves: dict[Chunk, list[Callable[[], None]]] = {}
+
+    def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        """Linear maps of parameters are cut in two."""
+        return _Cutting(self._halves.setdefault(chunk, []))
+
+    def finish(self, chunk: Chunk) -> None:
+        """Add to the weights' `.grad`."""
+        for half in self._halves.pop(chunk):
+            half()
+
+    @property
+    def waiting(self) -> set[Chunk]:
+        """Those that went back by half."""
+        return {chunk for chunk, halves in self._halves.items() if halves}
+
+
+class _Map(NamedTuple):
+    """A linear map and its derivatives, for matrices x [n, in], g [n, out]."""
+
+    y: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    dx: Callable[[Tensor, Tensor], Tensor]
+    dw: Callable[[Tensor, Tensor], Tensor]
+
+
+LINEAR = _Map(functional.linear, lambda g, w: g @ w, lambda g, x: g.t() @ x)
+ADDMM = _Map(
+    lambda x, w, b: x @ w if b is None else torch.addmm(b, x, w), lambda g, w: g @ w.t(), lambda g, x: x.t() @ g
+)
+
+
+class _Cutting(TorchFunctionMode):
+    def __init__(self, halves: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self._halves = halves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ and torch.is_grad_enabled():
+            kind, x, weight, bias = _READ[func](*args, **(kwargs or {}))
+            if isinstance(weight, nn.Parameter) and weight.requires_grad and x.requires_grad:
+                return _Cut.apply(x, weight, bias, kind, self._halves)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+_READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None]]] = {
+    functional.linear: lambda input, weight, bias=None: (LINEAR, input, weight, bias),
+    torch.addmm: lambda input, mat1, mat2: (ADDMM, mat1, mat2, input),
+}
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Map, halves: Any) -> Tensor:
+        output = kind.y(x, weight, bias)
+        ctx.save_for_backward(x.to(output.dtype))  # under autocast in half precision
+        # Parameters stand beside what is saved: a recomputation would hand back other objects, without their `.grad`.
+        ctx.weight, ctx.bias, ctx.kind, ctx.halves, ctx.dtype = weight, bias, kind, halves, x.dtype
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        x, flat = x.detach(), grad.flatten(0, -2)
+        weight, bias, kind = ctx.weight, ctx.bias, ctx.kind
+
+        def half() -> None:
+            _add(weight, kind.dw(flat, x.flatten(0, -2)))
+            if bias is not None and bias.requires_grad:
+                _add(bias, flat.sum(dim=0))
+
+        ctx.halves.append(half)
+        towards = kind.dx(flat, weight.detach().to(grad.dtype)).view(x.shape).to(ctx.dtype)
+        return towards, None, None, None, None
+
+
+@torch.no_grad()
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad += gradient
