@@ -61,8 +61,15 @@ def run(options: argparse.Namespace) -> None:
     _say(console, sentences(found))
     if options.report:
         text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
-        options.report.write_text(text)
+        _write(options.report, text)
         console.print(f"report: {options.report}", soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"--report {path} can't be written: {error.strerror}") from None
 
 
 def _show_published(console: Console) -> None:

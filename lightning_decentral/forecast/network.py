@@ -88,7 +88,8 @@ class Network:
             sizes = abs(log(cost.workers / workers)) + abs(log(cost.flows / flows))
             return cost.reach != reach, others, others and cost.operation != "exchange", sizes
 
-        usable = [c for c in self.costs if c.workers > 1 and (c.reach == reach or reach == "inside")]
+        known = [cost for cost in self.costs if cost.workers > 1 and cost.operation in OPERATIONS]
+        usable = [cost for cost in known if reach in (cost.reach, "inside")]
         if not usable:
             raise ValueError(
                 f"nothing was measured {reach} nodes: measure with `torchrun ... -m lightning_decentral.profile`, "

@@ -81,13 +81,19 @@ class Encoding:
 
     Args:
         wire_bytes: of the payload, by the bytes of the parameters in it.
-        seconds_per_byte: of encoding and decoding, on the device.
+        send_seconds_per_byte: of the parameters, to encode a message and to decode one's own.
+        hear_seconds_per_byte: of the parameters, to decode each message that is heard.
         peers_only: whether messages are encoded, so that nothing can be all-reduced.
     """
 
     wire_bytes: Callable[[float], float] = float
-    seconds_per_byte: float = 0.0
+    send_seconds_per_byte: float = 0.0
+    hear_seconds_per_byte: float = 0.0
     peers_only: bool = False
+
+    def seconds(self, heard: int) -> float:
+        """Per byte of the parameters, in a round in which so many are heard at most."""
+        return self.send_seconds_per_byte + heard * self.hear_seconds_per_byte if heard else 0.0
 
 
 PLAIN = Encoding()
@@ -190,7 +196,7 @@ class Gossiping(Method):
         runs, steps, _ = factors.shape
         slowest = factors.reshape(runs, steps, self._size(setting), self.within.devices).max(axis=3)
         seconds = at_factors(lambda factor: makespan(run(self.within.step(setting, factor))), slowest)
-        coded = self.encoding.seconds_per_byte * setting.model.parameter_bytes / self.within.devices
-        plan = self._rounds(setting)
-        talks = np.array([not plan[step % len(plan)].silent for step in range(steps)])
-        return np.asarray(seconds + coded * talks[None, :, None], dtype=np.float64)
+        part = setting.model.parameter_bytes / self.within.devices
+        coded = np.array([self.encoding.seconds(one.sources.shape[1] - 1) * part for one in self._rounds(setting)])
+        by_step = coded[np.arange(steps) % len(coded)]
+        return np.asarray(seconds + by_step[None, :, None], dtype=np.float64)

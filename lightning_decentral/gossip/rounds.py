@@ -89,7 +89,7 @@ def _cliques(cliques: Partition, size: int, per_node: int) -> tuple[Load, ...]:
     loads = [Load()] * size
     for clique, touched in nodes.items():
         if len(clique) > 1:
-            flows = max(1, *(spanning.count(node) for node in touched), 1)
+            flows = max([1, *(spanning.count(node) for node in touched)])
             load = Load(len(clique), int(len(touched) == 1), int(len(touched) > 1), flows)
             for rank in clique:
                 loads[rank] = load

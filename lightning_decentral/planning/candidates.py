@@ -29,8 +29,13 @@ from lightning_decentral.pipeline.profiled import Pipelining
 
 BASELINE = "strategy=ddp"
 PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
-# To encode and decode, per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json.
-CODEC_SECONDS_PER_BYTE = {BFloat16: 0.21e-9, Float16: 0.21e-9, Int8: 1.11e-9, DifferenceCompression: 1.74e-9}
+# (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json.
+CODEC_SECONDS_PER_BYTE = {
+    BFloat16: (0.121e-9, 0.092e-9),
+    Float16: (0.106e-9, 0.102e-9),
+    Int8: (0.866e-9, 0.246e-9),
+    DifferenceCompression: (1.412e-9, 0.323e-9),  # of Int8; others are slower to send
+}
 
 # One island of all devices has nobody to gossip with.
 ALONE: dict[type[Within], Method] = {Replicas: DataParallel(), Shards: Sharded()}
@@ -175,4 +180,4 @@ def encoding_of(codec: Coding, copies: float = 1) -> Encoding:
     def wire_bytes(size: float) -> float:
         return copies * codec.bytes(Layout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
 
-    return Encoding(wire_bytes, CODEC_SECONDS_PER_BYTE.get(type(codec), 0.0), True)
+    return Encoding(wire_bytes, *CODEC_SECONDS_PER_BYTE.get(type(codec), (0.0, 0.0)), peers_only=True)

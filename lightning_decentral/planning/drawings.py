@@ -30,7 +30,7 @@ def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> N
     """The first steps as graphs on a circle, each with its matrix, and the consensus curve.
 
     Raises:
-        ValueError: no matplotlib, or a suffix that it doesn't write.
+        ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.
     """
     steps = min(len(found.matrices), SHOWN_STEPS)
     figure = new_figure(2.4 * max(steps, 3), 7)
@@ -44,7 +44,7 @@ def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> N
     figure.suptitle(f"{topology.label(size)}, {size} workers", color=INK)
     try:
         figure.savefig(path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--plot {path}: {error}") from None
 
 

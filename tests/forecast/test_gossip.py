@@ -123,12 +123,14 @@ def test_every_k_with_delay_k_has_k_steps_to_hide_behind() -> None:
 
 def test_a_codec_sends_fewer_bytes_and_takes_its_time() -> None:
     where = setting(rate=1e7)
-    quarter = Encoding(lambda size: size / 4, 1e-9, True)
+    quarter = Encoding(lambda size: size / 4, 0.7e-9, 0.3e-9, peers_only=True)
     method = Gossiping(Hypercube(), encoding=quarter)
     assert seconds(method, where) == pytest.approx(PARAMETERS / 4e7 + 1e-4, rel=0.01)
     fast = replace(where, network=where.without_network.network)
     assert seconds(method, fast) == pytest.approx(model().seconds + 1e-9 * PARAMETERS)
     assert method.card_bytes(where) == PARAMETERS / 4
+    three = seconds(replace(method, topology=Exponential()), fast)
+    assert three == pytest.approx(model().seconds + (0.7e-9 + 3 * 0.3e-9) * PARAMETERS)
 
 
 def test_where_messages_are_encoded_nothing_is_all_reduced() -> None:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_decentral import cli
+from lightning_decentral.commands.plan import _write
 from lightning_decentral.hardware import Profile, write
 from lightning_decentral.planning.page import page
 from lightning_decentral.planning.plan import plan
@@ -35,6 +36,8 @@ def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write(Profile(model(), links().costs), tmp_path / "p.json")
     cli.main(["plan", str(tmp_path / "p.json"), "--workers", "4", "--report", str(tmp_path / "r.html")])
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(ValueError, match=r"--report .* can't be written: No such file"):
+        _write(tmp_path / "absent" / "r.html", "")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

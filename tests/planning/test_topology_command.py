@@ -59,6 +59,8 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match=r"--plot .*coffee"):
         cli.main(["topology", "ring", "--workers", "4", "--plot", str(tmp_path / "t.coffee")])
+    with pytest.raises(SystemExit, match=r"error: --plot .*No such file or directory"):
+        cli.main(["topology", "ring", "--workers", "4", "--plot", str(tmp_path / "absent" / "t.png")])
 
 
 @pytest.mark.parametrize(
