@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_decentral import names
 from lightning_decentral.buckets import BUCKET_BYTES, Bucket
 from lightning_decentral.gossip.card import all_reduce_copies, copies_through_card
 from lightning_decentral.gossip.cliques import Partition, partitions
@@ -279,15 +280,8 @@ class GossipStrategy(IslandStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
-        """`gossip` and its variants for other ways to start processes; a second call changes nothing."""
-        for name, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            strategy_registry.register(
-                f"gossip{name}",
-                cls,
-                description=f"decentralized gossip averaging, processes by {start_method}",
-                override=True,
-                start_method=start_method,
-            )
+        """`gossip` and its variants for other ways to start processes."""
+        names.register(strategy_registry, "gossip", cls, "decentralized gossip averaging")
 
 
 def _learning_rate(optimizer: Optimizer) -> float:

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral import worker_state
+from lightning_decentral import names, worker_state
 from lightning_decentral.partial.absent import Absent, Skip, settle
 from lightning_decentral.partial.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.driver import Driver
@@ -279,15 +279,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
-        """`partial_backprop` and its variants for other ways to start processes; a second call changes nothing."""
-        for name, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            strategy_registry.register(
-                f"partial_backprop{name}",
-                cls,
-                description=f"structured partial backpropagation, processes by {start_method}",
-                override=True,
-                start_method=start_method,
-            )
+        """`partial_backprop` and its variants for other ways to start processes."""
+        names.register(strategy_registry, "partial_backprop", cls, "structured partial backpropagation")
 
 
 def _words(cuts: Cuts) -> str:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral import names
 from lightning_decentral.pipeline.boundary import Boundary, Exact
 from lightning_decentral.pipeline.building import PipelineBuilding, tensors_of
 from lightning_decentral.pipeline.evaluation import PipelineEvaluation
@@ -270,15 +271,8 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
-        """`token_pipeline` and its variants for other ways to start processes; a second call changes nothing."""
-        for name, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
-            strategy_registry.register(
-                f"token_pipeline{name}",
-                cls,
-                description=f"token-level pipeline of stages, processes by {start_method}",
-                override=True,
-                start_method=start_method,
-            )
+        """`token_pipeline` and its variants for other ways to start processes."""
+        names.register(strategy_registry, "token_pipeline", cls, "token-level pipeline of stages")
 
 
 def _finite(gradients: Sequence[Tensor | None]) -> bool:

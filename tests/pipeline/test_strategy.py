@@ -384,7 +384,7 @@ def test_options_that_cannot_be(options, words):
         TokenPipelineStrategy(**options)
 
 
-@pytest.mark.parametrize("name", ["token_pipeline", "token_pipeline_spawn", "token_pipeline_fork"])
+@pytest.mark.parametrize("name", [f"token_pipeline{ending}" for ending in ("", "_spawn", "_fork", "_notebook")])
 def test_the_name_is_enough(name):
     strategy = Trainer(**{**QUIET, "strategy": name, "devices": 2}).strategy
     assert isinstance(strategy, TokenPipelineStrategy)
