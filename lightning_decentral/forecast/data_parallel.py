@@ -77,7 +77,9 @@ class DataParallel(Method):
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         """The all-reduce over all workers."""
         workers = setting.cluster.workers
-        return (setting.network.price("all_reduce", setting.cluster.reach(workers), workers),)
+        return (
+            setting.network.price("all_reduce", setting.cluster.reach(workers), workers, 1, setting.cluster.per_node),
+        )
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         """Of the slowest worker."""

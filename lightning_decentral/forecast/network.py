@@ -2,7 +2,8 @@
 
     seconds(bytes) = latency hops(n) / hops(w) + bytes / bandwidth copies(n) / copies(w) max(1, f / g)
 
-for n workers in f flows, from the measurement with w workers in g flows that is nearest in log n and log f.
+for n workers in f flows, from the measurement with w workers in g flows that is nearest in log n and log f, if possible
+one whose groups share nodes as these do.
 
     operation                     hops(n)        copies(n)
     exchange                      1              1
@@ -66,27 +67,27 @@ class Network:
 
     costs: tuple[Cost, ...]
 
-    def price(self, operation: str, reach: str, workers: int, flows: int = 1) -> Price:
-        """Of an operation on a group; nothing for a group of one.
+    def price(self, operation: str, reach: str, workers: int, flows: int = 1, per_node: int = 1) -> Price:
+        """Of an operation on a group, `per_node` of which share a node; nothing for a group of one.
 
         Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
         """
         if workers < 2:
             return FREE
-        cost = self._nearest(operation, reach, workers, flows)
+        cost = self._nearest(operation, reach, workers, flows, per_node)
         asked, measured = OPERATIONS[operation], OPERATIONS[cost.operation]
         hops = asked.hops(workers) / measured.hops(cost.workers)
         copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
         found = (cost.operation, cost.reach, cost.workers, cost.flows)
-        return Price(
-            hops * cost.latency_seconds, cost.bytes_per_second / copies, found != (operation, reach, workers, flows)
-        )
+        measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
+        return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not measured_so)
 
-    def _nearest(self, operation: str, reach: str, workers: int, flows: int) -> Cost:
-        def distance(cost: Cost) -> tuple[bool, bool, bool, float]:
+    def _nearest(self, operation: str, reach: str, workers: int, flows: int, per_node: int) -> Cost:
+        def distance(cost: Cost) -> tuple[bool, bool, bool, bool, float]:
             others = cost.operation != operation
+            shared = reach == "between" and (cost.per_node > 1) != (per_node > 1)
             sizes = abs(log(cost.workers / workers)) + abs(log(cost.flows / flows))
-            return cost.reach != reach, others, others and cost.operation != "exchange", sizes
+            return cost.reach != reach, others, others and cost.operation != "exchange", shared, sizes
 
         known = [cost for cost in self.costs if cost.workers > 1 and cost.operation in OPERATIONS]
         usable = [cost for cost in known if reach in (cost.reach, "inside")]

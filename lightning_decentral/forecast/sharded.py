@@ -63,10 +63,10 @@ class Sharded(Method):
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         """Gathering and scattering over all workers."""
-        workers = setting.cluster.workers
+        workers, per_node = setting.cluster.workers, setting.cluster.per_node
         reach = setting.cluster.reach(workers)
-        operations = "all_gather", "reduce_scatter"
-        return tuple(setting.network.price(operation, reach, workers) for operation in operations)
+        price = setting.network.price
+        return tuple(price(name, reach, workers, 1, per_node) for name in ("all_gather", "reduce_scatter"))
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         """Of the slowest worker."""

@@ -50,6 +50,17 @@ def test_inside_a_node_falls_back_to_the_network_and_says_so() -> None:
         inside_only.price("exchange", "between", 2)
 
 
+def test_groups_that_share_nodes_are_priced_by_such_groups() -> None:
+    """The world of two nodes of four, and one worker of each of eight nodes: both are eight workers."""
+    world = Cost("all_reduce", "between", 8, 1, 1e-3, 1e9, per_node=4)
+    thin = Cost("all_reduce", "between", 8, 1, 2e-3, 2e9)
+    both = Network((world, thin))
+    for per_node, cost in ((4, world), (1, thin)):
+        price = both.price("all_reduce", "between", 8, per_node=per_node)
+        assert (price.seconds(1e9), price.extrapolated) == (cost.seconds(1e9), False)
+    assert Network((thin,)).price("all_reduce", "between", 8, per_node=4).extrapolated
+
+
 def test_nothing_costs_nothing() -> None:
     assert MEASURED.price("all_reduce", "between", 1) == FREE
     assert NO_NETWORK.price("all_reduce", "between", 64).seconds(1e12) == 0
