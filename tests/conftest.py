@@ -14,6 +14,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import world
+
 torch.set_num_threads(1)
 
 # Machines that build are shared, so an example has no deadline of its own: pytest-timeout ends a test that hangs.
@@ -24,7 +26,14 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 DEVICES = {"gpu": 1, "multigpu": 2}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Worlds of threads come last: whoever forks after one may inherit a lock that nobody holds any more, and wait for
+    it for ever."""
+    items.sort(key=lambda item: item.get_closest_marker("threads") is not None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    world.allowed = item.get_closest_marker("threads") is not None
     for marker, needed in DEVICES.items():
         found = torch.cuda.device_count()
         if item.get_closest_marker(marker) and found < needed:

@@ -10,6 +10,8 @@ from lightning_decentral.gradients import GradientAverage
 from lightning_decentral.transport import GlooTransport
 from tests.world import world
 
+pytestmark = pytest.mark.threads
+
 SIZE = 3
 
 

@@ -1,11 +1,14 @@
 """The mean over workers against torch's own mean, and swaps that leave no trace."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from lightning_decentral.mean import Swap, mean, mean_of_states
 from lightning_decentral.transport import transport
 from tests.world import world
+
+pytestmark = pytest.mark.threads
 
 CPU = torch.device("cpu")
 SIZE = 3

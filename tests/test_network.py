@@ -90,6 +90,7 @@ def test_a_missing_model_ends_worker_0_at_once(tmp_path: Path, monkeypatch: pyte
         command.main([])
 
 
+@pytest.mark.threads
 def test_operations_do_what_they_are_called() -> None:
     """Each twice; reduce_scatter of ones, by hand."""
 

@@ -9,12 +9,20 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+allowed = True
+"""Whether the test that runs is marked `threads`: set by `tests/conftest.py`."""
+made = False
+"""Whether this process has had a world: it must not fork any more."""
+
 
 def world(size: int, worker: Callable[[Any], T], seconds: float = 20.0) -> list[T]:
     """[worker(group of rank 0), worker(group of rank 1), ...], each in a thread of its own.
 
     The first worker's exception is raised here; a world that doesn't end in time fails (its threads are daemons).
     """
+    global made
+    assert allowed, "mark this test with @pytest.mark.threads: it must run after those that fork"
+    made = True
     store = dist.HashStore()
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

@@ -90,6 +90,7 @@ def test_simulation_is_power_iteration_edge_by_edge(topology: Topology, size: in
     np.testing.assert_allclose(measured.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize(("topology", "size"), PLANS, ids=str)
 def test_wire_equals_simulation(topology: Topology, size: int, delay: int) -> None:
@@ -144,6 +145,7 @@ def test_two_rounds_send_less_and_see_more_than_low_rank() -> None:
     assert far[0] < far[1]
 
 
+@pytest.mark.threads
 def test_bytes_are_counted_by_the_formula() -> None:
     """Rank 2 of 5 x 6 and 20 numbers beside it: 10 + 20 and 12 + 20 in turn, and a header of two int64."""
     codec = PowerGossip(rank=2)
@@ -175,6 +177,7 @@ def worker(delay: int, transport: Transport) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_resume_is_bit_equal(delay: int) -> None:
     for whole, resumed in CPU.world(4, partial(worker, delay)):
@@ -204,6 +207,7 @@ def poisoned(bad: float, transport: Transport) -> tuple[Tensor, int, str]:
     return x, mixer.exchange.traffic().refused, ""
 
 
+@pytest.mark.threads
 @pytest.mark.filterwarnings("ignore:worker . refused")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_message_that_is_not_finite_never_enters_a_healthy_worker(bad: float) -> None:

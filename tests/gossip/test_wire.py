@@ -21,6 +21,8 @@ from tests.backends import Backend, every_backend
 from tests.gossip.rules import covering
 from tests.gossip.topologies import every_topology
 
+pytestmark = pytest.mark.threads
+
 CPU = Backend("cpu", "cpu")
 STEPS = 9
 DIM = 5

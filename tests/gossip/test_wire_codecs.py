@@ -37,6 +37,8 @@ from tests.gossip.codecs import usable
 from tests.gossip.test_wire import Row, gradient
 from tests.gossip.topologies import every_topology
 
+pytestmark = pytest.mark.threads
+
 CPU = Backend("cpu", "cpu")
 STEPS = 7
 DIM = 50

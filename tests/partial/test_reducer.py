@@ -23,6 +23,8 @@ from lightning_decentral.partial.reducer import Rank, Reducer, factors, norms
 from lightning_decentral.transport import Transport, transport
 from tests.world import world
 
+pytestmark = pytest.mark.threads
+
 SEGMENTS, WIDTH = 4, 8
 CPU = torch.device("cpu")
 

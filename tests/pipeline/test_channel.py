@@ -8,6 +8,8 @@ from lightning_decentral.pipeline.schedule import Action, Kind
 from lightning_decentral.transport import GlooTransport, PeerLost
 from tests.world import world
 
+pytestmark = pytest.mark.threads
+
 
 def shape(action, stage):
     return (1, 2, 4), torch.float32

@@ -137,6 +137,7 @@ RULES = [
 ]
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize(("how", "size"), RULES, ids=lambda value: str(value)[:40])
 def test_a_bond_equals_the_simulation(how, size):
     def worker(group):

@@ -15,6 +15,8 @@ from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPip
 from lightning_decentral.pipeline.stage import Keep, Recompute, Stage
 from tests.pipeline.causal import GPT2, MODELS, apart, batch, built, sliced, token_mean, whole
 
+pytestmark = pytest.mark.threads
+
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
