@@ -18,7 +18,7 @@ from lightning_decentral.partial.driver import Driver
 from lightning_decentral.partial.forecast import Balance, SavedBytes, compute_fraction, memory_fraction, total
 from lightning_decentral.partial.reducer import Rank
 from lightning_decentral.partial.search import Cuts, check_wish, search
-from lightning_decentral.partial.trial import refuse_unserved, run_of, timed
+from lightning_decentral.partial.trial import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.stopwatch import DeviceStopwatch, HostStopwatch, stopwatch
 
 
@@ -164,7 +164,16 @@ class PartialBackward(Callback):
         self.balance = balance or SavedBytes()
         self.absent = absent or Skip()
         self.driver: Driver | None = None
+        self._saved: dict[str, Any] = {}
         self._undo: Callable[[], None] = lambda: None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The warm-up in steps, so that a resumed run keeps it."""
+        return {} if self.driver is None else warm_up_state(self.depth, self.driver.assignment)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """For the next fit."""
+        self._saved = state_dict
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the cut around the strategy's training step, for this fit."""
@@ -192,7 +201,9 @@ class PartialBackward(Callback):
         worker_state.set_random_state(before)
         plan = trainer.strategy.broadcast(plan)  # a measured balance may come out otherwise on each worker
         shares = (1 / trainer.world_size,) * trainer.world_size
-        self.driver = Driver(pl_module, plan, timed(self.depth, trainer), Rank(trainer.global_rank, shares))
+        self.driver = Driver(
+            pl_module, plan, timed(self.depth, trainer, self._saved), Rank(trainer.global_rank, shares)
+        )
         return self.driver
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -42,11 +42,11 @@ class DepthAssignment(ABC):
     def timed(self, total_steps: float) -> "DepthAssignment":
         """The same in a run of so many optimizer steps: warm_up <- round(warm_up * total_steps) where it is a part.
 
-        A part of a run without an end is no step.
+        A part of a run without a known end (infinite or negative, as Lightning says it) is no step.
         """
         if not 0 < self.warm_up < 1:
             return self
-        return replace(self, warm_up=0 if math.isinf(total_steps) else round(self.warm_up * total_steps))
+        return replace(self, warm_up=round(self.warm_up * total_steps) if ended(total_steps) else 0)
 
     def depth(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> int:
         """How many of the top segments this worker trains at this step."""
@@ -77,6 +77,11 @@ class DepthAssignment(ABC):
     def observe(self, step: int, norms: Sequence[float], memory: Memory) -> Memory:
         """The memory after a step; norms[s] = ||mean gradient of segment s||, 0 where it wasn't trained."""
         return memory
+
+
+def ended(total_steps: float) -> bool:
+    """Whether a run of so many steps has a known end: Lightning says infinity, or -1 for data without a length."""
+    return 0 <= total_steps < math.inf
 
 
 def contributors(

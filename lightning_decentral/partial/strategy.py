@@ -18,7 +18,7 @@ from lightning_decentral.partial.reducer import BUCKET_BYTES, Rank, Reducer, nor
 from lightning_decentral.partial.running import RunningBuffers
 from lightning_decentral.partial.search import CutPlan, Cuts, check_wish, search
 from lightning_decentral.partial.shares import shared
-from lightning_decentral.partial.trial import refuse_unserved, run_of, timed
+from lightning_decentral.partial.trial import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.replica import ReplicaStrategy
 from lightning_decentral.transport import Wire
 
@@ -124,7 +124,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     def _drive(self, plan: CutPlan) -> Driver:
         place = Rank(self.global_rank, self._shares())
-        driver = Driver(self._module, plan, timed(self.depth, self._trainer), place)
+        driver = Driver(self._module, plan, timed(self.depth, self._trainer, self._saved or {}), place)
         cuts, kind = list(plan.boundaries), type(self.depth).__name__
         if self._saved and (self._saved["boundaries"], self._saved["depth"]) == (cuts, kind):
             driver.memory = tuple(self._saved["memory"])
@@ -249,7 +249,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
             return {}
         plan = self.driver.plan
         cuts = {"wish": _words(self.cuts), "boundaries": list(plan.boundaries)}
-        return {**cuts, "depth": type(self.depth).__name__, "memory": list(self.driver.memory)}
+        depth = {"depth": type(self.depth).__name__, "memory": list(self.driver.memory)}
+        return {**cuts, **depth, **warm_up_state(self.depth, self.driver.assignment)}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
         """For the first batch."""

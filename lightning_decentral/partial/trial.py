@@ -1,7 +1,7 @@
 """A training step of a copy of a LightningModule, repeatable and without a trace in the run."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_decentral import worker_state
-from lightning_decentral.partial.depth import DepthAssignment
+from lightning_decentral.partial.depth import DepthAssignment, ended
 from lightning_decentral.partial.verify import Run
 
 
@@ -33,15 +33,26 @@ def refuse_unserved(module: LightningModule) -> None:
         )
 
 
-def timed(depth: DepthAssignment, trainer: Trainer) -> DepthAssignment:
-    """The assignment with its warm-up in steps of this run."""
+def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) -> DepthAssignment:
+    """The assignment with its warm-up in steps of this run. Every worker calls it at the same point.
+
+    Those of the checkpoint that is resumed (`warm_up_state`) where it had the same assignment, so that a longer run
+    goes on where the shorter one was; otherwise worker 0's estimate.
+    """
+    if saved.get("assignment") == repr(depth):
+        return replace(depth, warm_up=saved["warm_up"])
     total_steps = trainer.estimated_stepping_batches
-    if 0 < depth.warm_up < 1 and math.isinf(total_steps):
+    if 0 < depth.warm_up < 1 and not ended(total_steps):
         rank_zero_warn(
             f"partial backprop begins at once: a warm_up of {depth.warm_up} is a part of the run, and this run has no "
-            "known end; give warm_up in steps, or max_steps or max_epochs to the Trainer"
+            "known end; give warm_up in steps, or max_steps to the Trainer"
         )
-    return depth.timed(total_steps)
+    return replace(depth, warm_up=trainer.strategy.broadcast(depth.timed(total_steps).warm_up))
+
+
+def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
+    """For a checkpoint: the assignment as it was wished for, and its warm-up in steps."""
+    return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
 
 
 def loss_of(output: Any) -> Tensor:

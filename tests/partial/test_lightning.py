@@ -353,6 +353,19 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path, mode: Any) -> No
     Tower(**module).load_state_dict(stored["state_dict"])
 
 
+def test_a_longer_run_keeps_the_warm_up_of_the_shorter_one(tmp_path: Path) -> None:
+    """A quarter of ten steps, also where the resumed run has thirty."""
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    whole.mkdir(), rest.mkdir()
+    rows = run(whole, Tower(), callbacks=[Save(whole)], batches=Batches(4), max_steps=10)
+    checkpoint = str(tmp_path / "middle.ckpt")
+    longer = run(rest, Tower(), batches=Batches(4), max_steps=30, checkpoint=checkpoint)
+    assert torch.load(checkpoint, weights_only=True)["partial_backprop"]["warm_up"] == 2
+    for mine, other in zip(longer[0]["parameters"][:6], rows[0]["parameters"][4:], strict=True):
+        for name, value in other.items():
+            assert torch.equal(mine[name], value), name
+
+
 def test_the_trained_module_has_no_hooks_left(tmp_path: Path) -> None:
     assert in_processes(hooks_left, tmp_path) == 0
 
