@@ -74,6 +74,18 @@ def cuts(overrides: Sequence[str]) -> None:
     console.print(verdicts(found), depths(found))
 
 
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Words of the recipes may stand behind options, too: argparse takes them in front only, and its intermixed parsing
+    knows no subcommands."""
+    options, behind = parser.parse_known_args(arguments)
+    unknown = [word for word in behind if word.startswith("-") or "overrides" not in options]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(behind)}")
+    if behind:
+        options.overrides = [*options.overrides, *behind]
+    return options
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
@@ -85,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     topology.add(commands)
     profile.add(commands)
     placement.add(commands)
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     try:
         options.run(options)
     except Exception as error:

@@ -22,7 +22,10 @@ from lightning_decentral.hosts import Links
 from lightning_decentral.machine import device_name
 from lightning_decentral.network import SIZES, Meter
 from lightning_decentral.probes import Probe, probes
-from lightning_decentral.transport import gather_objects, world
+from lightning_decentral.starts import Start, refuse_differences, refuse_mistakes
+from lightning_decentral.transport import Wire, connect, gather_objects, gather_world, world
+
+Say = Callable[[str], None]
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -73,35 +76,73 @@ def shown(costs: Sequence[Cost]) -> Table:
     return table
 
 
+def start_of(options: argparse.Namespace, rank: int, per_node: int, device: torch.device) -> Start:
+    """What this worker tells the others."""
+    words = (tuple(options.sizes), options.repeats, options.longest_seconds, bool(options.hosts))
+    return Start(platform.node(), mistake(options, rank), per_node, device.type, *words)
+
+
+def mistake(options: argparse.Namespace, rank: int) -> str:
+    """In this worker's words, or in worker 0's file; empty where there is none."""
+    try:
+        refuse(options)
+        if rank == 0:
+            _refuse_unread(options.model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _refuse_unread(path: str) -> None:
+    try:
+        read(path)
+    except ValueError as error:
+        raise ValueError(f"{error}, or copy it to this host") from None
+
+
+def agree(start: Start) -> None:
+    """ValueError on all workers where one can't start or starts otherwise. Collective."""
+    starts = gather_world(start)
+    refuse_mistakes(starts)
+    refuse_differences(starts)
+
+
 def measured(
-    options: argparse.Namespace, plan: Sequence[Probe], device: torch.device, per_node: int, say: Callable[[str], None]
+    wire: Wire, options: argparse.Namespace, plan: Sequence[Probe], device: torch.device, per_node: int, say: Say
 ) -> tuple[list[Cost], Links | None, dict[str, str]]:
     """(lines, links between hosts where asked for, devices by host). Collective."""
-    with world(device, timedelta(seconds=options.timeout_seconds)) as wire:
-        meter = Meter(wire, device, options.sizes, options.repeats, options.longest_seconds, say)
-        costs = meter.costs(plan)
-        leaders = range(0, wire.world.size, per_node)
-        named = gather_objects(wire.flags, (platform.node(), device_name(device)))
-        hosts = unique([named[leader][0] for leader in leaders])
-        links = files.of(hosts, meter.links(leaders)) if options.hosts and len(hosts) > 1 else None
-        return costs, links, {host: named[leader][1] for host, leader in zip(hosts, leaders, strict=True)}
+    meter = Meter(wire, device, options.sizes, options.repeats, options.longest_seconds, say)
+    costs = meter.costs(plan)
+    leaders = range(0, wire.world.size, per_node)
+    named = gather_objects(wire.flags, (platform.node(), device_name(device)))
+    hosts = unique([named[leader][0] for leader in leaders])
+    links = files.of(hosts, meter.links(leaders)) if options.hosts and len(hosts) > 1 else None
+    return costs, links, {host: named[leader][1] for host, leader in zip(hosts, leaders, strict=True)}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure on all; worker 0 shows and writes."""
+    """Agree and measure on all; worker 0 shows and writes."""
     rank, size, local_rank, per_node = place(os.environ)
-    refuse(options)
-    plan = probes(size, per_node)
-    profile = read(options.model) if rank == 0 else None  # before all have waited for it
     device = device_of(local_rank, per_node)
-    if profile is None:
-        measured(options, plan, device, per_node, lambda text: None)
-        return
-    console = Console()
-    with console.status("connecting") as status:
-        costs, links, hosts = measured(options, plan, device, per_node, status.update)
+    timeout = timedelta(seconds=options.timeout_seconds)
+    with world(timeout):
+        agree(start_of(options, rank, per_node, device))
+        plan = probes(size, per_node)
+        wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")
+        if rank != 0:
+            measured(wire, options, plan, device, per_node, lambda text: None)
+            return
+        console = Console()
+        with console.status("measuring") as status:
+            found = measured(wire, options, plan, device, per_node, status.update)
+    _tell(console, options, *found)
+
+
+def _tell(
+    console: Console, options: argparse.Namespace, costs: Sequence[Cost], links: Links | None, hosts: Mapping[str, str]
+) -> None:
     console.print(shown(costs))
-    write(_with(profile, costs, hosts), options.out or options.model)
+    write(_with(read(options.model), costs, hosts), options.out or options.model)
     console.print(f"wrote {options.out or options.model}")
     if links:
         links.write(options.hosts)

@@ -1,8 +1,12 @@
 """The network's profile in real processes on loopback, nodes simulated by LOCAL_WORLD_SIZE; hard kills."""
 
+import dataclasses
 import os
+import platform
+import re
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from lightning_decentral.hardware import Block, Cost, Model, Profile, read, writ
 from lightning_decentral.hosts import read as read_hosts
 from lightning_decentral.network import OPERATIONS
 from lightning_decentral.probes import probes
+from lightning_decentral.starts import Start, refuse_differences
 from lightning_decentral.transport import transport
 from tests.world import world
 
@@ -21,8 +26,14 @@ MODEL = Model("recipe=vit", "cpu", (Block("all", 0.1, 0.2, 0.01, 400),))
 SIZES = (1024, 65_536)
 
 
-def measure(folder: Path, size: int, per_node: int, *words: str, seconds: float = 60.0) -> list[str]:
-    """What each worker says, its exit status at the end; all are killed when the time is over."""
+def measure(
+    folder: Path, size: int, per_node: int, *words: str, odd: Sequence[str] = (), seconds: float = 60.0
+) -> list[str]:
+    """What each worker says, its exit status at the end; all are killed when the time is over.
+
+    Args:
+        odd: words that only the last worker gets; `NAME=value` is its environment.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     context = torch.multiprocessing.get_context("fork")  # what is imported stays imported
@@ -31,9 +42,15 @@ def measure(folder: Path, size: int, per_node: int, *words: str, seconds: float 
         there = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "COLUMNS": "160"})
         os.environ.update({name: str(value) for name, value in there.items()})
+        own = odd if rank == size - 1 else ()
+        os.environ.update(word.split("=") for word in own if "=" in word)
         os.chdir(folder)
         with open(f"{rank}.txt", "w") as file, redirect_stdout(file):
-            command.main(words)
+            try:
+                command.main([*words, *(word for word in own if "=" not in word)])
+            except SystemExit as error:
+                print(error)
+                raise
 
     processes = [context.Process(target=worker, args=(rank,), daemon=True) for rank in range(size)]
     for process in processes:
@@ -80,14 +97,42 @@ def test_mistakes_are_one_line_before_anyone_waits() -> None:
             command.refuse(command.parser().parse_args(words))
 
 
-def test_a_missing_model_ends_worker_0_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match=r"absent\.json can't be read .*: make one with `lightning-decentral profile`"):
-        command.main(["--model", str(tmp_path / "absent.json")])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit, match="error: a network needs at least 2 workers"):
-        command.main([])
+@pytest.mark.parametrize(("per_node", "odd", "message"), [
+    (2, ["LOCAL_WORLD_SIZE=1"], "workers of a node: 2 for worker 0 on .*, 1 for worker 3 on .*: start equally many"),
+    (1, ["--hosts", "h.json"], "--hosts given: False for worker 0 on .*, True for worker 3 on .*: .* same words"),
+    (1, ["--sizes", "9", "5"], r"worker 3 on .*: sizes must be ascending numbers of bytes, got \[9, 5\]"),
+    (3, [], "4 workers don't divide into nodes of 3: start equally many on each node"),
+])  # fmt: skip
+def test_hosts_started_otherwise_are_told_on_all(tmp_path: Path, per_node: int, odd: list[str], message: str) -> None:
+    write(Profile(MODEL, (), (1.0,), {}), tmp_path / "profile.json")
+    said = measure(tmp_path, 4, per_node, odd=odd)
+    assert len(set(said)) == 1, said
+    assert re.fullmatch(f"error: .*{message}.*\n1", said[0]), said[0]
+
+
+ALIKE = Start("a", "", 2, "cuda", SIZES, 5, 0.5, False)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Start) if f.name not in ("host", "mistake")])
+def test_every_difference_is_refused(field: str) -> None:
+    refuse_differences([ALIKE, dataclasses.replace(ALIKE, host="b")])
+    odd = dataclasses.replace(ALIKE, **{"host": "b", field: "other"})
+    for starts in ([ALIKE, ALIKE, odd], [odd, ALIKE]):
+        with pytest.raises(ValueError, match=r"other for worker \d on b"):
+            refuse_differences(starts)
+
+
+def test_a_missing_model_ends_all_workers_and_names_the_host(tmp_path: Path) -> None:
+    said = measure(tmp_path, 2, 1, "--model", "absent.json")
+    remedy = "make one with `lightning-decentral profile`, or copy it to this host"
+    where = f"worker 0 on {re.escape(platform.node())}"
+    assert len(set(said)) == 1, said
+    assert re.fullmatch(rf"error: {where}: absent\.json can't be read .*: {remedy}\n1", said[0]), said[0]
+
+
+def test_one_worker_has_no_network(tmp_path: Path) -> None:
+    write(Profile(MODEL, (), (1.0,), {}), tmp_path / "profile.json")
+    assert measure(tmp_path, 1, 1)[0].startswith("error: a network needs at least 2 workers")
 
 
 @pytest.mark.threads

@@ -167,6 +167,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (["h.json", "--among", "a,d"], "host d is missing: there are a, b, c; measure it, too"),
     (["h.json", "--topology", "coffee"], "no topology 'coffee': take pipeline, .*exponential"),
     (["h.json", "--topology", "hypercube"], "Hypercube needs a power of two workers, got 3"),
+    (["h.json", "strategy.topology.max_degree=2"], "ring has nothing to set, got strategy.topology.max_degree=2"),
+    (["h.json", "--topology", "pipeline", "x=1", "y=2"], "pipeline has nothing to set, got x=1 y=2: leave it out"),
     (["h.json", "--message-bytes", "0"], "more than 0.*got 0.0"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:

@@ -22,8 +22,10 @@ def graph(name: str, overrides: Sequence[str]) -> Graph:
     """`ring`, `pipeline`, or a topology of gossip by the name of its configuration.
 
     Raises:
-        ValueError: no such topology.
+        ValueError: no such topology, or words about one that has nothing to set.
     """
+    if name in SHAPES and overrides:
+        raise ValueError(f"--topology {name} has nothing to set, got {' '.join(overrides)}: leave it out")
     if name in SHAPES:
         return SHAPES[name]
     topology = f"strategy/topology={name}"

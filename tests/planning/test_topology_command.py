@@ -30,6 +30,25 @@ def test_overrides_are_the_constructors() -> None:
     assert topology_of("base_graph", ["max_degree=2"]) == BaseGraph(max_degree=2)
 
 
+def test_words_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["topology", "base_graph", "max_degree=2", "--workers", "6"])
+    in_front = capsys.readouterr().out
+    cli.main(["topology", "base_graph", "--workers", "6", "max_degree=2"])
+    assert capsys.readouterr().out == in_front
+    cli.main(["topology", "base_graph", "--workers", "6"])
+    assert capsys.readouterr().out != in_front
+
+
+@pytest.mark.parametrize("words", [
+    ["topology", "ring", "--workers", "4", "--coffee", "strong"],
+    ["plan", "profile.json", "--workers", "4", "strategy=gossip"],
+])  # fmt: skip
+def test_other_arguments_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    assert f"unrecognized arguments: {' '.join(words[4:])}" in capsys.readouterr().err
+
+
 def test_distances_are_the_second_singular_values_of_products() -> None:
     found = curves(Ring(), 8)
     eigenvalue = 1 / 3 + 2 / 3 * np.cos(2 * np.pi / 8)
