@@ -41,11 +41,11 @@ class Pipelining(Method):
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         """(hidden states to the next stage, gradients between equal stages)."""
         stages, cluster = self._stages(setting), setting.cluster
-        flows = min(stages, cluster.per_node)
-        sent = setting.network.price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
-        return sent, setting.network.price(
-            "all_reduce", cluster.reach(cluster.workers), cluster.workers // stages, flows if cluster.nodes > 1 else 1
-        )
+        flows = min(stages, cluster.per_node) if cluster.nodes > 1 else 1
+        equal, per_node = cluster.workers // stages, max(1, cluster.per_node // stages)
+        price, everywhere = setting.network.price, cluster.reach(cluster.workers)
+        sent = price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
+        return sent, price("all_reduce", everywhere, equal, flows, per_node)
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         """Of the slowest device."""
