@@ -36,6 +36,12 @@ class Probe:
         return f"{place}, {flows}{self.workers} workers"
 
 
+def refuse_alone(size: int) -> None:
+    """ValueError for one worker."""
+    if size < 2:
+        raise ValueError(f"a network needs at least 2 workers to be measured, got {size}: start it by torchrun")
+
+
 def probes(size: int, per_node: int) -> list[Probe]:
     """Inside the first node and between nodes, groups of 2, 4, 8, ... and of all: one flow, and as many as a node has
     workers for; between nodes one worker of each, and last everyone in one group. Workers are numbered node by node.
@@ -43,8 +49,7 @@ def probes(size: int, per_node: int) -> list[Probe]:
     Raises:
         ValueError: one worker, or nodes of different size.
     """
-    if size < 2:
-        raise ValueError(f"a network needs at least 2 workers to be measured, got {size}: start it by torchrun")
+    refuse_alone(size)
     if size % per_node:
         raise ValueError(f"{size} workers don't divide into nodes of {per_node}: start equally many on each node")
     nodes = size // per_node

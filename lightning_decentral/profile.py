@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,8 +22,8 @@ from lightning_decentral.hardware import Cost, Profile, read, write
 from lightning_decentral.hosts import Links
 from lightning_decentral.machine import device_name
 from lightning_decentral.network import SIZES, Meter
-from lightning_decentral.probes import Probe, probes
-from lightning_decentral.transport import gather_objects, world
+from lightning_decentral.probes import probes, refuse_alone
+from lightning_decentral.transport import connect, gather_objects, gather_world, world
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -58,6 +59,25 @@ def device_of(local_rank: int, per_node: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def terms(options: argparse.Namespace, device: torch.device, per_node: int) -> dict[str, Any]:
+    """What all workers must have alike, since each takes part in every measurement."""
+    words = {f"--{name}": getattr(options, name.replace("-", "_")) for name in ("sizes", "repeats", "longest-seconds")}
+    place = {"workers on the node": per_node, "device for each": device.type}
+    return {**place, **words, "--hosts given": bool(options.hosts)}
+
+
+def refuse_unlike(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """ValueError, the same on all workers, for a host on which something else was started; (host, terms) by rank."""
+    first, wanted = found[0]
+    for host, terms in found:
+        for name, value in terms.items():
+            if value != wanted[name]:
+                raise ValueError(
+                    f"{name}: {value} on {host}, {wanted[name]} on {first}: start equally many workers on each node, "
+                    "with a device for each or without, and with the same words"
+                )
+
+
 def unique(names: Sequence[str]) -> list[str]:
     """A name that came before gets its number behind it."""
     return [f"{name}-{i}" if name in names[:i] else name for i, name in enumerate(names)]
@@ -74,13 +94,17 @@ def shown(costs: Sequence[Cost]) -> Table:
 
 
 def measured(
-    options: argparse.Namespace, plan: Sequence[Probe], device: torch.device, per_node: int, say: Callable[[str], None]
+    options: argparse.Namespace, size: int, device: torch.device, per_node: int, say: Callable[[str], None]
 ) -> tuple[list[Cost], Links | None, dict[str, str]]:
     """(lines, links between hosts where asked for, devices by host). Collective."""
-    with world(device, timedelta(seconds=options.timeout_seconds)) as wire:
+    timeout = timedelta(seconds=options.timeout_seconds)
+    with world(timeout):
+        refuse_unlike(gather_world((platform.node(), terms(options, device, per_node))))
+        plan = probes(size, per_node)
+        wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")
         meter = Meter(wire, device, options.sizes, options.repeats, options.longest_seconds, say)
         costs = meter.costs(plan)
-        leaders = range(0, wire.world.size, per_node)
+        leaders = range(0, size, per_node)
         named = gather_objects(wire.flags, (platform.node(), device_name(device)))
         hosts = unique([named[leader][0] for leader in leaders])
         links = files.of(hosts, meter.links(leaders)) if options.hosts and len(hosts) > 1 else None
@@ -91,15 +115,15 @@ def run(options: argparse.Namespace) -> None:
     """Measure on all; worker 0 shows and writes."""
     rank, size, local_rank, per_node = place(os.environ)
     refuse(options)
-    plan = probes(size, per_node)
+    refuse_alone(size)
     profile = read(options.model) if rank == 0 else None  # before all have waited for it
     device = device_of(local_rank, per_node)
     if profile is None:
-        measured(options, plan, device, per_node, lambda text: None)
+        measured(options, size, device, per_node, lambda text: None)
         return
     console = Console()
     with console.status("connecting") as status:
-        costs, links, hosts = measured(options, plan, device, per_node, status.update)
+        costs, links, hosts = measured(options, size, device, per_node, status.update)
     console.print(shown(costs))
     write(_with(profile, costs, hosts), options.out or options.model)
     console.print(f"wrote {options.out or options.model}")

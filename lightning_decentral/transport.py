@@ -190,12 +190,13 @@ class Wire:
     """A new group of these workers (None: all) for gossip; None on those outside. Collective: every worker calls it."""
 
 
-def connect(device: torch.device, timeout: timedelta | None) -> Wire:
-    """New groups over the initialized world. Every worker must call it at the same point."""
+def connect(device: torch.device, timeout: timedelta | None, backend: str | None = None) -> Wire:
+    """New groups over the initialized world, of its own backend if none is named. Every worker must call it at the same
+    point."""
     settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
 
     def group(ranks: Sequence[int] | None) -> Transport | None:
-        made = dist.new_group(None if ranks is None else list(ranks), **settings)
+        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, **settings)
         if made is dist.GroupMember.NON_GROUP_MEMBER:
             return None
         new = transport(made, device)
@@ -212,11 +213,12 @@ def connect(device: torch.device, timeout: timedelta | None) -> Wire:
 
 
 @contextmanager
-def world(device: torch.device, timeout: timedelta) -> Iterator[Wire]:
-    """The world that torchrun's variables describe, for programs that Lightning doesn't run."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+def world(timeout: timedelta) -> Iterator[None]:
+    """The world that torchrun's variables describe, for programs that Lightning doesn't run; over gloo, so that workers
+    can talk before they know of each other's devices."""
+    dist.init_process_group("gloo", timeout=timeout)
     try:
-        yield connect(device, timeout)
+        yield
     finally:
         dist.destroy_process_group()
 

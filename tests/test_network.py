@@ -3,7 +3,8 @@
 import os
 import socket
 import time
-from contextlib import redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,11 @@ MODEL = Model("recipe=vit", "cpu", (Block("all", 0.1, 0.2, 0.01, 400),))
 SIZES = (1024, 65_536)
 
 
-def measure(folder: Path, size: int, per_node: int, *words: str, seconds: float = 60.0) -> list[str]:
-    """What each worker says, its exit status at the end; all are killed when the time is over."""
+def measure(
+    folder: Path, size: int, per_node: int, *words: str, seconds: float = 60.0, last: Sequence[str] = ()
+) -> list[str]:
+    """What each worker says, its exit status at the end; all are killed when the time is over. `last`: more words of the
+    last one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     context = torch.multiprocessing.get_context("fork")  # what is imported stays imported
@@ -32,8 +36,8 @@ def measure(folder: Path, size: int, per_node: int, *words: str, seconds: float 
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "COLUMNS": "160"})
         os.environ.update({name: str(value) for name, value in there.items()})
         os.chdir(folder)
-        with open(f"{rank}.txt", "w") as file, redirect_stdout(file):
-            command.main(words)
+        with open(f"{rank}.txt", "w") as file, redirect_stdout(file), redirect_stderr(file):
+            command.main([*words, *(last if rank == size - 1 else ())])
 
     processes = [context.Process(target=worker, args=(rank,), daemon=True) for rank in range(size)]
     for process in processes:
@@ -70,6 +74,33 @@ def test_the_profile_gets_a_network(tmp_path: Path, size: int, per_node: int) ->
     assert len(found.hosts) == 1 + size // per_node
     assert len(read_hosts(tmp_path / "hosts.json").hosts) == size // per_node
     assert "reduce_scatter" in output
+
+
+def test_hosts_started_unlike_all_end_with_the_reason(tmp_path: Path) -> None:
+    write(Profile(MODEL), tmp_path / "profile.json")
+    words = ["--sizes", "1024", "--repeats", "1"]
+    assert [said[-1] for said in measure(tmp_path, 2, 1, *words, seconds=20.0, last=["--repeats", "2"])] == ["1", "1"]
+    assert read(tmp_path / "profile.json").network == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "per_node", "message"),
+    [
+        ([], "cpu", 2, "workers on the node: 2 on b, 4 on a: start equally many"),
+        ([], "cuda", 4, "device for each: cuda on b, cpu on a"),
+        (["--sizes", "9"], "cpu", 4, r"--sizes: \[9\] on b"),
+        (["--longest-seconds", "1"], "cpu", 4, "--longest-seconds: 1.0 on b, 0.5 on a"),
+        (["--hosts", "h.json"], "cpu", 4, "--hosts given: True on b, False on a: .* the same words"),
+    ],
+)
+def test_the_unlike_host_is_named(words: list[str], device: str, per_node: int, message: str) -> None:
+    def terms(words: list[str], device: str, per_node: int) -> dict[str, object]:
+        return command.terms(command.parser().parse_args(words), torch.device(device), per_node)
+
+    usual = terms([], "cpu", 4)
+    command.refuse_unlike([("a", usual), ("b", usual)])
+    with pytest.raises(ValueError, match=message):
+        command.refuse_unlike([("a", usual), ("b", terms(words, device, per_node))])
 
 
 def test_mistakes_are_one_line_before_anyone_waits() -> None:
