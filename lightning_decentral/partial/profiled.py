@@ -5,6 +5,7 @@ depth d: forward of all, backward, all-reduce and update of the top d
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class PartialBackward(Method):
     Depths after the warm-up; an assignment that looks at gradients is taken at its first depths. A segment that only
     some workers train is taken to cost what all of them would.
     """
+
+    equal: ClassVar[bool] = False
 
     depth: DepthAssignment = field(default_factory=Temporal)
 

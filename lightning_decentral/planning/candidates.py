@@ -48,13 +48,11 @@ class Candidate:
     Args:
         words: of the command line.
         title: for tables.
-        equal: whether every step trains all that a step of ddp does; otherwise it is shown and never recommended.
         remark: what a reader must know of the number.
     """
 
     words: str
     title: str
-    equal: bool = True
     remark: str = ""
 
 
@@ -82,7 +80,7 @@ def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candid
     for steps, delay in ((4, 4), (8, 1)):
         words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
         yield Candidate(words, f"gossip every {steps}, delay {delay}")
-    yield Candidate("strategy=partial_backprop", "partial backprop", False, "trains half the depth in every other step")
+    yield Candidate("strategy=partial_backprop", "partial backprop", "trains half the depth in every other step")
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:

@@ -58,7 +58,7 @@ def _line(tag: str, found: Sequence[str], attributes: str = "") -> str:
 
 
 def _pictures(plan: Plan, found: Sequence[Cell]) -> Iterator[str]:
-    titles = [row.candidate.title for row in plan.rows if row.candidate.equal][:MOST_CURVES]
+    titles = [row.candidate.title for row in plan.rows if row.method.equal][:MOST_CURVES]
     own = plan.setting.cluster.workers
     rate = min({c.bytes_per_second for c in found}, key=lambda r: abs(r - plan.setting.network.slowest("between")[1]))
     over_workers = [cell for cell in found if cell.bytes_per_second == rate]

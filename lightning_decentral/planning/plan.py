@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from lightning_decentral.forecast.method import Forecast, Method, Setting, forecast
 from lightning_decentral.forecast.stragglers import drawn
@@ -115,16 +116,18 @@ def plan(
 
 
 def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> Row | None:
-    usable = [row for row in rows if fits(row, memory_bytes)]
+    usable = [row for row in rows if row.method.equal and fits(row, memory_bytes)]
     best = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
     return next((row for row in usable if row.candidate is best), None)
 
 
 def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
-    """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest ones, that which mixes most."""
-    usable = [(candidate, seconds) for candidate, seconds in found if candidate.equal]
-    fastest = min((seconds for _, seconds in usable), default=0.0)
-    for candidate, seconds in usable:
-        if candidate.words == BASELINE and seconds < (1 + threshold) * fastest:
-            return candidate
-    return next((candidate for candidate, seconds in usable if seconds <= (1 + AS_FAST) * fastest), None)
+    """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, the one that mixes most."""
+    baseline = next(((candidate, seconds) for candidate, seconds in found if candidate.words == BASELINE), (None, inf))
+    gaining = [
+        (candidate, seconds)
+        for candidate, seconds in found
+        if seconds < baseline[1] and (1 + threshold) * seconds <= baseline[1]
+    ]
+    fastest = min((seconds for _, seconds in gaining), default=0.0)
+    return next((candidate for candidate, seconds in gaining if seconds <= (1 + AS_FAST) * fastest), baseline[0])

@@ -69,7 +69,7 @@ def verdict(plan: Plan) -> Iterator[str]:
         return
     gain = plan.speedup(plan.best) - 1
     if plan.stay:
-        fastest = max(plan.speedup(row) for row in plan.rows if row.candidate.equal and plan.fits(row)) - 1
+        fastest = max(plan.speedup(row) for row in plan.rows if row.method.equal and plan.fits(row)) - 1
         yield f"stay with ddp: the fastest other gains {100 * max(0.0, fastest):.0f} %, less than the threshold"
     else:
         yield f"{plan.best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"

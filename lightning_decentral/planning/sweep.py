@@ -65,7 +65,7 @@ def _methods(where: Setting, slices: int) -> Iterator[tuple[Candidate, Method]]:
             method.memory_bytes(where.without_network)
         except ValueError:
             continue
-        if candidate.equal:
+        if method.equal:
             yield candidate, method
 
 

@@ -63,7 +63,7 @@ def test_the_map_is_the_plan_of_each_of_its_cells() -> None:
     assert single.best is not None
     assert own.best == single.best.candidate.title
     assert {t: pytest.approx(s) for t, s in own.seconds.items()} == {
-        row.candidate.title: row.forecast.seconds for row in single.rows if row.candidate.equal
+        row.candidate.title: row.forecast.seconds for row in single.rows if row.method.equal
     }
     assert found[2].best == found[5].best == "ddp"
     assert found[3].speedup(found[3].best) > own.speedup(own.best) > 1

@@ -18,8 +18,8 @@ from lightning_decentral.gossip.topology import Auto, Ring
 from lightning_decentral.gossip.within import Replicas
 from lightning_decentral.hardware import Profile, write
 from lightning_decentral.planning import units
-from lightning_decentral.planning.candidates import candidates, encoding_of, method_of, strategy_of
-from lightning_decentral.planning.plan import plan
+from lightning_decentral.planning.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
+from lightning_decentral.planning.plan import chosen, plan
 from lightning_decentral.planning.show import verdict
 from tests.forecast.settings import links, model, setting
 
@@ -97,7 +97,34 @@ def test_partial_backprop_is_shown_and_never_recommended() -> None:
     found = plan(setting(rate=1e12), threshold=0.0)
     assert found.rows[0].candidate.title == "partial backprop"
     assert found.best is not None
-    assert found.best.candidate.equal
+    assert found.best.method.equal
+    asked = "strategy=partial_backprop strategy.depth.warm_up=0"
+    with_words = plan(setting(rate=1e12), also=[asked], threshold=0.0)
+    assert asked in [row.candidate.title for row in with_words.rows[:2]]
+    assert with_words.best is not None
+    assert with_words.best.method.equal
+
+
+@pytest.mark.parametrize(
+    ("threshold", "seconds", "best"),
+    [
+        (0.0, {"ddp": 1.015, "a": 1.0, "b": 1.01}, "a"),
+        (0.0, {"ddp": 1.0, "a": 1.0, "b": 1.01}, "ddp"),
+        (0.01, {"ddp": 1.015, "b": 1.01, "a": 1.0}, "a"),
+        (0.02, {"ddp": 1.015, "a": 1.0, "b": 1.01}, "ddp"),
+        (0.1, {"ddp": 1.11, "b": 1.015, "a": 1.0}, "a"),
+        (0.1, {"ddp": 1.2, "b": 1.015, "a": 1.0}, "b"),
+        (0.1, {"b": 1.03, "a": 1.0}, "a"),
+    ],
+)
+def test_ddp_stays_only_where_nothing_gains_the_threshold(
+    threshold: float, seconds: dict[str, float], best: str
+) -> None:
+    """Of those within 2 % of the fastest the first, if it gains the threshold itself."""
+    found = [(Candidate("strategy=ddp" if title == "ddp" else title, title), s) for title, s in seconds.items()]
+    choice = chosen(found, threshold)
+    assert choice is not None
+    assert choice.title == best
 
 
 def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
