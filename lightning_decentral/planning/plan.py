@@ -1,5 +1,6 @@
 """Forecasts of all candidates side by side, and which one to train with."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -61,12 +62,18 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The best one's words for `recipes/train.py`, with the cluster's."""
+        """The best one's words for `recipes/train.py`, with the cluster's, for a shell."""
         cluster = self.setting.cluster
-        named = self.setting.model.name.split()
-        recipe = named if named and all("=" in word for word in named) else []
+        recipe = shlex.join(self.setting.model.words)
         words = self.best.candidate.words if self.best else ""
-        return " ".join([*recipe, words, f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"])
+        return " ".join(
+            [
+                *([recipe] if recipe else []),
+                words,
+                f"trainer.num_nodes={cluster.nodes}",
+                f"trainer.devices={cluster.per_node}",
+            ]
+        )
 
 
 def fits(row: Row, memory_bytes: float | None) -> bool:

@@ -1,5 +1,6 @@
 """`lightning-decentral plan`: what is compared, what is recommended, and that it can be trained as printed."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from lightning_decentral.gossip.codec import Int8
 from lightning_decentral.gossip.forecast import Gossiping
 from lightning_decentral.gossip.topology import Auto, Ring
 from lightning_decentral.gossip.within import Replicas
-from lightning_decentral.hardware import Profile, write
+from lightning_decentral.hardware import Profile, read, write
 from lightning_decentral.planning import units
 from lightning_decentral.planning.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
 from lightning_decentral.planning.plan import chosen, plan
@@ -159,6 +160,14 @@ def test_the_command_prints_a_line_that_trains(profile: Path, capsys: pytest.Cap
         cfg = compose("train", line.split()[2:])
     assert (cfg.trainer.num_nodes, cfg.trainer.devices) == (2, 4)
     assert isinstance(instantiate(cfg.strategy, _convert_="all"), GossipStrategy)
+
+
+def test_the_command_keeps_every_word_as_a_shell_reads_it(tmp_path: Path) -> None:
+    words = ("recipe=vit", "~scheduler", "data.source=a b")
+    write(Profile(replace(model(), words=words), links().costs), tmp_path / "p.json")
+    where = replace(setting(), model=read(tmp_path / "p.json").model)
+    assert tuple(shlex.split(plan(where).command)[:3]) == words
+    assert plan(replace(where, model=replace(model(), words=()))).command.startswith("strategy=")
 
 
 def test_links_of_the_command_line_take_the_place_of_measurements(
