@@ -28,6 +28,7 @@ from lightning_decentral.partial.profiled import PartialBackward
 from lightning_decentral.pipeline.profiled import Pipelining
 
 BASELINE = "strategy=ddp"
+WHOLE_THEN_HALF = "the first quarter whole, then half the depth in every other step"
 PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
 # (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json.
 CODEC_SECONDS_PER_BYTE = {
@@ -80,7 +81,7 @@ def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candid
     for steps, delay in ((4, 4), (8, 1)):
         words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
         yield Candidate(words, f"gossip every {steps}, delay {delay}")
-    yield Candidate("strategy=partial_backprop", "partial backprop", "trains half the depth in every other step")
+    yield Candidate("strategy=partial_backprop", "partial backprop", WHOLE_THEN_HALF)
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
