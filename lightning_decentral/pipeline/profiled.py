@@ -11,7 +11,7 @@ from lightning_decentral.forecast.method import Method, Setting, synchronous
 from lightning_decentral.forecast.network import Price
 from lightning_decentral.forecast.stragglers import Floats
 from lightning_decentral.hardware import Block
-from lightning_decentral.pipeline.forecast import Forecast, forecast, tasks
+from lightning_decentral.pipeline.forecast import Forecast, forecast, halved, tasks
 from lightning_decentral.pipeline.partition import NOTHING, Even, Load, Partition
 from lightning_decentral.pipeline.schedule import Action, Kind, OneForwardOneBackward, Schedule
 from lightning_decentral.timeline import Task
@@ -58,7 +58,8 @@ class Pipelining(Method):
         """One step of one pipeline, without the update."""
         stages = self._stages(setting)
         actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
-        return tasks(actions, self.slices, *self._costs(setting, 1.0))
+        seconds, link_seconds = self._costs(setting, 1.0)
+        return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link_seconds)
 
     def card_bytes(self, setting: Setting) -> float:
         """2 (r - 1) / r of the parameters' bytes for r pipelines of one node each; hidden states between nodes."""

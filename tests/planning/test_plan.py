@@ -1,5 +1,6 @@
 """`lightning-decentral plan`: what is compared, what is recommended, and that it can be trained as printed."""
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,18 @@ from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPi
 from lightning_decentral.forecast.data_parallel import DataParallel
 from lightning_decentral.forecast.method import Cluster, Setting
 from lightning_decentral.forecast.sharded import Sharded
+from lightning_decentral.forecast.stragglers import even
 from lightning_decentral.gossip.codec import Int8
 from lightning_decentral.gossip.forecast import Gossiping
 from lightning_decentral.gossip.topology import Auto, Ring
 from lightning_decentral.gossip.within import Replicas
 from lightning_decentral.hardware import Profile, read, write
+from lightning_decentral.pipeline.profiled import Pipelining
 from lightning_decentral.planning import units
 from lightning_decentral.planning.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
 from lightning_decentral.planning.plan import chosen, plan
 from lightning_decentral.planning.show import verdict
+from lightning_decentral.timeline import makespan, run
 from tests.forecast.settings import links, model, setting
 
 CLUSTER = Cluster(8, 4)
@@ -138,6 +142,30 @@ def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
     )
     reasons = {refused.candidate.title: refused.reason for refused in found.refused}
     assert "6 stages for a model of 4 blocks" in reasons["pipelines of 6"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("strategy=token_pipeline strategy/replicas=gossiping", "strategy/replicas"),
+        ("strategy=token_pipeline strategy/activations=recompute", "strategy/activations"),
+        ("strategy=token_pipeline strategy/slicing=given strategy.slicing.lengths=[2,2]", "strategy.slicing.n=1"),
+        ("strategy=partial_backprop strategy.cuts=3", "strategy.cuts 3"),
+    ],
+)
+def test_what_no_forecast_reads_is_refused(words: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"no forecast reads .*{re.escape(reason)}"):
+        method_of(strategy_of(words), CLUSTER, 1)
+
+
+@pytest.mark.parametrize("schedule", ["tera_pipe", "one_forward_one_backward", "zero_bubble"])
+def test_pipelines_are_their_words(schedule: str) -> None:
+    words = f"strategy=token_pipeline strategy.stages=4 strategy/schedule={schedule} strategy/slicing=uniform"
+    method = method_of(strategy_of(f"{words} strategy.slicing.n=3"), CLUSTER, 1)
+    assert isinstance(method, Pipelining)
+    assert method.slices == 3
+    where = replace(setting(8, 4), model=model(update=0)).without_network
+    assert makespan(run(method.tasks(where))) == pytest.approx(float(method.seconds(where, even(8))[0]))
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
