@@ -4,6 +4,7 @@ Every pipeline of P stages takes the batches of its P devices, so that a step se
 parallelism. Slices of a micro-batch are taken to cost equally much, which `Balanced` and `Planned` come close to.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -62,12 +63,13 @@ class Pipelining(Method):
         return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link_seconds)
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (r - 1) / r of the parameters' bytes for r pipelines of one node each; hidden states between nodes."""
+        """2 (r - 1) / r of the bytes of the parameters on a node, in r pipelines; hidden states on to the next node, as
+        large gradients back to the one before."""
         stages, cluster = self._stages(setting), setting.cluster
-        replicas = cluster.workers // stages
-        gradients = 2 * (replicas - 1) / replicas * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
-        crossing = stages * max(part[-1].output_bytes for part in self._parts(setting))
-        return gradients + (crossing if stages > cluster.per_node else 0.0)
+        replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
+        gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
+        hidden = stages * max(part[-1].output_bytes for part in self._parts(setting))
+        return gradients + self._crossings(setting) * hidden
 
     def memory_bytes(self, setting: Setting) -> float:
         """Of the fullest stage, its chunks in flight included."""
@@ -76,6 +78,13 @@ class Pipelining(Method):
         held = self._run(setting, 1.0).chunks_in_flight
         saved = [sum(block.saved_bytes for block in part) * self._chunk(setting) for part in parts]
         return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
+
+    def _crossings(self, setting: Setting) -> int:
+        """The most neighbours on other nodes that the stages of one node have."""
+        cluster, stages = setting.cluster, self._stages(setting)
+        pairs = [(w, w + 1) for w in range(cluster.workers - 1) if w // stages == (w + 1) // stages]
+        cut = [{w // cluster.per_node for w in pair} for pair in pairs]
+        return max(Counter(node for nodes in cut if len(nodes) > 1 for node in nodes).values(), default=0)
 
     def _run(self, setting: Setting, factor: float) -> Forecast:
         stages = self._stages(setting)

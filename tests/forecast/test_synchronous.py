@@ -146,6 +146,26 @@ def test_pipelines_reduce_between_them() -> None:
     assert Pipelining(stages=4).card_bytes(where) == pytest.approx(4 * BLOCK_BYTES)
 
 
+@pytest.mark.parametrize(
+    ("workers", "per_node", "stages", "crossings", "gradients"),
+    [
+        (2, 1, 2, 1, 0),  # one sends hidden states, the other gradients
+        (4, 1, 4, 2, 0),  # both inner ones send both
+        (4, 2, 4, 1, 0),
+        (6, 2, 3, 2, 1 * 2 / 3),  # 0 0 | 0 1 | 1 1: the middle node sends back in one, on in the other
+        (8, 1, 4, 2, 1 * 1 / 4),
+        (8, 2, 4, 1, 1 * 2 / 4),
+        (8, 4, 4, 0, 1),
+    ],
+)
+def test_a_node_of_a_pipeline_sends_on_and_back(
+    workers: int, per_node: int, stages: int, crossings: int, gradients: float
+) -> None:
+    """By hand: 100 kB of hidden states for each device's batch; 2 (r - 1) / r of the parameters on the node."""
+    wanted = crossings * stages * 100_000 + gradients * 4 * BLOCK_BYTES
+    assert Pipelining(stages=stages).card_bytes(setting(workers, per_node)) == pytest.approx(wanted)
+
+
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--workers 10 isn't a multiple of --per-node 4"):
         Cluster(10, 4)
