@@ -98,10 +98,9 @@ class Network:
             )
         return min(usable, key=distance)
 
-    def slowest(self, reach: str) -> tuple[float, float]:
-        """(latency in seconds, bytes per second) of one exchange."""
-        price = self.price("exchange", reach, 2)
-        return price.latency_seconds, price.bytes_per_second
+    def knows(self, reach: str) -> bool:
+        """Whether anything was measured there."""
+        return any(cost.reach == reach and cost.workers > 1 and cost.operation in OPERATIONS for cost in self.costs)
 
     def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":
         """With links of this kind in place of what was measured there."""

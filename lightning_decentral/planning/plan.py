@@ -38,6 +38,8 @@ class Plan:
         rows: the fastest first.
         best: the one to train with; None where nothing fits into the memory.
         stay: whether `best` is ddp because nothing else gains enough.
+        memory_bytes: of a device; None: any.
+        also: words of the candidates that were asked for.
     """
 
     setting: Setting
@@ -46,6 +48,7 @@ class Plan:
     best: Row | None
     stay: bool
     memory_bytes: float | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> Row:
@@ -103,7 +106,7 @@ def plan(
         ValueError: words in `also` that can't be composed; nothing measured between nodes.
     """
     factors = drawn(variation, setting.cluster.workers)
-    asked = [Candidate(words, words) for words in also]
+    asked = [Candidate(words, words) for words in tuple(also)]
     for candidate in asked:
         strategy_of(candidate.words)
     rows, refused = [], []
@@ -117,9 +120,8 @@ def plan(
         rows.append(Row(candidate, method, forecast(method, setting, factors)))
     best = _best(rows, memory_bytes, threshold)
     order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
-    return Plan(
-        setting, order, tuple(refused), best, best is not None and best.candidate.words == BASELINE, memory_bytes
-    )
+    stay = best is not None and best.candidate.words == BASELINE
+    return Plan(setting, order, tuple(refused), best, stay, memory_bytes, tuple(one.words for one in asked))
 
 
 def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> Row | None:
