@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy, cli
 from lightning_decentral.forecast.data_parallel import DataParallel
 from lightning_decentral.forecast.method import Cluster, Setting
+from lightning_decentral.forecast.network import Network
 from lightning_decentral.forecast.sharded import Sharded
 from lightning_decentral.forecast.stragglers import even
 from lightning_decentral.gossip.codec import Int8
@@ -24,7 +25,7 @@ from lightning_decentral.pipeline.profiled import Pipelining
 from lightning_decentral.planning import units
 from lightning_decentral.planning.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
 from lightning_decentral.planning.plan import chosen, plan
-from lightning_decentral.planning.show import verdict
+from lightning_decentral.planning.show import sentences, verdict
 from lightning_decentral.timeline import makespan, run
 from tests.forecast.settings import links, model, setting
 
@@ -207,7 +208,28 @@ def test_links_of_the_command_line_take_the_place_of_measurements(
     assert "stay with ddp" in capsys.readouterr().out
     write(Profile(model()), profile)
     cli.main(["plan", str(profile), "--workers", "8", "--bandwidth", "200mbit"])
-    assert "~ extrapolated" in capsys.readouterr().out
+    assert "~ priced from --bandwidth, not measured\n" in capsys.readouterr().out
+
+
+def test_it_says_where_prices_come_from() -> None:
+    def said(where: Setting) -> list[str]:
+        return [*sentences(plan(where))]
+
+    card = Network(()).linked("between", 1e-4, 1e9)
+    too_dear = "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    only = replace(setting(8, 4), network=card)
+    assert too_dear in said(only)
+    assert "~ priced from --bandwidth, not measured" in said(only)
+    assert too_dear not in said(replace(setting(8), network=card))
+    both = replace(only, network=card.linked("inside", 1e-5, 1e10))
+    assert too_dear not in said(both)
+    assert "~ priced from --bandwidth and --inside-bandwidth, not measured" in said(both)
+    extrapolated = "extrapolated: not measured on groups of this size"
+    assert f"~ {extrapolated}" in said(setting(8, 4))
+    part = replace(only, network=links().linked("between", 1e-4, 1e9))
+    assert f"~ priced from --bandwidth, not measured, or {extrapolated}" in said(part)
+    assert "on every host, as docs/cluster.md says:" in said(only)
+    assert not any("every host" in line for line in said(setting(4, 4)))
 
 
 @pytest.mark.parametrize(
