@@ -25,8 +25,11 @@ SIZES = (1024, 65_536)
 def measure(
     folder: Path, size: int, per_node: int, *words: str, seconds: float = 60.0, last: Sequence[str] = ()
 ) -> list[str]:
-    """What each worker says, its exit status at the end; all are killed when the time is over. `last`: more words of the
-    last one."""
+    """What each worker says, its exit status at the end; all are killed when the time is over.
+
+    Args:
+        last: more words of the last worker.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     context = torch.multiprocessing.get_context("fork")  # what is imported stays imported

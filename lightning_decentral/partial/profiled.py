@@ -29,9 +29,9 @@ def cut(blocks: Sequence[Block], depth: int) -> tuple[Block, ...]:
 class PartialBackward(Method):
     """Every step as long as that of the worker that is last, each at its own depth, gradients all-reduced.
 
-    A warm-up of a part w of the run counts as that part, w full steps + (1 - w) steady ones; one of some steps, of a run
-    whose length isn't known, takes memory only. An assignment that looks at gradients is taken at its first depths. A segment that only
-    some workers train is taken to cost what all of them would.
+    A warm-up of a part w of the run counts as that part, w full steps + (1 - w) steady ones; one of some steps, of a
+    run whose length isn't known, takes memory only. An assignment that looks at gradients is taken at its first depths.
+    A segment that only some workers train is taken to cost what all of them would.
     """
 
     equal: ClassVar[bool] = False
