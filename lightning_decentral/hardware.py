@@ -37,6 +37,7 @@ class Model:
         name: what was profiled, for people: the words of the command line.
         batch: samples of a step.
         state_bytes: of the optimizer's state.
+        words: of the command line of `recipes/train.py` that make this model; empty for another one.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Model:
     blocks: tuple[Block, ...]
     batch: int = 1
     state_bytes: int = 0
+    words: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -141,9 +143,10 @@ def _profile(found: Mapping[str, Any]) -> Profile:
     blocks = tuple(Block(**block) for block in model.pop("blocks"))
     if not blocks:
         raise ValueError("a model without blocks")
+    words = tuple(map(str, model.pop("words", ())))
     network = tuple(Cost(**{**cost, "points": _pairs(cost.get("points", ()))}) for cost in found["network"])
     variation = tuple(float(factor) for factor in found["variation"])
-    return Profile(Model(blocks=blocks, **model), network, variation, dict(found["hosts"]))
+    return Profile(Model(blocks=blocks, words=words, **model), network, variation, dict(found["hosts"]))
 
 
 def _pairs(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:

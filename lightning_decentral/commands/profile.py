@@ -107,6 +107,7 @@ def profile(overrides: Sequence[str], steps: int, done: Callable[[], None] = lam
         raise ValueError(f"steps must be at least 2, got {steps}: 30 show how unequal steps are")
     with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
         cfg = compose("train", [*overrides, *ALONE, "trainer.default_root_dir=null"])
+    _refuse_accumulation(cfg.trainer.accumulate_grad_batches)
     recipes = importlib.import_module("lightning_decentral.recipes.train")
     data = instantiate(cfg.data, _convert_="all")
     module: LightningModule = recipes.build_model(cfg, data.sizes)
@@ -118,8 +119,17 @@ def profile(overrides: Sequence[str], steps: int, done: Callable[[], None] = lam
     seconds = measured.steps()
     mean = sum(seconds) / len(seconds)
     device = device_name(trainer.strategy.root_device)
-    model = Model(" ".join(overrides) or "recipe=vit", device, measured.blocks, measured.batch, measured.state_bytes)
+    name, words = " ".join(overrides) or "recipe=vit", tuple(overrides)
+    model = Model(name, device, measured.blocks, measured.batch, measured.state_bytes, words)
     return Profile(model, (), tuple(round(s / mean, 4) for s in seconds), {platform.node(): device}), mean
+
+
+def _refuse_accumulation(batches: int) -> None:
+    if batches != 1:
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={batches}: a profile, and a plan from it, is of steps of one batch; "
+            "leave the word out"
+        )
 
 
 def shown(model: Model) -> Table:

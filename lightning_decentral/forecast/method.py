@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -60,6 +61,9 @@ class Setting:
 
 class Method(ABC):
     """A way to train. A value: the setting is an argument."""
+
+    equal: ClassVar[bool] = True
+    """Whether every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:

@@ -61,11 +61,15 @@ FREE = Price(0.0, inf)
 class Network:
     """Prices from what was measured.
 
+    Args:
+        given: reaches whose links aren't measured but given by hand.
+
     Raises:
         ValueError: `price` where nothing was measured between nodes.
     """
 
     costs: tuple[Cost, ...]
+    given: tuple[str, ...] = ()
 
     def price(self, operation: str, reach: str, workers: int, flows: int = 1, per_node: int = 1) -> Price:
         """Of an operation on a group, `per_node` of which share a node; nothing for a group of one.
@@ -98,15 +102,15 @@ class Network:
             )
         return min(usable, key=distance)
 
-    def slowest(self, reach: str) -> tuple[float, float]:
-        """(latency in seconds, bytes per second) of one exchange."""
-        price = self.price("exchange", reach, 2)
-        return price.latency_seconds, price.bytes_per_second
+    def knows(self, reach: str) -> bool:
+        """Whether anything was measured there."""
+        return any(cost.reach == reach and cost.workers > 1 and cost.operation in OPERATIONS for cost in self.costs)
 
     def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":
         """With links of this kind in place of what was measured there."""
         link = Cost("exchange", reach, 2, 1, latency_seconds, bytes_per_second)
-        return Network((*(cost for cost in self.costs if cost.reach != reach), link))
+        measured = (cost for cost in self.costs if cost.reach != reach)
+        return Network((*measured, link), tuple(dict.fromkeys((*self.given, reach))))
 
 
 NO_NETWORK = Network((Cost("exchange", "inside", 2, 1, 0.0, inf), Cost("exchange", "between", 2, 1, 0.0, inf)))

@@ -186,7 +186,7 @@ class Gossiping(Method):
         sides = ("inside", load.inside, cluster.per_node, 1), ("between", load.between, cluster.nodes, flows)
         operation = "all_reduce" if load.clique else "exchange"
         return [
-            (setting.network.price(operation, reach, load.clique or group, flows), messages)
+            (setting.network.price(operation, reach, load.clique or group, flows, load.per_node), messages)
             for reach, messages, group, flows in sides
             if messages
         ]

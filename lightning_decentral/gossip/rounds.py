@@ -4,6 +4,7 @@ A step whose graph is disjoint cliques of equal weights all-reduces in them, whe
 other one peers send each other messages.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,12 +26,14 @@ class Load:
         inside: messages to or from workers of the same node, whichever are more; in a clique 1 if it is in one node.
         between: the same with other nodes.
         flows: workers of the node, or cliques on it, that use its network card at the same time.
+        per_node: the most workers of the clique that share a node.
     """
 
     clique: int = 0
     inside: int = 0
     between: int = 0
     flows: int = 1
+    per_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,13 @@ def _peers(sources: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]
 
 
 def _cliques(cliques: Partition, size: int, per_node: int) -> tuple[Load, ...]:
-    nodes = {clique: {rank // per_node for rank in clique} for clique in cliques}
+    nodes = {clique: Counter(rank // per_node for rank in clique) for clique in cliques}
     spanning = [node for touched in nodes.values() if len(touched) > 1 for node in touched]
     loads = [Load()] * size
     for clique, touched in nodes.items():
         if len(clique) > 1:
             flows = max([1, *(spanning.count(node) for node in touched)])
-            load = Load(len(clique), int(len(touched) == 1), int(len(touched) > 1), flows)
+            load = Load(len(clique), int(len(touched) == 1), int(len(touched) > 1), flows, max(touched.values()))
             for rank in clique:
                 loads[rank] = load
     return tuple(loads)

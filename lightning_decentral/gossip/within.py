@@ -32,7 +32,8 @@ class Within(ABC):
         return FREE
 
     def _price(self, operation: str, setting: Setting) -> Price:
-        return setting.network.price(operation, setting.cluster.reach(self.devices), self.devices)
+        cluster, devices = setting.cluster, self.devices
+        return setting.network.price(operation, cluster.reach(devices), devices, 1, min(devices, cluster.per_node))
 
 
 @dataclass(frozen=True)

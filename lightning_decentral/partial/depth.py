@@ -119,9 +119,10 @@ class Full(DepthAssignment):
 class Temporal(DepthAssignment):
     """depth = order(step), the same on every worker.
 
-    All save compute, memory and traffic in the same step, so the step gets shorter: seconds (1 + 2 f) / 3 of full ones
-    at fraction f of equal blocks. The first quarter of the run is at full depth, which loses least of what was tried
-    (`benchmarks/partial_accuracy.py`).
+    All save compute and traffic in the same step, so the step gets shorter: seconds (1 + 2 f) / 3 of full ones at
+    fraction f of equal blocks. The peak of memory is that of the largest depth: with a warm-up, or an order with full
+    steps such as the default, as much as `Full` needs. The first quarter of the run is at full depth, which loses least
+    of what was tried (`benchmarks/partial_accuracy.py`).
     """
 
     warm_up: float = 0.25

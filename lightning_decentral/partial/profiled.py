@@ -5,6 +5,7 @@ depth d: forward of all, backward, all-reduce and update of the top d
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from lightning_decentral.forecast.method import Method, Setting, at_factors, rep
 from lightning_decentral.forecast.network import Price
 from lightning_decentral.forecast.stragglers import COUNTED_STEPS, WARM_STEPS, Floats
 from lightning_decentral.hardware import Block
-from lightning_decentral.partial.depth import DepthAssignment, Temporal
+from lightning_decentral.partial.depth import DepthAssignment, Full, Temporal
 from lightning_decentral.timeline import Task, makespan, run
 
 
@@ -28,9 +29,12 @@ def cut(blocks: Sequence[Block], depth: int) -> tuple[Block, ...]:
 class PartialBackward(Method):
     """Every step as long as that of the worker that is last, each at its own depth, gradients all-reduced.
 
-    Depths after the warm-up; an assignment that looks at gradients is taken at its first depths. A segment that only
-    some workers train is taken to cost what all of them would.
+    A warm-up of a part w of the run counts as that part, w full steps + (1 - w) steady ones; one of some steps, of a
+    run whose length isn't known, takes memory only. An assignment that looks at gradients is taken at its first depths.
+    A segment that only some workers train is taken to cost what all of them would.
     """
+
+    equal: ClassVar[bool] = False
 
     depth: DepthAssignment = field(default_factory=Temporal)
 
@@ -39,7 +43,14 @@ class PartialBackward(Method):
         return data_parallel.DataParallel().prices(setting)
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Mean over the steps."""
+        """Mean over the run."""
+        whole = self._whole
+        steady = self._steady(setting, factors)
+        full = replace(self, depth=Full())._steady(setting, factors) if whole else steady
+        return whole * full + (1 - whole) * steady
+
+    def _steady(self, setting: Setting, factors: Floats) -> Floats:
+        """[runs] after the warm-up."""
         runs, steps, workers = factors.shape
         depths = [self._depths(setting, step) for step in range(steps)]
         table = {d: self._at(setting, d, factors) for d in set().union(*depths)}
@@ -58,13 +69,20 @@ class PartialBackward(Method):
         depths = [max(self._depths(setting, step)) for step in range(COUNTED_STEPS)]
         trained = [sum(b.parameter_bytes for b in setting.model.blocks[-d:]) for d in depths]
         share = sum(trained) / len(trained) / max(1, setting.model.parameter_bytes)
+        share = self._whole + (1 - self._whole) * share
         return share * data_parallel.DataParallel().card_bytes(setting)
 
     def memory_bytes(self, setting: Setting) -> float:
-        """At the largest depth."""
-        reach = self.depth.reach(setting.cluster.workers, len(setting.model.blocks))
-        below = sum(b.saved_bytes for b in setting.model.blocks[: len(setting.model.blocks) - reach])
+        """At the largest depth, which a warm-up makes the full one."""
+        segments = len(setting.model.blocks)
+        reach = segments if self.depth.warm_up else self.depth.reach(setting.cluster.workers, segments)
+        below = sum(b.saved_bytes for b in setting.model.blocks[: segments - reach])
         return replica_bytes(setting.model) - below + setting.model.parameter_bytes
+
+    @property
+    def _whole(self) -> float:
+        """The part of the run at full depth."""
+        return self.depth.warm_up if self.depth.warm_up < 1 else 0.0
 
     def _depths(self, setting: Setting, step: int) -> list[int]:
         workers, segments = setting.cluster.workers, len(setting.model.blocks)

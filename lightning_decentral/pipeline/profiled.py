@@ -4,6 +4,7 @@ Every pipeline of P stages takes the batches of its P devices, so that a step se
 parallelism. Slices of a micro-batch are taken to cost equally much, which `Balanced` and `Planned` come close to.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from lightning_decentral.forecast.method import Method, Setting, synchronous
 from lightning_decentral.forecast.network import Price
 from lightning_decentral.forecast.stragglers import Floats
 from lightning_decentral.hardware import Block
-from lightning_decentral.pipeline.forecast import Forecast, forecast, tasks
+from lightning_decentral.pipeline.forecast import Forecast, forecast, halved, tasks
 from lightning_decentral.pipeline.partition import NOTHING, Even, Load, Partition
 from lightning_decentral.pipeline.schedule import Action, Kind, OneForwardOneBackward, Schedule
 from lightning_decentral.timeline import Task
@@ -41,11 +42,11 @@ class Pipelining(Method):
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         """(hidden states to the next stage, gradients between equal stages)."""
         stages, cluster = self._stages(setting), setting.cluster
-        flows = min(stages, cluster.per_node)
-        sent = setting.network.price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
-        return sent, setting.network.price(
-            "all_reduce", cluster.reach(cluster.workers), cluster.workers // stages, flows if cluster.nodes > 1 else 1
-        )
+        flows = min(stages, cluster.per_node) if cluster.nodes > 1 else 1
+        equal, per_node = cluster.workers // stages, max(1, cluster.per_node // stages)
+        price, everywhere = setting.network.price, cluster.reach(cluster.workers)
+        sent = price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
+        return sent, price("all_reduce", everywhere, equal, flows, per_node)
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         """Of the slowest device."""
@@ -58,15 +59,17 @@ class Pipelining(Method):
         """One step of one pipeline, without the update."""
         stages = self._stages(setting)
         actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
-        return tasks(actions, self.slices, *self._costs(setting, 1.0))
+        seconds, link_seconds = self._costs(setting, 1.0)
+        return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link_seconds)
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (r - 1) / r of the parameters' bytes for r pipelines of one node each; hidden states between nodes."""
+        """2 (r - 1) / r of the bytes of the parameters on a node, in r pipelines; hidden states on to the next node, as
+        large gradients back to the one before."""
         stages, cluster = self._stages(setting), setting.cluster
-        replicas = cluster.workers // stages
-        gradients = 2 * (replicas - 1) / replicas * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
-        crossing = stages * max(part[-1].output_bytes for part in self._parts(setting))
-        return gradients + (crossing if stages > cluster.per_node else 0.0)
+        replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
+        gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
+        hidden = stages * max(part[-1].output_bytes for part in self._parts(setting))
+        return gradients + self._crossings(setting) * hidden
 
     def memory_bytes(self, setting: Setting) -> float:
         """Of the fullest stage, its chunks in flight included."""
@@ -75,6 +78,13 @@ class Pipelining(Method):
         held = self._run(setting, 1.0).chunks_in_flight
         saved = [sum(block.saved_bytes for block in part) * self._chunk(setting) for part in parts]
         return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
+
+    def _crossings(self, setting: Setting) -> int:
+        """The most neighbours on other nodes that the stages of one node have."""
+        cluster, stages = setting.cluster, self._stages(setting)
+        pairs = [(w, w + 1) for w in range(cluster.workers - 1) if w // stages == (w + 1) // stages]
+        cut = [{w // cluster.per_node for w in pair} for pair in pairs]
+        return max(Counter(node for nodes in cut if len(nodes) > 1 for node in nodes).values(), default=0)
 
     def _run(self, setting: Setting, factor: float) -> Forecast:
         stages = self._stages(setting)

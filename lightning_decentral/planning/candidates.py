@@ -25,9 +25,14 @@ from lightning_decentral.gossip.forecast import PLAIN, Encoding, Gossiping
 from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
 from lightning_decentral.gossip.within import Alone, Replicas, Shards, Within
 from lightning_decentral.partial.profiled import PartialBackward
+from lightning_decentral.pipeline.boundary import Exact
 from lightning_decentral.pipeline.profiled import Pipelining
+from lightning_decentral.pipeline.slicing import Balanced, Planned, Uniform
+from lightning_decentral.pipeline.stage import Keep
+from lightning_decentral.replicas import AllReduce as AllReduceGradients
 
 BASELINE = "strategy=ddp"
+WHOLE_THEN_HALF = "the first quarter whole, then half the depth in every other step"
 PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
 # (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json.
 CODEC_SECONDS_PER_BYTE = {
@@ -48,13 +53,11 @@ class Candidate:
     Args:
         words: of the command line.
         title: for tables.
-        equal: whether every step trains all that a step of ddp does; otherwise it is shown and never recommended.
         remark: what a reader must know of the number.
     """
 
     words: str
     title: str
-    equal: bool = True
     remark: str = ""
 
 
@@ -82,7 +85,7 @@ def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candid
     for steps, delay in ((4, 4), (8, 1)):
         words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
         yield Candidate(words, f"gossip every {steps}, delay {delay}")
-    yield Candidate("strategy=partial_backprop", "partial backprop", False, "trains half the depth in every other step")
+    yield Candidate("strategy=partial_backprop", "partial backprop", WHOLE_THEN_HALF)
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
@@ -148,12 +151,45 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
 
 @method_of.register
 def _(strategy: PartialBackpropStrategy, cluster: Cluster, slices: int) -> Method:
+    _refuse_unread("strategy.cuts", strategy.cuts, "auto")
     return PartialBackward(strategy.depth)
 
 
 @method_of.register
 def _(strategy: TokenPipelineStrategy, cluster: Cluster, slices: int) -> Method:
-    return Pipelining(strategy.stages, strategy.microbatches, slices, strategy.schedule, strategy.partition)
+    _refuse_unread("strategy/replicas", strategy.replicas, AllReduceGradients())
+    _refuse_unread("strategy/activations", strategy.activations, Keep())
+    _refuse_unread("strategy/boundary", strategy.boundary, Exact())
+    own = slices_of(strategy.slicing, slices)
+    return Pipelining(strategy.stages, strategy.microbatches, own, strategy.schedule, strategy.partition)
+
+
+def _refuse_unread(option: str, asked: object, read: object) -> None:
+    """ValueError for what would change a step and no forecast knows."""
+    if asked != read:
+        raise ValueError(f"no forecast reads {option} {asked}: it is predicted as {read} only, so leave the word out")
+
+
+@singledispatch
+def slices_of(slicing: object, slices: int) -> int:
+    """How many a sequence is cut into.
+
+    Raises:
+        ValueError: their lengths are given.
+    """
+    raise ValueError(f"no forecast reads strategy/slicing {slicing}: take uniform with strategy.slicing.n={slices}")
+
+
+@slices_of.register(Planned)
+@slices_of.register(type(None))
+def _(slicing: Planned | None, slices: int) -> int:
+    return slices  # measured when the training starts
+
+
+@slices_of.register(Uniform)
+@slices_of.register(Balanced)
+def _(slicing: Uniform | Balanced, slices: int) -> int:
+    return slicing.n
 
 
 @singledispatch

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from math import inf
 
 from lightning_decentral.planning import pictures
 from lightning_decentral.planning.plan import THRESHOLD, Plan
@@ -10,6 +11,7 @@ from lightning_decentral.planning.sweep import RATES, Cell, sizes
 from lightning_decentral.planning.sweep import cells as swept
 
 MOST_CURVES = 8
+NO_MAP = "<p>No map of other clusters: nothing is known of a network between nodes; give --bandwidth 200mbit.</p>"
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>plan</title>'
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b263b; max-width: 1000px; margin: 2em auto; padding: 0 1em }
@@ -38,8 +40,10 @@ def page(
     Raises:
         ValueError: no matplotlib.
     """
-    found = swept(plan.setting, variation, workers or sizes(plan.setting), rates, threshold, slices)
-    body = "\n".join([*_head(plan), *_pictures(plan, found)])
+    where, limit = plan.setting, inf if plan.memory_bytes is None else plan.memory_bytes
+    counts = (workers or sizes(where)) if where.network.knows("between") else []
+    found = swept(where, variation, counts, rates, threshold, slices, plan.also, limit) if counts else []
+    body = "\n".join([*_head(plan), *(_maps(plan, found) if found else [NO_MAP]), *_timelines(plan)])
     return f"{HEAD}<style>{STYLE}</style>\n{body}\n</html>\n"
 
 
@@ -57,10 +61,11 @@ def _line(tag: str, found: Sequence[str], attributes: str = "") -> str:
     return f"<tr{attributes}>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in found) + "</tr>"
 
 
-def _pictures(plan: Plan, found: Sequence[Cell]) -> Iterator[str]:
-    titles = [row.candidate.title for row in plan.rows if row.candidate.equal][:MOST_CURVES]
+def _maps(plan: Plan, found: Sequence[Cell]) -> Iterator[str]:
+    titles = [row.candidate.title for row in plan.rows if row.method.equal][:MOST_CURVES]
     own = plan.setting.cluster.workers
-    rate = min({c.bytes_per_second for c in found}, key=lambda r: abs(r - plan.setting.network.slowest("between")[1]))
+    own_rate = plan.setting.network.price("exchange", "between", 2).bytes_per_second
+    rate = min({c.bytes_per_second for c in found}, key=lambda r: abs(r - own_rate))
     over_workers = [cell for cell in found if cell.bytes_per_second == rate]
     over_rates = [cell for cell in found if cell.workers == own]
     yield "<h2>Where each method wins</h2><p>Colour: what to train with; number: its speed-up over ddp.</p>"
@@ -70,6 +75,9 @@ def _pictures(plan: Plan, found: Sequence[Cell]) -> Iterator[str]:
     yield pictures.curves(over_workers, titles, colours, lambda cell: cell.workers, "workers")
     yield f"<h2>Over bandwidth, {own} workers</h2>"
     yield pictures.curves(over_rates, titles, colours, lambda cell: 8 * cell.bytes_per_second / 1e9, "Gbit/s")
+
+
+def _timelines(plan: Plan) -> Iterator[str]:
     for row in dict.fromkeys([plan.baseline, *([plan.best] if plan.best else [])]):
         yield f"<h2>Timeline: {escape(row.candidate.title)}</h2><p>Equally fast workers; the first rows.</p>"
         yield pictures.timeline(row.method.tasks(plan.setting))

@@ -1,7 +1,9 @@
 """Forecasts of all candidates side by side, and which one to train with."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from lightning_decentral.forecast.method import Forecast, Method, Setting, forecast
 from lightning_decentral.forecast.stragglers import drawn
@@ -36,6 +38,8 @@ class Plan:
         rows: the fastest first.
         best: the one to train with; None where nothing fits into the memory.
         stay: whether `best` is ddp because nothing else gains enough.
+        memory_bytes: of a device; None: any.
+        also: words of the candidates that were asked for.
     """
 
     setting: Setting
@@ -44,6 +48,7 @@ class Plan:
     best: Row | None
     stay: bool
     memory_bytes: float | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> Row:
@@ -60,12 +65,18 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The best one's words for `recipes/train.py`, with the cluster's."""
+        """The best one's words for `recipes/train.py`, with the cluster's, for a shell."""
         cluster = self.setting.cluster
-        named = self.setting.model.name.split()
-        recipe = named if named and all("=" in word for word in named) else []
+        recipe = shlex.join(self.setting.model.words)
         words = self.best.candidate.words if self.best else ""
-        return " ".join([*recipe, words, f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"])
+        return " ".join(
+            [
+                *([recipe] if recipe else []),
+                words,
+                f"trainer.num_nodes={cluster.nodes}",
+                f"trainer.devices={cluster.per_node}",
+            ]
+        )
 
 
 def fits(row: Row, memory_bytes: float | None) -> bool:
@@ -95,7 +106,7 @@ def plan(
         ValueError: words in `also` that can't be composed; nothing measured between nodes.
     """
     factors = drawn(variation, setting.cluster.workers)
-    asked = [Candidate(words, words) for words in also]
+    asked = [Candidate(words, words) for words in tuple(also)]
     for candidate in asked:
         strategy_of(candidate.words)
     rows, refused = [], []
@@ -109,22 +120,23 @@ def plan(
         rows.append(Row(candidate, method, forecast(method, setting, factors)))
     best = _best(rows, memory_bytes, threshold)
     order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
-    return Plan(
-        setting, order, tuple(refused), best, best is not None and best.candidate.words == BASELINE, memory_bytes
-    )
+    stay = best is not None and best.candidate.words == BASELINE
+    return Plan(setting, order, tuple(refused), best, stay, memory_bytes, tuple(one.words for one in asked))
 
 
 def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> Row | None:
-    usable = [row for row in rows if fits(row, memory_bytes)]
+    usable = [row for row in rows if row.method.equal and fits(row, memory_bytes)]
     best = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
     return next((row for row in usable if row.candidate is best), None)
 
 
 def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
-    """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest ones, that which mixes most."""
-    usable = [(candidate, seconds) for candidate, seconds in found if candidate.equal]
-    fastest = min((seconds for _, seconds in usable), default=0.0)
-    for candidate, seconds in usable:
-        if candidate.words == BASELINE and seconds < (1 + threshold) * fastest:
-            return candidate
-    return next((candidate for candidate, seconds in usable if seconds <= (1 + AS_FAST) * fastest), None)
+    """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, the one that mixes most."""
+    baseline = next(((candidate, seconds) for candidate, seconds in found if candidate.words == BASELINE), (None, inf))
+    gaining = [
+        (candidate, seconds)
+        for candidate, seconds in found
+        if seconds < baseline[1] and (1 + threshold) * seconds <= baseline[1]
+    ]
+    fastest = min((seconds for _, seconds in gaining), default=0.0)
+    return next((candidate for candidate, seconds in gaining if seconds <= (1 + AS_FAST) * fastest), baseline[0])

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from lightning_decentral.forecast.network import Network
 from lightning_decentral.gossip.forecast import Gossiping
 from lightning_decentral.planning.plan import Plan, Row
 from lightning_decentral.planning.published import Verdict
 from lightning_decentral.planning.units import shown_bytes
 
 HEADINGS = ("method", "ms/step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
+GIVEN = {"between": "--bandwidth", "inside": "--inside-bandwidth"}
 EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
 
 
@@ -51,7 +53,9 @@ def sentences(plan: Plan) -> Iterator[str]:
         "takes no time would save; card: bytes that a node sends in a step"
     )
     if any(row.forecast.extrapolated for row in plan.rows):
-        yield f"{EXTRAPOLATED} extrapolated: not measured on groups of this size"
+        yield f"{EXTRAPOLATED} {_unmeasured(plan.setting.network)}"
+    if plan.setting.cluster.per_node > 1 and not plan.setting.network.knows("inside"):
+        yield "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
     for remark in dict.fromkeys(row.candidate.remark for row in plan.rows if row.candidate.remark):
         titles = [row.candidate.title for row in plan.rows if row.candidate.remark == remark]
         yield f"{REMARK} {'; '.join(titles)}: {remark}"
@@ -62,6 +66,15 @@ def sentences(plan: Plan) -> Iterator[str]:
     yield from verdict(plan)
 
 
+def _unmeasured(network: Network) -> str:
+    options = " and ".join(GIVEN[reach] for reach in network.given)
+    measured = any(cost.reach not in network.given for cost in network.costs)
+    extrapolated = "extrapolated: not measured on groups of this size"
+    if not options:
+        return extrapolated
+    return f"priced from {options}, not measured" + (f", or {extrapolated}" if measured else "")
+
+
 def verdict(plan: Plan) -> Iterator[str]:
     """The recommendation."""
     if plan.best is None:
@@ -69,12 +82,14 @@ def verdict(plan: Plan) -> Iterator[str]:
         return
     gain = plan.speedup(plan.best) - 1
     if plan.stay:
-        fastest = max(plan.speedup(row) for row in plan.rows if row.candidate.equal and plan.fits(row)) - 1
+        fastest = max(plan.speedup(row) for row in plan.rows if row.method.equal and plan.fits(row)) - 1
         yield f"stay with ddp: the fastest other gains {100 * max(0.0, fastest):.0f} %, less than the threshold"
     else:
         yield f"{plan.best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"
     if isinstance(plan.best.method, Gossiping):
         yield "gossip is another algorithm than all-reduce: compare what both reach before you settle"
+    if plan.setting.cluster.nodes > 1:
+        yield "on every host, as docs/cluster.md says:"
     yield f"python recipes/train.py {plan.command}"
 
 

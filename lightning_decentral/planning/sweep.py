@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from lightning_decentral.forecast.method import Cluster, Method, Setting
 from lightning_decentral.forecast.stragglers import drawn
@@ -12,11 +13,15 @@ NODES = (2, 4, 8, 16)
 RATES = (1.25e7, 1.25e8, 1.25e9, 3.125e9, 1.25e10, 5e10)  # 100 Mbit/s ... 400 Gbit/s
 MOST_WORKERS = 128
 RUNS = 2
+NOTHING = "nothing fits"
+
+Fitting = tuple[Candidate, Method, bool]
+"""Whether a device's memory holds it."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cluster: seconds of the candidates by title, and the one to train with."""
+    """One cluster: seconds of the candidates by title, and the one to train with or `NOTHING`."""
 
     workers: int
     bytes_per_second: float
@@ -41,44 +46,54 @@ def cells(
     rates: Sequence[float],
     threshold: float,
     slices: int = 1,
+    also: Sequence[str] = (),
+    memory_bytes: float = inf,
 ) -> list[Cell]:
-    """Every number of workers with every rate; the latency stays as it is."""
-    latency = setting.network.slowest("between")[0]
+    """Every number of workers with every rate; the latency stays as it is.
+
+    Args:
+        also: words of further candidates.
+        memory_bytes: of a device; what needs more isn't recommended.
+    """
+    latency = setting.network.price("exchange", "between", 2).latency_seconds
     return [
         _cell(
-            replace(where, network=where.network.linked("between", latency, rate)), variation, methods, rate, threshold
+            replace(where, network=where.network.linked("between", latency, rate)), variation, fitting, rate, threshold
         )
-        for where, methods in (_at(setting, count, slices) for count in workers)
+        for where, fitting in (_at(setting, count, slices, also, memory_bytes) for count in workers)
         for rate in rates
     ]
 
 
-def _at(setting: Setting, workers: int, slices: int) -> tuple[Setting, list[tuple[Candidate, Method]]]:
+def _at(
+    setting: Setting, workers: int, slices: int, also: Sequence[str], memory_bytes: float
+) -> tuple[Setting, list[Fitting]]:
     where = replace(setting, cluster=Cluster(workers, setting.cluster.per_node))
-    return where, list(_methods(where, slices))
+    compared = [*candidates(where.cluster, where.model.batch, slices), *(Candidate(words, words) for words in also)]
+    return where, list(_methods(where, slices, compared, memory_bytes))
 
 
-def _methods(where: Setting, slices: int) -> Iterator[tuple[Candidate, Method]]:
-    for candidate in candidates(where.cluster, where.model.batch, slices):
+def _methods(where: Setting, slices: int, compared: Sequence[Candidate], memory_bytes: float) -> Iterator[Fitting]:
+    for candidate in compared:
         try:
             method = method_of(strategy_of(candidate.words), where.cluster, slices)
-            method.memory_bytes(where.without_network)
+            fits = method.memory_bytes(where.without_network) <= memory_bytes
         except ValueError:
             continue
-        if candidate.equal:
-            yield candidate, method
+        if method.equal:
+            yield candidate, method, fits
 
 
 def _cell(
     where: Setting,
     variation: Sequence[float],
-    methods: Sequence[tuple[Candidate, Method]],
+    methods: Sequence[Fitting],
     rate: float,
     threshold: float,
 ) -> Cell:
     factors = drawn(variation, where.cluster.workers, RUNS)
-    found = [(candidate, float(method.seconds(where, factors).mean())) for candidate, method in methods]
-    best = chosen(found, threshold)
-    assert best is not None  # ddp serves every cluster
-    assert any(candidate.words == BASELINE for candidate, _ in found)
-    return Cell(where.cluster.workers, rate, {candidate.title: seconds for candidate, seconds in found}, best.title)
+    found = [(candidate, float(method.seconds(where, factors).mean()), fits) for candidate, method, fits in methods]
+    assert any(candidate.words == BASELINE for candidate, _, _ in found)  # ddp serves every cluster
+    best = chosen([(candidate, seconds) for candidate, seconds, fits in found if fits], threshold)
+    by_title = {candidate.title: seconds for candidate, seconds, _ in found}
+    return Cell(where.cluster.workers, rate, by_title, best.title if best else NOTHING)

@@ -168,7 +168,7 @@ def test_a_recipe_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     words = ["recipe=vit", "trainer.accelerator=cpu"]
     cli.main(["profile", *words, "--steps", "3", "--out", str(path)])
     found = read(path)
-    assert found.model.name == " ".join(words)
+    assert (found.model.name, found.model.words) == (" ".join(words), tuple(words))
     assert [b.name.rpartition(".")[2] for b in found.model.blocks] == ["inputs", "0", "1", "2", "layernorm"]
     assert found.model.batch == 8
     tensors = parameters(words)
@@ -231,6 +231,8 @@ def test_blocks_add_up_to_a_step_of_a_plain_loop() -> None:
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(SystemExit, match="error: steps must be at least 2, got 1"):
         cli.main(["profile", "recipe=vit", "--steps", "1"])
+    with pytest.raises(SystemExit, match=r"error: trainer.accumulate_grad_batches=4: .* leave the word out"):
+        cli.main(["profile", "recipe=vit", "trainer.accumulate_grad_batches=4"])
     with pytest.raises(SystemExit, match=r"error: .* 'recipe/coffee': choose one of gpt, resnet, vit"):
         cli.main(["profile", "recipe=coffee"])
     with pytest.raises(ValueError, match="Perceptron optimizes manually"):

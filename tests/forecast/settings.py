@@ -9,7 +9,9 @@ BLOCK_BYTES = 4_000_000
 
 def model(blocks: int = 4, forward: float = 0.01, backward: float = 0.02, update: float = 0.002) -> Model:
     pieces = [Block(f"b{i}", forward, backward, update, BLOCK_BYTES, 500_000, 100_000) for i in range(blocks)]
-    return Model("recipe=vit", "cpu", tuple(pieces), batch=8, state_bytes=2 * blocks * BLOCK_BYTES)
+    return Model(
+        "recipe=vit", "cpu", tuple(pieces), batch=8, state_bytes=2 * blocks * BLOCK_BYTES, words=("recipe=vit",)
+    )
 
 
 def links(latency: float = 1e-4, rate: float = 1e9, inside: float = 1e10) -> Network:

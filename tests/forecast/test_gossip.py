@@ -9,6 +9,8 @@ import pytest
 
 from lightning_decentral.forecast.data_parallel import DataParallel
 from lightning_decentral.forecast.method import Method, Setting, forecast
+from lightning_decentral.forecast.network import Network
+from lightning_decentral.forecast.sharded import Sharded
 from lightning_decentral.forecast.stragglers import even, one_slow
 from lightning_decentral.gossip.forecast import Encoding, Gossiping, ready, step_tasks
 from lightning_decentral.gossip.plan import Topology
@@ -29,6 +31,8 @@ from lightning_decentral.gossip.topology import (
 )
 from lightning_decentral.gossip.weights import Own
 from lightning_decentral.gossip.within import Alone, Replicas, Shards
+from lightning_decentral.hardware import Cost
+from lightning_decentral.pipeline.profiled import Pipelining
 from lightning_decentral.timeline import run
 from tests.forecast.settings import BLOCK_BYTES, model, setting
 
@@ -144,6 +148,27 @@ def test_an_average_from_time_to_time_waits_for_all_then() -> None:
     factors = one_slow(3.0, 8, 80, runs=4)
     found = [float(m.seconds(where, factors).mean()) for m in (Gossiping(Ring(), delay=0), method, DataParallel())]
     assert found == sorted(found)
+
+
+def both_of_eight() -> Network:
+    """Eight workers, measured as two nodes of four, and as one worker of each of eight nodes."""
+    inside = Cost("exchange", "inside", 2, 1, 1e-5, 1e10)
+    kinds = [(4, 1e8), (1, 2e8)]
+    names = ("all_reduce", "all_gather", "reduce_scatter")
+    return Network((inside, *(Cost(o, "between", 8, 1, 1e-3, rate, per_node=n) for o in names for n, rate in kinds)))
+
+
+def test_an_all_reduce_over_shared_nodes_costs_what_ddp_pays_for_it() -> None:
+    where = replace(setting(8, 4), network=both_of_eight())
+    (price,) = DataParallel().prices(where)
+    assert (price.bytes_per_second, price.extrapolated) == (1e8, False)
+    assert Gossiping(Complete()).prices(where) == (price,)
+    assert set(Replicas(8).prices(where)) == {price}
+    assert Shards(8).prices(where) == Sharded().prices(where)
+    assert Pipelining(stages=1).prices(where)[1] == price
+    alone = replace(setting(8, 1), network=both_of_eight())
+    assert Gossiping(Complete()).prices(alone) == DataParallel().prices(alone) != (price,)
+    assert {load.per_node for load in rounds(Complete(), Own(), 8, 3)[0].loads} == {3}, "nodes of 3, 3 and 2"
 
 
 # ---- islands ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from lightning_decentral.forecast.stragglers import drawn, even, one_slow
 from lightning_decentral.hardware import Block
 from lightning_decentral.partial.depth import Full, Staircase, Temporal
 from lightning_decentral.partial.forecast import Cost, compute_fraction
+from lightning_decentral.partial.order import Cyclic
 from lightning_decentral.partial.profiled import PartialBackward
 from lightning_decentral.pipeline.profiled import Pipelining
 from lightning_decentral.timeline import run
@@ -114,8 +115,20 @@ def test_cuts_save_what_the_depth_says() -> None:
     where = replace(setting(), model=model(update=0)).without_network
     costs = [Cost(0.01) for _ in range(4)]
     mean = (compute_fraction(costs, 4) + compute_fraction(costs, 2)) / 2
-    assert seconds(PartialBackward(depth=Temporal()), where) == pytest.approx(mean * where.model.seconds)
-    assert PartialBackward().card_bytes(setting()) == pytest.approx(0.75 * DataParallel().card_bytes(setting()))
+    for warm_up, whole in ((0, 0), (0.25, 0.25), (100, 0)):
+        method, share = PartialBackward(depth=Temporal(warm_up=warm_up)), whole + (1 - whole) * mean
+        assert seconds(method, where) == pytest.approx(share * where.model.seconds)
+        sent = (whole + (1 - whole) * 0.75) * DataParallel().card_bytes(setting())
+        assert method.card_bytes(setting()) == pytest.approx(sent)
+    assert PartialBackward().depth.warm_up == 0.25, "the first quarter whole"
+
+
+def test_a_warm_up_needs_the_memory_of_whole_steps() -> None:
+    half = Cyclic(fractions=(0.5,))
+    whole = DataParallel().memory_bytes(setting())
+    assert PartialBackward(depth=Temporal(order=half, warm_up=0)).memory_bytes(setting()) == whole - 2 * 500_000
+    for warm_up in (0.25, 10):
+        assert PartialBackward(depth=Temporal(order=half, warm_up=warm_up)).memory_bytes(setting()) == whole
 
 
 def test_a_pipeline_has_its_bubble() -> None:
@@ -131,6 +144,26 @@ def test_pipelines_reduce_between_them() -> None:
     reduced = where.network.price("all_reduce", "between", 2, flows=4).seconds(BLOCK_BYTES)
     assert seconds(Pipelining(stages=4), where) == pytest.approx(alone + reduced)
     assert Pipelining(stages=4).card_bytes(where) == pytest.approx(4 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("workers", "per_node", "stages", "crossings", "gradients"),
+    [
+        (2, 1, 2, 1, 0),  # one sends hidden states, the other gradients
+        (4, 1, 4, 2, 0),  # both inner ones send both
+        (4, 2, 4, 1, 0),
+        (6, 2, 3, 2, 1 * 2 / 3),  # 0 0 | 0 1 | 1 1: the middle node sends back in one, on in the other
+        (8, 1, 4, 2, 1 * 1 / 4),
+        (8, 2, 4, 1, 1 * 2 / 4),
+        (8, 4, 4, 0, 1),
+    ],
+)
+def test_a_node_of_a_pipeline_sends_on_and_back(
+    workers: int, per_node: int, stages: int, crossings: int, gradients: float
+) -> None:
+    """By hand: 100 kB of hidden states for each device's batch; 2 (r - 1) / r of the parameters on the node."""
+    wanted = crossings * stages * 100_000 + gradients * 4 * BLOCK_BYTES
+    assert Pipelining(stages=stages).card_bytes(setting(workers, per_node)) == pytest.approx(wanted)
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:

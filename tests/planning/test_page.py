@@ -2,6 +2,7 @@
 
 import builtins
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,10 +11,11 @@ import pytest
 
 from lightning_decentral import cli
 from lightning_decentral.commands.plan import _write
+from lightning_decentral.forecast.network import Network
 from lightning_decentral.hardware import Profile, write
 from lightning_decentral.planning.page import page
 from lightning_decentral.planning.plan import plan
-from lightning_decentral.planning.sweep import cells, sizes
+from lightning_decentral.planning.sweep import NOTHING, cells, sizes
 from tests.forecast.settings import links, model, setting
 
 
@@ -63,10 +65,32 @@ def test_the_map_is_the_plan_of_each_of_its_cells() -> None:
     assert single.best is not None
     assert own.best == single.best.candidate.title
     assert {t: pytest.approx(s) for t, s in own.seconds.items()} == {
-        row.candidate.title: row.forecast.seconds for row in single.rows if row.candidate.equal
+        row.candidate.title: row.forecast.seconds for row in single.rows if row.method.equal
     }
     assert found[2].best == found[5].best == "ddp"
     assert found[3].speedup(found[3].best) > own.speedup(own.best) > 1
+
+
+def test_the_map_compares_what_the_table_does_in_the_same_memory() -> None:
+    where, also = setting(8, rate=1e7), ("strategy=gossip strategy/topology=every strategy.topology.steps=32",)
+    bests = []
+    for asked in ((), also):
+        for memory_bytes in (1e12, 4e7, 1e3):
+            single = plan(where, also=asked, memory_bytes=memory_bytes)
+            (own,) = cells(where, (), [8], [1e7], 0.1, 1, asked, memory_bytes)
+            assert own.best == (single.best.candidate.title if single.best else NOTHING)
+            bests.append(own.best)
+    assert bests[1] == "sharded over all" != bests[0]
+    assert bests[3:5] == [also[0], "sharded over all"]
+    assert "nothing fits" in page(plan(where, memory_bytes=1e3), workers=[8], rates=[1e7])
+
+
+def test_one_node_has_a_page_without_a_map() -> None:
+    where = setting(4, 4)
+    inside = replace(where, network=Network(tuple(cost for cost in links().costs if cost.reach == "inside")))
+    text = page(plan(inside))
+    assert "No map of other clusters" in text
+    assert text.count("<svg") == 1  # the timeline of ddp, which is the best
 
 
 def test_sizes_hold_the_own_one_and_full_nodes() -> None:

@@ -1,5 +1,7 @@
 """`lightning-decentral plan`: what is compared, what is recommended, and that it can be trained as printed."""
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +13,20 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy, cli
 from lightning_decentral.forecast.data_parallel import DataParallel
 from lightning_decentral.forecast.method import Cluster, Setting
+from lightning_decentral.forecast.network import Network
 from lightning_decentral.forecast.sharded import Sharded
+from lightning_decentral.forecast.stragglers import even
 from lightning_decentral.gossip.codec import Int8
 from lightning_decentral.gossip.forecast import Gossiping
 from lightning_decentral.gossip.topology import Auto, Ring
 from lightning_decentral.gossip.within import Replicas
-from lightning_decentral.hardware import Profile, write
+from lightning_decentral.hardware import Profile, read, write
+from lightning_decentral.pipeline.profiled import Pipelining
 from lightning_decentral.planning import units
-from lightning_decentral.planning.candidates import candidates, encoding_of, method_of, strategy_of
-from lightning_decentral.planning.plan import plan
-from lightning_decentral.planning.show import verdict
+from lightning_decentral.planning.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
+from lightning_decentral.planning.plan import chosen, plan
+from lightning_decentral.planning.show import sentences, verdict
+from lightning_decentral.timeline import makespan, run
 from tests.forecast.settings import links, model, setting
 
 CLUSTER = Cluster(8, 4)
@@ -97,7 +103,34 @@ def test_partial_backprop_is_shown_and_never_recommended() -> None:
     found = plan(setting(rate=1e12), threshold=0.0)
     assert found.rows[0].candidate.title == "partial backprop"
     assert found.best is not None
-    assert found.best.candidate.equal
+    assert found.best.method.equal
+    asked = "strategy=partial_backprop strategy.depth.warm_up=0"
+    with_words = plan(setting(rate=1e12), also=[asked], threshold=0.0)
+    assert asked in [row.candidate.title for row in with_words.rows[:2]]
+    assert with_words.best is not None
+    assert with_words.best.method.equal
+
+
+@pytest.mark.parametrize(
+    ("threshold", "seconds", "best"),
+    [
+        (0.0, {"ddp": 1.015, "a": 1.0, "b": 1.01}, "a"),
+        (0.0, {"ddp": 1.0, "a": 1.0, "b": 1.01}, "ddp"),
+        (0.01, {"ddp": 1.015, "b": 1.01, "a": 1.0}, "a"),
+        (0.02, {"ddp": 1.015, "a": 1.0, "b": 1.01}, "ddp"),
+        (0.1, {"ddp": 1.11, "b": 1.015, "a": 1.0}, "a"),
+        (0.1, {"ddp": 1.2, "b": 1.015, "a": 1.0}, "b"),
+        (0.1, {"b": 1.03, "a": 1.0}, "a"),
+    ],
+)
+def test_ddp_stays_only_where_nothing_gains_the_threshold(
+    threshold: float, seconds: dict[str, float], best: str
+) -> None:
+    """Of those within 2 % of the fastest the first, if it gains the threshold itself."""
+    found = [(Candidate("strategy=ddp" if title == "ddp" else title, title), s) for title, s in seconds.items()]
+    choice = chosen(found, threshold)
+    assert choice is not None
+    assert choice.title == best
 
 
 def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
@@ -110,6 +143,30 @@ def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
     )
     reasons = {refused.candidate.title: refused.reason for refused in found.refused}
     assert "6 stages for a model of 4 blocks" in reasons["pipelines of 6"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("strategy=token_pipeline strategy/replicas=gossiping", "strategy/replicas"),
+        ("strategy=token_pipeline strategy/activations=recompute", "strategy/activations"),
+        ("strategy=token_pipeline strategy/slicing=given strategy.slicing.lengths=[2,2]", "strategy.slicing.n=1"),
+        ("strategy=partial_backprop strategy.cuts=3", "strategy.cuts 3"),
+    ],
+)
+def test_what_no_forecast_reads_is_refused(words: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"no forecast reads .*{re.escape(reason)}"):
+        method_of(strategy_of(words), CLUSTER, 1)
+
+
+@pytest.mark.parametrize("schedule", ["tera_pipe", "one_forward_one_backward", "zero_bubble"])
+def test_pipelines_are_their_words(schedule: str) -> None:
+    words = f"strategy=token_pipeline strategy.stages=4 strategy/schedule={schedule} strategy/slicing=uniform"
+    method = method_of(strategy_of(f"{words} strategy.slicing.n=3"), CLUSTER, 1)
+    assert isinstance(method, Pipelining)
+    assert method.slices == 3
+    where = replace(setting(8, 4), model=model(update=0)).without_network
+    assert makespan(run(method.tasks(where))) == pytest.approx(float(method.seconds(where, even(8))[0]))
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -134,6 +191,14 @@ def test_the_command_prints_a_line_that_trains(profile: Path, capsys: pytest.Cap
     assert isinstance(instantiate(cfg.strategy, _convert_="all"), GossipStrategy)
 
 
+def test_the_command_keeps_every_word_as_a_shell_reads_it(tmp_path: Path) -> None:
+    words = ("recipe=vit", "~scheduler", "data.source=a b")
+    write(Profile(replace(model(), words=words), links().costs), tmp_path / "p.json")
+    where = replace(setting(), model=read(tmp_path / "p.json").model)
+    assert tuple(shlex.split(plan(where).command)[:3]) == words
+    assert plan(replace(where, model=replace(model(), words=()))).command.startswith("strategy=")
+
+
 def test_links_of_the_command_line_take_the_place_of_measurements(
     profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +208,28 @@ def test_links_of_the_command_line_take_the_place_of_measurements(
     assert "stay with ddp" in capsys.readouterr().out
     write(Profile(model()), profile)
     cli.main(["plan", str(profile), "--workers", "8", "--bandwidth", "200mbit"])
-    assert "~ extrapolated" in capsys.readouterr().out
+    assert "~ priced from --bandwidth, not measured\n" in capsys.readouterr().out
+
+
+def test_it_says_where_prices_come_from() -> None:
+    def said(where: Setting) -> list[str]:
+        return [*sentences(plan(where))]
+
+    card = Network(()).linked("between", 1e-4, 1e9)
+    too_dear = "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    only = replace(setting(8, 4), network=card)
+    assert too_dear in said(only)
+    assert "~ priced from --bandwidth, not measured" in said(only)
+    assert too_dear not in said(replace(setting(8), network=card))
+    both = replace(only, network=card.linked("inside", 1e-5, 1e10))
+    assert too_dear not in said(both)
+    assert "~ priced from --bandwidth and --inside-bandwidth, not measured" in said(both)
+    extrapolated = "extrapolated: not measured on groups of this size"
+    assert f"~ {extrapolated}" in said(setting(8, 4))
+    part = replace(only, network=links().linked("between", 1e-4, 1e9))
+    assert f"~ priced from --bandwidth, not measured, or {extrapolated}" in said(part)
+    assert "on every host, as docs/cluster.md says:" in said(only)
+    assert not any("every host" in line for line in said(setting(4, 4)))
 
 
 @pytest.mark.parametrize(
