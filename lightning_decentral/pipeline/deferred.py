@@ -6,8 +6,8 @@ generator where something is drawn; the draw is made and thrown away, so that th
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,7 @@ class _View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_View":
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return cls(tensor.untyped_storage(), place, tensor.dtype)
+        return cls(tensor.untyped_storage(), _place(tensor), tensor.dtype)
 
     @property
     def key(self) -> Key:
@@ -44,12 +43,16 @@ class _View:
 
 @dataclass(frozen=True)
 class _Done:
-    """One operation: what it was given, what it made or changed, and where the generator stood if it drew."""
+    """One operation: what it was given, what it made or changed, and where the generator stood if it drew.
+
+    `default`: torch's default type then, which is that of whatever is made without a type.
+    """
 
     function: Any
     given: tuple[tuple[Any, ...], dict[str, Any]]
     result: Any
     state: Tensor | None
+    default: torch.dtype
 
     def touched(self) -> set[Key]:
         """Storages that it read or wrote."""
@@ -62,11 +65,13 @@ class _Done:
         before = generator.get_state()
         if self.state is not None:
             generator.set_state(self.state)
-        found = tree_leaves(self.function(*args, **kwargs))
+        with _default(self.default):
+            found = tree_leaves(self.function(*args, **kwargs))
         generator.set_state(before)
         for mine, view in zip(found, tree_leaves(self.result), strict=True):
-            if isinstance(view, _View):
-                storages.setdefault(view.key, mine)
+            if isinstance(view, _View) and view.key not in storages:
+                assert (mine.dtype, *_place(mine)) == (view.dtype, *view.place), f"{self.function} made another tensor"
+                storages[view.key] = mine
 
 
 class _Unnoticed(TorchFunctionMode):
@@ -111,7 +116,7 @@ class Deferred(TorchDispatchMode):
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         state = _generator(args, kwargs).get_state() if drawn else None
         result = _draw(func, args, kwargs) if drawn else func(*args, **_on_meta(func, given, kwargs))
-        self._write(_Done(func, _views((args, kwargs)), _views(result), state))
+        self._write(_Done(func, _views((args, kwargs)), _views(result), state, torch.get_default_dtype()))
         return result
 
     def _write(self, done: _Done) -> None:
@@ -151,6 +156,21 @@ class Deferred(TorchDispatchMode):
                 _become(tensor, torch.empty(0, dtype=tensor.dtype))
         self._done.clear()
         self._of.clear()
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Of a tensor in its storage."""
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _metas(tree: Any) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Models without memory, and parts of them with the values of the whole."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import transformers
@@ -24,7 +26,7 @@ class Odd(nn.Module):
         super().__init__()
         self.rate = torch.linspace(0, 0.1, 3).tolist()
         self.a = nn.Parameter(torch.randn(4, 4))
-        self.b = nn.Parameter(0.5 * torch.ones(3, 4))
+        self.b = nn.Parameter(0.5 * torch.ones(3, 4, dtype=torch.float32))
         self.embedding = nn.Embedding(5, 4, padding_idx=2)
         self.linear = nn.Linear(4, 4).to(torch.bfloat16)
         nn.init.orthogonal_(self.b)
@@ -47,13 +49,26 @@ BUILT = {
 }
 
 
+@contextmanager
+def default(dtype):
+    """As Lightning's precision="bf16-true" and "64-true" while a module is built."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", BUILT)
-def test_values_are_those_of_a_model_built_at_once(name):
+def test_values_are_those_of_a_model_built_at_once(name, dtype):
     torch.manual_seed(3)
-    wanted, after = BUILT[name](), torch.rand(1)
+    with default(dtype):
+        wanted = BUILT[name]()
+    after = torch.rand(1)
     torch.manual_seed(3)
     deferred = Deferred()
-    with deferred:
+    with default(dtype), deferred:
         found = BUILT[name]()
     assert torch.equal(torch.rand(1), after)
     assert all(p.is_meta for p in found.parameters())
