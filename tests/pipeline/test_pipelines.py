@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler
 
@@ -12,9 +13,11 @@ from lightning_decentral.gossip.combine import ConsensusControl, Gossip, PushSum
 from lightning_decentral.gossip.replicas import Gossiping
 from lightning_decentral.gossip.simulation import simulate
 from lightning_decentral.gossip.topology import Complete, Hypercube, Ring
+from lightning_decentral.pipeline.slicing import Uniform
+from lightning_decentral.replicas import AllReduce
 from lightning_decentral.transport import GlooTransport
 from tests.gossip.rules import IRREGULAR
-from tests.pipeline.causal import token_mean
+from tests.pipeline.causal import VOCABULARY, WIDTH, token_mean
 from tests.pipeline.training import Language, distance, forked, pipeline
 from tests.world import world
 
@@ -77,6 +80,44 @@ def test_stages_gossip_as_whole_models_would(tmp_path):
     assert losses == pytest.approx(wanted_losses, rel=1e-9)
     assert distance(found, wanted) < 1e-9
     assert metrics == pytest.approx(wanted_metrics, rel=1e-6)
+
+
+# ---- replicas that stay equal ---------------------------------------------------------------------------------------
+
+
+class Scaled(Language):
+    """With parameters beside the model, so many that the ends of an all-reduce's thirds lie in the embedding."""
+
+    def __init__(self):
+        super().__init__("gpt2, tied", torch.float32, ordered=False)
+        self.scale = torch.nn.Parameter(torch.ones(220, VOCABULARY))
+
+    def training_step(self, batch, batch_idx):
+        ids, mask, labels = batch
+        return token_mean(self.scale.mean(0) * self.model(input_ids=ids, attention_mask=mask).logits, labels)
+
+
+class Copies(Callback):
+    """What each worker has at the last step of a parameter that others have too."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        model = pl_module.model
+        embedding = model.transformer.wte if trainer.strategy.stage == 0 else model.lm_head
+        torch.save(
+            {"scale": pl_module.scale, "embedding": embedding.weight}, self._folder / f"{trainer.global_rank}.pt"
+        )
+
+
+def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path):
+    """A sum of three depends on its order, and that on where in a stage's gradients a parameter lies."""
+    how = pipelines(AllReduce(), devices=6, slicing=Uniform(1))
+    forked(Scaled(), how, tmp_path, max_steps=2, limit_val_batches=0, callbacks=[Copies(tmp_path)])
+    first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(6)]
+    assert first["embedding"].numel() == VOCABULARY * WIDTH
+    assert all(torch.equal(other[name], first[name]) for other in others for name in first)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
