@@ -174,7 +174,6 @@ RULES = [
     (Gossiping(topology=Hypercube(), delay=0), 4),
     (Gossiping(topology=Ring(), combine=Gossip(rate=0.4), delay=2), 4),
     (Gossiping(topology=IRREGULAR, combine=PushSum()), 5),
-    (Gossiping(topology=Ring(), combine=ConsensusControl(target=0.05, most=3, probe=4)), 4),
 ]
 
 
@@ -212,6 +211,11 @@ def test_a_bond_equals_the_simulation(how, size):
 def test_a_negative_delay_is_refused():
     with pytest.raises(ValueError, match="delay must be at least 0, got -1: 0 blocks"):
         Gossiping(delay=-1)
+
+
+def test_a_rule_that_measures_a_distance_is_refused():
+    with pytest.raises(ValueError, match=r"ConsensusControl\(.*use a rule without a distance, such as Gossip"):
+        Gossiping(combine=ConsensusControl(target=0.05)).check(4, per_node=1)
 
 
 def test_a_topology_that_cannot_serve_the_pipelines_is_refused(tmp_path):
