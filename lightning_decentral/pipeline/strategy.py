@@ -201,7 +201,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
                 gradient.mul_(outcome.factor / scale)
                 if scaler is not None and not outcome.finite:  # every stage's scaler must skip the step and back off
                     gradient.fill_(float("inf"))
-        self._set(trained, self._bond.gradients(gradients))
+        self._set(trained, self._bond.gradients(gradients, trained))
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
         self._pipe.tie(self._holdings.tied, self._holdings.outside)
         gradients = [p.grad for p in trained]

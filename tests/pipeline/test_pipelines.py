@@ -120,6 +120,20 @@ def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path):
     assert all(torch.equal(other[name], first[name]) for other in others for name in first)
 
 
+def test_a_gradient_that_only_some_have_counts_as_zero_of_the_others():
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (2, 3, 4)]
+    own = [[torch.ones(2), None, None], [None, torch.full((3,), 4.0), None]]
+
+    def worker(group):
+        bond = AllReduce().join(lambda: GlooTransport(group), torch.device("cpu"), per_node=1)
+        return bond.gradients(own[group.rank()], parameters)
+
+    for first, second, nobody in world(2, worker):
+        assert first.tolist() == [0.5] * 2
+        assert second.tolist() == [2.0] * 3
+        assert nobody is None
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
