@@ -98,4 +98,4 @@ class _Averaging(Bond):
         """How many workers have each gradient: with other numbers of them, sums would be of other lengths."""
         used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=self._device)
         self._over.all_reduce(used).wait()
-        return used.tolist()  # type: ignore[no-any-return]
+        return used.tolist()
