@@ -25,8 +25,8 @@ Group = Callable[[], Transport]
 class Bond:
     """One worker's tie to its replicas; this one is of a worker that has none."""
 
-    def gradients(self, own: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What the optimizer is given for this worker's own gradients. Collective."""
+    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """What the optimizer is given for this worker's own gradients of these parameters. Collective."""
         return list(own)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
@@ -76,13 +76,26 @@ class AllReduce(Replicas):
 
     def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
         """See `Replicas.join`."""
-        return _Averaging(group())
+        return _Averaging(group(), device)
 
 
 class _Averaging(Bond):
-    def __init__(self, over: Transport) -> None:
-        self._over = over
+    def __init__(self, over: Transport, device: torch.device) -> None:
+        self._over, self._device = over, device
 
-    def gradients(self, own: Sequence[Tensor | None]) -> list[Tensor | None]:
-        means = iter(mean([gradient for gradient in own if gradient is not None], self._over))
-        return [gradient if gradient is None else next(means) for gradient in own]
+    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """What a worker didn't use is zero there; what nobody used stays None."""
+        users = self._users(own)
+        filled = [
+            torch.zeros_like(p) if gradient is None else gradient
+            for gradient, p, count in zip(own, parameters, users, strict=True)
+            if count
+        ]
+        means = iter(mean(filled, self._over))
+        return [next(means) if count else None for count in users]
+
+    def _users(self, own: Sequence[Tensor | None]) -> list[int]:
+        """How many workers have each gradient: with other numbers of them, sums would be of other lengths."""
+        used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=self._device)
+        self._over.all_reduce(used).wait()
+        return used.tolist()

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from lightning_decentral.buckets import BUCKET_BYTES
 from lightning_decentral.gossip.combine import Combine, Gossip
 from lightning_decentral.gossip.exchange import PeerExchange
-from lightning_decentral.gossip.gauge import Gauge
 from lightning_decentral.gossip.members import Member
 from lightning_decentral.gossip.mixer import Mixer
 from lightning_decentral.gossip.topology import Auto, Topology
@@ -34,7 +33,8 @@ class Gossiping(Replicas):
         delay: updates between launch and landing; 0 blocks, 1 hides behind a forward and backward.
 
     Raises:
-        ValueError: for a negative delay; at set-up where topology, rule and delay don't fit.
+        ValueError: for a negative delay; at set-up where topology, rule and delay don't fit, and for
+            a rule that measures distances (`ConsensusControl`).
 
     Source: Wang et al. 2410.11998.
     """
@@ -54,6 +54,11 @@ class Gossiping(Replicas):
 
     def check(self, size: int, per_node: int) -> None:
         """See `Replicas.check`."""
+        if self.combine.lag:
+            raise ValueError(
+                f"{self.combine} counts rounds by a distance that each stage would measure for itself, so copies of "
+                f"one parameter on two stages would part: use a rule without a distance, such as {Gossip()}"
+            )
         self.combine.check(self.topology.placed(per_node), size, self._weights, self.delay)
 
     @property
@@ -67,8 +72,7 @@ class Gossiping(Replicas):
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:
         """One optimizer's, over a group of its own. Collective."""
         exchange = PeerExchange(self.topology.placed(per_node), self._weights, group(), device)
-        gauge = Gauge(self.combine.lag, group().all_reduce if self.combine.lag else None)
-        return Mixer([], self.combine, exchange, self.delay, gauge)
+        return Mixer([], self.combine, exchange, self.delay)
 
 
 class _Mixing(Bond):

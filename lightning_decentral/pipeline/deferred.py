@@ -6,8 +6,8 @@ generator where something is drawn; the draw is made and thrown away, so that th
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,7 @@ class _View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_View":
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return cls(tensor.untyped_storage(), place, tensor.dtype)
+        return cls(tensor.untyped_storage(), _place(tensor), tensor.dtype)
 
     @property
     def key(self) -> Key:
@@ -44,12 +43,16 @@ class _View:
 
 @dataclass(frozen=True)
 class _Done:
-    """One operation: what it was given, what it made or changed, and where the generator stood if it drew."""
+    """One operation: what it was given, what it made or changed, and where the generator stood if it drew.
+
+    `default`: torch's default type then, which is that of whatever is made without a type.
+    """
 
     function: Any
     given: tuple[tuple[Any, ...], dict[str, Any]]
     result: Any
     state: Tensor | None
+    default: torch.dtype
 
     def touched(self) -> set[Key]:
         """Storages that it read or wrote."""
@@ -62,11 +65,13 @@ class _Done:
         before = generator.get_state()
         if self.state is not None:
             generator.set_state(self.state)
-        found = tree_leaves(self.function(*args, **kwargs))
+        with _default(self.default):
+            found = tree_leaves(self.function(*args, **kwargs))
         generator.set_state(before)
         for mine, view in zip(found, tree_leaves(self.result), strict=True):
-            if isinstance(view, _View):
-                storages.setdefault(view.key, mine)
+            if isinstance(view, _View) and view.key not in storages:
+                assert (mine.dtype, *_place(mine)) == (view.dtype, *view.place), f"{self.function} made another tensor"
+                storages[view.key] = mine
 
 
 class _Unnoticed(TorchFunctionMode):
@@ -105,14 +110,27 @@ class Deferred(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if given and not _metas(given):
             return func(*args, **kwargs)
-        if _reads(func, kwargs) or _writes_memory(func, args):
+        if _reads(func, kwargs) or _writes_memory(func, args, kwargs):
             args, kwargs = tree_map_only(Tensor, self.made, (args, kwargs))
             return func(*args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         state = _generator(args, kwargs).get_state() if drawn else None
-        result = _draw(func, args, kwargs) if drawn else func(*args, **_on_meta(func, given, kwargs))
-        self._write(_Done(func, _views((args, kwargs)), _views(result), state))
+        result = self._draw(func, args, kwargs) if drawn else func(*args, **_on_meta(func, given, kwargs))
+        self._write(_Done(func, _views((args, kwargs)), _views(result), state, torch.get_default_dtype()))
         return result
+
+    def _draw(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Draw into memory that is given back at once, so that the generator goes on as it would.
+
+        What is only read (means, rates) has its values, as some draws take more or fewer numbers for other values.
+        """
+        blank = {id(t): _blank(t) for t in _metas(_written(function, args, kwargs))}
+        stand_in = lambda t: blank[id(t)] if id(t) in blank else self.made(t)  # noqa: E731
+        drawn = function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, dict(kwargs)))
+        own = {id(blank[id(t)]): t for t in _metas((args, kwargs)) if id(t) in blank}
+        return tree_map_only(
+            Tensor, lambda t: own[id(t)] if id(t) in own else torch.empty_like(t, device="meta"), drawn
+        )
 
     def _write(self, done: _Done) -> None:
         for key in done.touched():
@@ -142,7 +160,13 @@ class Deferred(TorchDispatchMode):
         return found
 
     def materialize(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
-        """Give memory and values to what is kept and take the shape from what is dropped; the objects stay the same."""
+        """Give memory and values to what is kept and take the shape from what is dropped; the objects stay the same.
+
+        Raises:
+            ValueError: a hook on one of them, which would be lost.
+        """
+        kept, dropped = list(kept), list(dropped)
+        _refuse_hooks([*kept, *dropped])
         for tensor in kept:
             if _deferred(tensor):
                 _become(tensor, self.made(tensor))
@@ -151,6 +175,21 @@ class Deferred(TorchDispatchMode):
                 _become(tensor, torch.empty(0, dtype=tensor.dtype))
         self._done.clear()
         self._of.clear()
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Of a tensor in its storage."""
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _metas(tree: Any) -> list[Tensor]:
@@ -171,11 +210,17 @@ def _reads(function: Any, kwargs: Mapping[str, Any]) -> bool:
     return leaves or function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
-def _writes_memory(function: Any, args: Sequence[Any]) -> bool:
+def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments that the operation writes."""
+    arguments = function._schema.arguments
+    pairs = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+def _writes_memory(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether values go into a tensor that has memory."""
-    pairs = zip(function._schema.arguments, args, strict=False)
-    written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
-    return any(isinstance(leaf, Tensor) and not _deferred(leaf) for leaf in tree_leaves(written))
+    written = tree_leaves(_written(function, args, kwargs))
+    return any(isinstance(leaf, Tensor) and not _deferred(leaf) for leaf in written)
 
 
 def _on_meta(function: Any, given: Sequence[Tensor], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -188,15 +233,23 @@ def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
     return named[0] if named else torch.default_generator
 
 
-def _draw(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Draw into memory that is given back at once, so that the generator goes on as it would."""
-    stood_in = {id(t): torch.empty_like(t, device="cpu") for t in _metas((args, kwargs))}
-    stand_in = lambda t: stood_in.get(id(t), t)  # noqa: E731
-    drawn = function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, dict(kwargs)))
-    own = {id(stood_in[id(t)]): t for t in _metas((args, kwargs))}
-    return tree_map_only(Tensor, lambda t: own[id(t)] if id(t) in own else torch.empty_like(t, device="meta"), drawn)
+def _blank(tensor: Tensor) -> Tensor:
+    """Memory of the same layout: how many numbers a draw takes depends on it."""
+    memory = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
+    return torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), *_place(tensor))
 
 
 def _become(tensor: Tensor, values: Tensor) -> None:
     own = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    own.__class__ = type(tensor)
+    own.__dict__.update(tensor.__dict__)  # marks that others left there
     torch.utils.swap_tensors(tensor, own)
+
+
+def _refuse_hooks(tensors: Sequence[Tensor]) -> None:
+    hooked = [t for t in tensors if _deferred(t) and (t._backward_hooks or t._post_accumulate_grad_hooks)]
+    if hooked:
+        raise ValueError(
+            f"a tensor of shape {tuple(hooked[0].shape)} got a hook while it had no memory: register hooks in "
+            "on_fit_start instead of configure_model"
+        )

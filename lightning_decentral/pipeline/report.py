@@ -120,9 +120,7 @@ def draw(timelines: Mapping[str, Mapping[str, Span]], path: Path) -> None:
         for name, span in spans.items():
             kind, *_, index = name.split()
             row, start, width = stages.index(span.worker), 1e3 * span.start, 1e3 * (span.finish - span.start)
-            axis.barh(
-                row, width, left=start, color={"F": "#9ecae1", "B": "#3182bd", "W": "#31a354"}[kind], edgecolor="white"
-            )
+            axis.barh(row, width, left=start, color=COLORS[kind], edgecolor="white")
             axis.text(start + width / 2, row, index, ha="center", va="center", fontsize=7)
         axis.set_yticks(range(len(stages)), stages)
         axis.invert_yaxis()

@@ -194,18 +194,21 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
             self._named(lambda: step.run(slices))
             self.step_seconds = time.perf_counter() - begin
         self._spans = step.spans
-        self._pipe.tie(self._holdings.tied, self._holdings.outside)
         gradients = [p.grad for p in trained]
-        self._set(trained, before)
         outcome = step.conclude(_finite(gradients), self.root_device)
         for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(outcome.factor / scale)
                 if scaler is not None and not outcome.finite:  # every stage's scaler must skip the step and back off
                     gradient.fill_(float("inf"))
+        self._set(trained, self._bond.gradients(gradients, trained))
+        # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
+        self._pipe.tie(self._holdings.tied, self._holdings.outside)
+        gradients = [p.grad for p in trained]
+        self._set(trained, before)
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
         value = torch.tensor(outcome.loss, dtype=exact, device=self.root_device)
-        return deliver(value, self._bond.gradients(gradients), trained)
+        return deliver(value, gradients, trained)
 
     def _set(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):

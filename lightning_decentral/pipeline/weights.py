@@ -97,16 +97,23 @@ class _Cutting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READ and torch.is_grad_enabled():
-            kind, x, weight, bias = _READ[func](*args, **(kwargs or {}))
-            if isinstance(weight, nn.Parameter) and weight.requires_grad and x.requires_grad:
+            kind, x, weight, bias, more = _READ[func](*args, **(kwargs or {}))
+            if not more and _in_two(x, weight, bias):
                 return _Cut.apply(x, weight, bias, kind, self._halves)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-_READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None]]] = {
-    functional.linear: lambda input, weight, bias=None: (LINEAR, input, weight, bias),
-    torch.addmm: lambda input, mat1, mat2: (ADDMM, mat1, mat2, input),
+_READ: dict[Any, Callable[..., tuple[_Map, Tensor, Tensor, Tensor | None, Any]]] = {
+    functional.linear: lambda input, weight, bias=None: (LINEAR, input, weight, bias, ()),
+    torch.addmm: lambda input, mat1, mat2, *old, **scales: (ADDMM, mat1, mat2, input, (*old, *scales)),
 }
+
+
+def _in_two(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the second half ends here: a weight or bias that was computed hands its gradient on to others."""
+    plain = bias is None or (isinstance(bias, nn.Parameter) and bias.dim() == 1)
+    trained = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2
+    return plain and trained and x.requires_grad and x.dim() > 1
 
 
 class _Cut(torch.autograd.Function):
@@ -127,7 +134,7 @@ class _Cut(torch.autograd.Function):
         def half() -> None:
             _add(weight, kind.dw(flat, x.flatten(0, -2)))
             if bias is not None and bias.requires_grad:
-                _add(bias, flat.sum(dim=0))
+                _add(bias, flat.sum_to_size(bias.shape))
 
         ctx.halves.append(half)
         towards = kind.dx(flat, weight.detach().to(grad.dtype)).view(x.shape).to(ctx.dtype)

@@ -1,5 +1,7 @@
 """Models without memory, and parts of them with the values of the whole."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import transformers
@@ -18,19 +20,26 @@ from tests.pipeline.training import Language, alone, distance, fit, forked, pipe
 
 
 class Odd(nn.Module):
-    """What else an initialization may do: reads, copies between parameters, types, views, orthogonal matrices."""
+    """What else an initialization may do: reads, copies, types, views, orthogonal matrices, marks, draws."""
 
     def __init__(self):
         super().__init__()
         self.rate = torch.linspace(0, 0.1, 3).tolist()
         self.a = nn.Parameter(torch.randn(4, 4))
-        self.b = nn.Parameter(0.5 * torch.ones(3, 4))
+        self.b = nn.Parameter(0.5 * torch.ones(3, 4, dtype=torch.float32))
         self.embedding = nn.Embedding(5, 4, padding_idx=2)
         self.linear = nn.Linear(4, 4).to(torch.bfloat16)
         nn.init.orthogonal_(self.b)
         nn.init.trunc_normal_(self.a[1:], std=0.02)
         with torch.no_grad():
             self.linear.weight.copy_(self.a.t())
+        self.wide = nn.Parameter(torch.ones(16, 5, dtype=torch.float32))
+        self.wide._no_weight_decay = True
+        self.wide.data[:, :3].normal_()  # not dense: drawn one by one
+        rates = torch.full((9,), 40.0, dtype=torch.float32)
+        self.register_buffer("counts", torch.poisson(rates))  # takes as many numbers as the rates ask for
+        self.register_buffer("coins", torch.bernoulli(rates / 80))
+        self.register_buffer("steps", torch.normal(0.0, rates))
         self.plain = torch.rand(3, generator=torch.Generator().manual_seed(7))
         torch.manual_seed(11)
         self.register_buffer("drawn", torch.randperm(6))
@@ -47,13 +56,26 @@ BUILT = {
 }
 
 
+@contextmanager
+def default(dtype):
+    """As Lightning's precision="bf16-true" and "64-true" while a module is built."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", BUILT)
-def test_values_are_those_of_a_model_built_at_once(name):
+def test_values_are_those_of_a_model_built_at_once(name, dtype):
     torch.manual_seed(3)
-    wanted, after = BUILT[name](), torch.rand(1)
+    with default(dtype):
+        wanted = BUILT[name]()
+    after = torch.rand(1)
     torch.manual_seed(3)
     deferred = Deferred()
-    with deferred:
+    with default(dtype), deferred:
         found = BUILT[name]()
     assert torch.equal(torch.rand(1), after)
     assert all(p.is_meta for p in found.parameters())
@@ -64,7 +86,17 @@ def test_values_are_those_of_a_model_built_at_once(name):
         assert torch.equal(ours, theirs)
         assert (ours.dtype, ours.stride(), type(ours)) == (theirs.dtype, theirs.stride(), type(theirs))
         assert ours.requires_grad == theirs.requires_grad
+        assert vars(ours) == vars(theirs)
     assert getattr(found, "rate", None) == getattr(wanted, "rate", None)
+
+
+def test_a_hook_that_would_be_lost_is_refused():
+    deferred = Deferred()
+    with deferred:
+        model = nn.Linear(2, 3)
+        model.weight.register_hook(torch.neg)
+    with pytest.raises(ValueError, match=r"shape \(3, 2\) got a hook .* on_fit_start"):
+        deferred.materialize([model.bias], [model.weight])
 
 
 def test_a_pretrained_model_is_read(tmp_path):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler
 
@@ -12,9 +13,11 @@ from lightning_decentral.gossip.combine import ConsensusControl, Gossip, PushSum
 from lightning_decentral.gossip.replicas import Gossiping
 from lightning_decentral.gossip.simulation import simulate
 from lightning_decentral.gossip.topology import Complete, Hypercube, Ring
+from lightning_decentral.pipeline.slicing import Uniform
+from lightning_decentral.replicas import AllReduce
 from lightning_decentral.transport import GlooTransport
 from tests.gossip.rules import IRREGULAR
-from tests.pipeline.causal import token_mean
+from tests.pipeline.causal import VOCABULARY, WIDTH, token_mean
 from tests.pipeline.training import Language, distance, forked, pipeline
 from tests.world import world
 
@@ -79,6 +82,58 @@ def test_stages_gossip_as_whole_models_would(tmp_path):
     assert metrics == pytest.approx(wanted_metrics, rel=1e-6)
 
 
+# ---- replicas that stay equal ---------------------------------------------------------------------------------------
+
+
+class Scaled(Language):
+    """With parameters beside the model, so many that the ends of an all-reduce's thirds lie in the embedding."""
+
+    def __init__(self):
+        super().__init__("gpt2, tied", torch.float32, ordered=False)
+        self.scale = torch.nn.Parameter(torch.ones(220, VOCABULARY))
+
+    def training_step(self, batch, batch_idx):
+        ids, mask, labels = batch
+        return token_mean(self.scale.mean(0) * self.model(input_ids=ids, attention_mask=mask).logits, labels)
+
+
+class Copies(Callback):
+    """What each worker has at the last step of a parameter that others have too."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        model = pl_module.model
+        embedding = model.transformer.wte if trainer.strategy.stage == 0 else model.lm_head
+        torch.save(
+            {"scale": pl_module.scale, "embedding": embedding.weight}, self._folder / f"{trainer.global_rank}.pt"
+        )
+
+
+def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path):
+    """A sum of three depends on its order, and that on where in a stage's gradients a parameter lies."""
+    how = pipelines(AllReduce(), devices=6, slicing=Uniform(1))
+    forked(Scaled(), how, tmp_path, max_steps=2, limit_val_batches=0, callbacks=[Copies(tmp_path)])
+    first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(6)]
+    assert first["embedding"].numel() == VOCABULARY * WIDTH
+    assert all(torch.equal(other[name], first[name]) for other in others for name in first)
+
+
+def test_a_gradient_that_only_some_have_counts_as_zero_of_the_others():
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (2, 3, 4)]
+    own = [[torch.ones(2), None, None], [None, torch.full((3,), 4.0), None]]
+
+    def worker(group):
+        bond = AllReduce().join(lambda: GlooTransport(group), torch.device("cpu"), per_node=1)
+        return bond.gradients(own[group.rank()], parameters)
+
+    for first, second, nobody in world(2, worker):
+        assert first.tolist() == [0.5] * 2
+        assert second.tolist() == [2.0] * 3
+        assert nobody is None
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +188,6 @@ RULES = [
     (Gossiping(topology=Hypercube(), delay=0), 4),
     (Gossiping(topology=Ring(), combine=Gossip(rate=0.4), delay=2), 4),
     (Gossiping(topology=IRREGULAR, combine=PushSum()), 5),
-    (Gossiping(topology=Ring(), combine=ConsensusControl(target=0.05, most=3, probe=4)), 4),
 ]
 
 
@@ -172,6 +226,11 @@ def test_a_bond_equals_the_simulation(how, size):
 def test_a_negative_delay_is_refused():
     with pytest.raises(ValueError, match="delay must be at least 0, got -1: 0 blocks"):
         Gossiping(delay=-1)
+
+
+def test_a_rule_that_measures_a_distance_is_refused():
+    with pytest.raises(ValueError, match=r"ConsensusControl\(.*use a rule without a distance, such as Gossip"):
+        Gossiping(combine=ConsensusControl(target=0.05)).check(4, per_node=1)
 
 
 def test_a_topology_that_cannot_serve_the_pipelines_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from lightning_decentral.pipeline.weights import Apart, AtOnce
@@ -52,3 +53,37 @@ def test_what_waits_is_freed_at_the_second_half():
     assert weights.waiting == set()
     with pytest.raises(KeyError):
         weights.finish((0, 0))
+
+
+class Bare(nn.Module):
+    """Parameters without a layer around them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.q, self.v, self.one = (nn.Parameter(torch.randn(*n)) for n in ((4, 4), (2,), (2,), (1,)))
+
+
+LINEAR_MAPS = {
+    "a bias made of two": lambda m, x: functional.linear(x, m.w, torch.cat((m.q, m.v))),
+    "a residual in the bias's place": lambda m, x: torch.addmm(x.sin(), x, m.w),
+    "a bias by broadcasting": lambda m, x: functional.linear(x, m.w, m.one),
+    "scaled": lambda m, x: torch.addmm(m.one, x, m.w, beta=0.5, alpha=2.0),
+    "a single row": lambda m, x: functional.linear(x[0], m.w),
+    "more axes": lambda m, x: functional.linear(x.view(3, 1, 4), m.w),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_MAPS)
+def test_every_gradient_arrives_whatever_is_mapped(name):
+    def gradients(weights):
+        model, x = Bare(), torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        with weights.during((0, 0)):
+            LINEAR_MAPS[name](model, x).cos().sum().backward()
+        weights.finish((0, 0))
+        return {"x": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+    wanted, found = gradients(AtOnce()), gradients(Apart())
+    assert {n for n in wanted if wanted[n] is not None} == {n for n in found if found[n] is not None}
+    for n, gradient in wanted.items():
+        torch.testing.assert_close(found[n], gradient)
