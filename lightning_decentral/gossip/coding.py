@@ -68,7 +68,7 @@ class Coding(ABC):
     complete: ClassVar[bool] = True
     """Whether every element arrives. Where not, the codec compresses differences only (`DifferenceCompression`)."""
 
-    def check(self, topology: Topology, size: int, weights: Weights) -> None:
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         """ValueError, before any worker talks, where links are needed that the plan doesn't have."""
         return
 

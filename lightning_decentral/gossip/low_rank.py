@@ -54,7 +54,11 @@ def factors(layout: Layout, rank: int) -> Factors:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns; NaN where they hold NaN or infinity."""
+    """An orthonormal basis of the columns; NaN where they hold NaN or infinity.
+
+    In double precision: where two workers each find a basis of the same nearly dependent columns, their libraries may
+    round differently, and what differs is far below what the messages round.
+    """
     finite: Tensor = torch.isfinite(columns).all()
-    basis: Tensor = torch.linalg.qr(columns.where(finite, 0)).Q
-    return basis.where(finite, torch.nan)
+    basis: Tensor = torch.linalg.qr(columns.where(finite, 0).double()).Q
+    return basis.to(columns.dtype).where(finite, torch.nan)

@@ -46,8 +46,14 @@ class PowerGossip(Coding):
         if self.rank < 1:
             raise ValueError(f"PowerGossip's rank must be at least 1, got {self.rank}: 1 to 8 are usual")
 
-    def check(self, topology: Topology, size: int, weights: Weights) -> None:
-        """Both ends of a link answer each other, with one weight."""
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        """Both ends of a link answer each other, with one weight; one round at a time, since a link learns where a
+        round lands and a checkpoint lands all that are in flight."""
+        if delay > 1:
+            raise ValueError(
+                f"{self} takes one round at a time, got delay={delay}: use delay=1 or 0, or "
+                "codec=DifferenceCompression(LowRank())"
+            )
         check_symmetric("PowerGossip", topology, size, weights, "codec=DifferenceCompression(LowRank())")
 
     def half(self, layout: Layout, turn: int) -> "Half":

@@ -96,7 +96,7 @@ class GossipStrategy(IslandStrategy):
         """Check the plan, then connect."""
         self._place()
         self.combine.check(self.topology, self.workers, self.weights, self.delay)
-        self.codec.check(self.topology, self.workers, self.weights)
+        self.codec.check(self.topology, self.workers, self.weights, self.delay)
         super().setup_environment()
 
     def _place(self) -> None:

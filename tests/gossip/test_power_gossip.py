@@ -241,6 +241,8 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="PowerGossip's rank must be at least 1, got 0"):
         PowerGossip(rank=0)
     with pytest.raises(ValueError, match=r"PowerGossip needs a symmetric mixing matrix, .*codec=DifferenceCompression"):
-        PowerGossip().check(OnePeerExponential(), 4, GossipStrategy().weights)
+        PowerGossip().check(OnePeerExponential(), 4, GossipStrategy().weights, 1)
+    with pytest.raises(ValueError, match=r"one round at a time, got delay=2: use delay=1 or 0"):
+        PowerGossip().check(Hypercube(), 4, GossipStrategy().weights, 2)
     with pytest.raises(ValueError, match=r"remembers by itself, got PowerGossip\(rank=4\): unwrap it"):
         DifferenceCompression(PowerGossip())  # type: ignore[arg-type]
