@@ -1,6 +1,7 @@
 """What every test may rely on: one thread per process, no network, a device where its marker asks for one."""
 
 import os
+from collections.abc import Iterator
 
 # Before torch is imported, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +14,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import world
 
@@ -30,6 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Worlds of threads come last: whoever forks after one may inherit a lock that nobody holds any more, and wait for
     it for ever."""
     items.sort(key=lambda item: item.get_closest_marker("threads") is not None)
+
+
+LEFT_BY_A_WORLD = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A group has threads, and its variables would make the processes of later tests meet at its port."""
+    yield
+    for name in LEFT_BY_A_WORLD:
+        os.environ.pop(name, None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        assert world.allowed, "this test made a process group in the tests' own process: mark it with threads"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
