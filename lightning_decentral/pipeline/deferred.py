@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Key = int
+COPIED_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,28 @@ class _View:
 
 
 @dataclass(frozen=True)
+class _Given:
+    """A tensor with memory that an operation was given: a copy, or, where it's large, itself."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Given":
+        own = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else tensor
+        return cls(own, own._version)
+
+    def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
+        """As it was then."""
+        if self.tensor._version != self.version:
+            raise ValueError(
+                f"a tensor of shape {tuple(self.tensor.shape)} was copied into the model and changed later, before "
+                "the model had memory: change a clone of it"
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True)
 class _Done:
     """One operation: what it was given, what it made or changed, and where the generator stood if it drew.
 
@@ -60,7 +83,7 @@ class _Done:
 
     def repeat(self, storages: dict[Key, Tensor]) -> None:
         """With real tensors, drawing what was drawn."""
-        args, kwargs = tree_map_only(_View, lambda view: view.real(storages), self.given)
+        args, kwargs = tree_map_only((_View, _Given), lambda leaf: leaf.real(storages), self.given)
         generator = _generator(args, kwargs)
         before = generator.get_state()
         if self.state is not None:
@@ -201,7 +224,7 @@ def _deferred(tensor: Tensor) -> bool:
 
 
 def _views(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: _View.of(t) if _deferred(t) else t, tree)
+    return tree_map_only(Tensor, lambda t: _View.of(t) if _deferred(t) else _Given.of(t), tree)
 
 
 def _reads(function: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -90,6 +90,18 @@ def test_values_are_those_of_a_model_built_at_once(name, dtype):
     assert getattr(found, "rate", None) == getattr(wanted, "rate", None)
 
 
+def test_what_was_copied_in_and_changed_afterwards():
+    deferred, small, large = Deferred(), torch.ones(3), torch.ones(2**15)
+    with deferred:
+        found, other = torch.empty(3).copy_(small), torch.empty(2**15).copy_(large)
+        small.mul_(2)
+    assert deferred.made(found).tolist() == [1, 1, 1]
+    assert torch.equal(deferred.made(other), large)
+    large.mul_(2)
+    with pytest.raises(ValueError, match=r"shape \(32768,\) was copied into the model and changed"):
+        deferred.made(other)
+
+
 def test_a_hook_that_would_be_lost_is_refused():
     deferred = Deferred()
     with deferred:
