@@ -34,15 +34,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("threads") is not None)
 
 
-LEFT_BY_A_WORLD = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LEFT_BY_A_RUN = (
+    *("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+)
 
 
 @pytest.fixture(autouse=True)
 def leaves_no_world(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A group has threads, and its variables would make the processes of later tests meet at its port."""
-    yield
-    for name in LEFT_BY_A_WORLD:
+    """A group has threads; its variables would make later tests meet at its port, a seed would shuffle their data."""
+    for name in LEFT_BY_A_RUN:
         os.environ.pop(name, None)
+    yield
     if dist.is_initialized():
         dist.destroy_process_group()
         assert world.allowed, "this test made a process group in the tests' own process: mark it with threads"

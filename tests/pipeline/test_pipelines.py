@@ -120,6 +120,7 @@ def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path):
     assert all(torch.equal(other[name], first[name]) for other in others for name in first)
 
 
+@pytest.mark.threads
 def test_a_gradient_that_only_some_have_counts_as_zero_of_the_others():
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (2, 3, 4)]
     own = [[torch.ones(2), None, None], [None, torch.full((3,), 4.0), None]]
