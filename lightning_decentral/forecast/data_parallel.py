@@ -10,11 +10,10 @@ Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_decentral.forecast.method import Method, Setting, replica_bytes, synchronous
+from lightning_decentral.forecast.method import Setting, Synchronous, replica_bytes
 from lightning_decentral.forecast.network import Price
-from lightning_decentral.forecast.stragglers import Floats
 from lightning_decentral.hardware import Block
-from lightning_decentral.timeline import Task, makespan, run
+from lightning_decentral.timeline import Task
 
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
@@ -65,7 +64,7 @@ def step(
 
 
 @dataclass(frozen=True)
-class DataParallel(Method):
+class DataParallel(Synchronous):
     """Every step as long as the slowest worker's, with what of the all-reduce the backward doesn't hide.
 
     Args:
@@ -81,14 +80,6 @@ class DataParallel(Method):
             setting.network.price("all_reduce", setting.cluster.reach(workers), workers, 1, setting.cluster.per_node),
         )
 
-    def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Of the slowest worker."""
-        return synchronous(lambda factor: makespan(run(self._step(setting, factor))), factors)
-
-    def tasks(self, setting: Setting) -> list[Task[str]]:
-        """One step."""
-        return self._step(setting, 1.0)
-
     def card_bytes(self, setting: Setting) -> float:
         """2 (n - 1) / n of the parameters' bytes; nothing on one node."""
         n = setting.cluster.workers
@@ -98,5 +89,6 @@ class DataParallel(Method):
         """A replica, and the buckets beside the gradients."""
         return replica_bytes(setting.model) + setting.model.parameter_bytes
 
-    def _step(self, setting: Setting, factor: float) -> list[Task[str]]:
+    def at(self, setting: Setting, factor: float) -> list[Task[str]]:
+        """Of a worker whose computation takes `factor` times as long."""
         return step(setting.model.blocks, self.prices(setting)[0], factor, self.bucket_bytes)

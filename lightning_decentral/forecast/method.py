@@ -10,7 +10,7 @@ import numpy as np
 from lightning_decentral.forecast.network import NO_NETWORK, Network, Price
 from lightning_decentral.forecast.stragglers import WARM_STEPS, Floats, even
 from lightning_decentral.hardware import Model
-from lightning_decentral.timeline import Task
+from lightning_decentral.timeline import Task, makespan, run
 
 EXACT_POINTS = 12
 
@@ -148,3 +148,19 @@ def synchronous(seconds: Callable[[float], float], factors: Floats) -> Floats:
 def replica_bytes(model: Model) -> int:
     """Parameters and as many gradients, optimizer state, saved activations."""
     return 2 * model.parameter_bytes + model.state_bytes + sum(block.saved_bytes for block in model.blocks)
+
+
+class Synchronous(Method):
+    """A method whose every step is one step of the slowest worker."""
+
+    @abstractmethod
+    def at(self, setting: Setting, factor: float) -> list[Task[str]]:
+        """One step of a worker whose computation takes `factor` times as long."""
+
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        """Of the slowest worker."""
+        return synchronous(lambda factor: makespan(run(self.at(setting, factor))), factors)
+
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        """One step."""
+        return self.at(setting, 1.0)

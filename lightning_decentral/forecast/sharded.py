@@ -11,11 +11,10 @@ Source: Zhao et al. 2304.11277 (FSDP).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_decentral.forecast.method import Method, Setting, replica_bytes, synchronous
+from lightning_decentral.forecast.method import Setting, Synchronous, replica_bytes
 from lightning_decentral.forecast.network import Price
-from lightning_decentral.forecast.stragglers import Floats
 from lightning_decentral.hardware import Block, Model
-from lightning_decentral.timeline import Task, makespan, run
+from lightning_decentral.timeline import Task
 
 
 def step(blocks: Sequence[Block], gather: Price, scatter: Price, shards: int, factor: float = 1.0) -> list[Task[str]]:
@@ -58,7 +57,7 @@ def sharded_bytes(model: Model, shards: int) -> float:
 
 
 @dataclass(frozen=True)
-class Sharded(Method):
+class Sharded(Synchronous):
     """Parameters, gradients and optimizer state are spread over all workers; all wait for the slowest."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
@@ -67,14 +66,6 @@ class Sharded(Method):
         reach = setting.cluster.reach(workers)
         price = setting.network.price
         return tuple(price(name, reach, workers, 1, per_node) for name in ("all_gather", "reduce_scatter"))
-
-    def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Of the slowest worker."""
-        return synchronous(lambda factor: makespan(run(self._step(setting, factor))), factors)
-
-    def tasks(self, setting: Setting) -> list[Task[str]]:
-        """One step."""
-        return self._step(setting, 1.0)
 
     def card_bytes(self, setting: Setting) -> float:
         """3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once; nothing on one node."""
@@ -85,6 +76,7 @@ class Sharded(Method):
         """A shard, and two blocks whole."""
         return sharded_bytes(setting.model, setting.cluster.workers)
 
-    def _step(self, setting: Setting, factor: float) -> list[Task[str]]:
+    def at(self, setting: Setting, factor: float) -> list[Task[str]]:
+        """Of a worker whose computation takes `factor` times as long."""
         gather, scatter = self.prices(setting)
         return step(setting.model.blocks, gather, scatter, setting.cluster.workers, factor)
