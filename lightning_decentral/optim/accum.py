@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.optim.groups import Betas, check_options, real, refuse_sparse
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, refuse_sparse
 
 
 class AccumAdam(Optimizer):
@@ -79,10 +79,7 @@ class AccumAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameters in self._together(group):
                 self._update(parameters, group)

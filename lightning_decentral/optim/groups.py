@@ -1,7 +1,7 @@
 """Parameter groups: their options checked, their tensors as real numbers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,14 @@ def refuse_sparse(optimizer: Optimizer, gradient: Tensor) -> None:
     """RuntimeError where a gradient is sparse."""
     if gradient.is_sparse:
         raise RuntimeError(f"{type(optimizer).__name__} takes no sparse gradients: use torch.optim.SparseAdam")
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What the closure returns, gradients on; None where there is none."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def real(tensors: list[Tensor]) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.optim.groups import Betas, check_options, real, refuse_sparse
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, refuse_sparse
 
 SMALLEST_NORM = 1e-8
 
@@ -65,10 +65,7 @@ class QuasiGlobalAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         batches = [(group, parameters) for group in self.param_groups for parameters in self._together(group)]
         ways = [list(torch._foreach_sub(self._real("start", p), real(p))) for _, p in batches]
         length = _length([way for batch in ways for way in batch])
