@@ -11,7 +11,7 @@ PACKAGE = ROOT / "lightning_decentral"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 
 # Folders that may know methods: their own, and those that choose between them.
-KNOWING = ("gossip", "partial", "pipeline", "planning", "commands")
+KNOWING = ("gossip", "partial", "pipeline", "multimodel", "planning", "commands")
 
 # What users watch may read what a method offers.
 WATCHING = {f"lightning_decentral.{name}" for name in ("callbacks", "report", "figure", "loggers", "cli")}
