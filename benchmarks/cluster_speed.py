@@ -42,7 +42,8 @@ def bits_per_second(rate: str) -> float:
 
 
 def measure(hosts: Cluster, methods: list[str], options: argparse.Namespace, straggler: float) -> dict[str, Any]:
-    """{method: {"ends": [host][step] of clock seconds, "sent": bytes per step}}, every host one process for all."""
+    """{method: {"ends" and "busy": [host][step] of clock and of processor seconds, "sent": bytes per step}}, every host
+    one process for all."""
     with tempfile.TemporaryDirectory() as folder:
         plan = {
             "folder": folder,
@@ -65,13 +66,19 @@ def measure(hosts: Cluster, methods: list[str], options: argparse.Namespace, str
             m: [Path(folder) / f"{place}-{rank}.json" for rank in range(hosts.hosts)] for place, m in enumerate(methods)
         }
         records = {m: [json.loads(path.read_text()) for path in paths] for m, paths in files.items()}
-    return {m: {"ends": [r["ends"] for r in rows], "sent": rows[0]["sent"]} for m, rows in records.items()}
+    columns = ("ends", "busy")
+    return {m: {c: [r[c] for r in rows] for c in columns} | {"sent": rows[0]["sent"]} for m, rows in records.items()}
 
 
 def seconds_per_step(ends: list[list[float]], warm_up: int) -> float:
     """Wall clock over all hosts: from the last host's end of the warm-up to the last host's end, per step."""
     first, last = max(row[warm_up - 1] for row in ends), max(row[-1] for row in ends)
     return (last - first) / (len(ends[0]) - warm_up)
+
+
+def busy_per_step(busy: list[list[float]], warm_up: int) -> float:
+    """Processor seconds of a host and step, the mean over the hosts; the kernel's work for others isn't in it."""
+    return statistics.mean((row[-1] - row[warm_up - 1]) / (len(row) - warm_up) for row in busy)
 
 
 def rows(results: dict[str, Any], warm_up: int) -> list[list[str]]:
@@ -84,8 +91,9 @@ def rows(results: dict[str, Any], warm_up: int) -> list[list[str]]:
             wire = 8 * run[method]["sent"] / bits_per_second(rate)
             bound = max(results["compute"], wire)
             ratio = f"{seconds['ddp'] / value:.2f}" if "ddp" in seconds else ""
+            busy = 1e3 * statistics.median(busy_per_step(t, warm_up) for t in run[method]["busy"])
             cells = [hosts, rate, straggler, method, f"{value:.3f}", f"{value / bound:.2f}"]
-            table.append([*cells, f"{value / results['compute']:.2f}", ratio])
+            table.append([*cells, f"{value / results['compute']:.2f}", ratio, f"{busy:.0f}"])
     return table
 
 
@@ -100,6 +108,7 @@ def table(results: dict[str, Any], warm_up: int) -> str:
         "over its bound",
         "over compute",
         "times faster than ddp",
+        "processor ms per host and step",
     ]
     lines = [head, ["---"] * len(head), *rows(results, warm_up)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
@@ -134,8 +143,9 @@ def main() -> None:
                     measured = measure(hosts, methods, options, straggler)
                     run = results["runs"].setdefault(f"{count} {rate} {straggler:g}", {})
                     for method, record in measured.items():
-                        kept = run.get(method, {"turns": []})["turns"] if turn else []
-                        run[method] = {"turns": [*kept, record["ends"]], "sent": record["sent"]}
+                        before = run[method] if turn else {"turns": [], "busy": []}
+                        turns = {"turns": [*before["turns"], record["ends"]], "busy": [*before["busy"], record["busy"]]}
+                        run[method] = {**turns, "sent": record["sent"]}
                     path.write_text(json.dumps(results))
                     progress.advance(task)
     about = ", ".join(f"{key} {value}" for key, value in description().items())

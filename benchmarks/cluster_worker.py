@@ -83,13 +83,19 @@ class Module(LightningModule):
 
 
 class Clock(Callback):
-    """When each step ended, by the clock that all hosts share."""
+    """When each step ended, by the clock that all hosts share, and the processor seconds of this host until then."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.busy: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
+        self.tick()
+
+    def tick(self) -> None:
+        """A step has ended."""
         self.ends.append(time.monotonic())
+        self.busy.append(time.process_time())
 
 
 class NoBroadcast(Callback):
@@ -126,7 +132,7 @@ def with_lightning(make: Callable[[], Strategy], *callbacks: Callback) -> Callab
             trainer.callbacks.append(_Sent(sent, plan["steps"]))
         images = TensorDataset(torch.zeros(plan["steps"] * plan["hosts"], 1))
         trainer.fit(Module(plan), DataLoader(images))
-        return {"ends": clock.ends, "sent": sent[-1]}
+        return {"ends": clock.ends, "busy": clock.busy, "sent": sent[-1]}
 
     return run
 
@@ -154,12 +160,12 @@ def with_decent_dp(plan: Plan) -> dict[str, Any]:
 
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     model = DecentralizedDataParallel(Sleeper(plan), optim_fn=sgd, topology="one-peer-exp", bucket_size_in_mb=4)
-    ends = []
+    clock = Clock()
     for _ in range(plan["steps"]):
         model.zero_grad()
         model(torch.zeros(1)).backward()
-        ends.append(time.monotonic())
-    return {"ends": ends, "sent": 4 * plan["parameters"]}
+        clock.tick()
+    return {"ends": clock.ends, "busy": clock.busy, "sent": 4 * plan["parameters"]}
 
 
 METHODS: dict[str, Callable[[Plan], dict[str, Any]]] = {

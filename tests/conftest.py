@@ -1,5 +1,6 @@
 """What every test may rely on: one thread per process, no network, a device where its marker asks for one."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -32,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Worlds of threads come last: whoever forks after one may inherit a lock that nobody holds any more, and wait for
     it for ever."""
     items.sort(key=lambda item: item.get_closest_marker("threads") is not None)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: no collector looks through it again. Above all those of forked
+    workers don't, each of which would copy half of the parent's memory by touching it."""
+    gc.collect()
+    gc.freeze()
 
 
 LEFT_BY_A_RUN = (
