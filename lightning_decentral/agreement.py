@@ -159,10 +159,10 @@ class RollCall:
 
     def _answer(self) -> bool:
         """Take part in the rounds that another waits for; whether there were any."""
-        key = self._key("needed")
-        if not self._store.check([key]):
+        asked = self._asked()
+        if asked is None:
             return False
-        *rounds, met = map(int, self._store.get(key).decode().split(","))
+        *rounds, met = asked
         if met > self._met():
             raise RuntimeError(
                 f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
@@ -170,6 +170,13 @@ class RollCall:
                 "or log with sync_dist=False and do the rest at the end of epochs"
             )
         return self._catch_up(rounds)
+
+    def _asked(self) -> list[int] | None:
+        """What another waits for, if one does."""
+        key = self._key("needed")
+        with suppress(RuntimeError):  # worker 0 has passed and ended, and the store with it; or died: the gather knows
+            return list(map(int, self._store.get(key).decode().split(","))) if self._store.check([key]) else None
+        return None
 
     def _catch_up(self, rounds: list[int]) -> bool:
         missing = [index for index, target in enumerate(rounds) for _ in range(self._rounds()[index], target)]

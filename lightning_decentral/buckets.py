@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
-BUCKET_BYTES = 256 * 2**20
+MOST_BUCKET_BYTES = 256 * 2**20
+LEAST_BUCKET_BYTES = 2 * 2**20
+BUCKETS = 8
 
 
 class Matrix(NamedTuple):
@@ -117,18 +119,32 @@ def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     return rows.as_strided(parameter.size(), dense.stride(), rows.storage_offset())
 
 
+def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
+    """An eighth of their bytes, from 2 MiB to 256 MiB.
+
+    While one bucket is mixed the links wait for it, so a few are better than one; each costs a message's latency, so
+    few are better than many.
+    """
+    known = (p for p in dict.fromkeys(parameters) if not isinstance(p, UninitializedParameter))
+    whole = sum(p.numel() * p.element_size() for p in known)
+    return min(max(-(-whole // BUCKETS), LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
+
+
 def pack(
     parameters: Iterable[nn.Parameter],
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     make: Callable[[Sequence[nn.Parameter]], Bucket] = Bucket,
 ) -> list[Bucket]:
-    """Buckets over the given parameters, in order, one dtype and device each, none over `bucket_bytes` unless one
-    parameter is, each made by `make`. Tied parameters count once; what is empty or not floating point or
+    """Buckets over the given parameters, in order, one dtype and device each, none over `bucket_bytes` (by default
+    `bucket_bytes_of` them) unless one parameter is, each made by `make`. Tied parameters count once; what is empty or not floating point or
     complex is left out.
 
     Raises:
         ValueError: `bucket_bytes` is not positive, or a lazy module has not seen its first batch.
     """
+    parameters = list(parameters)
+    if bucket_bytes is None:
+        bucket_bytes = bucket_bytes_of(parameters)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     groups: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}

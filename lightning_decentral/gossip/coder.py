@@ -19,29 +19,34 @@ from lightning_decentral.gossip.noise import key
 
 
 class Coder(ABC):
-    """Turns messages, a list of buckets, into what travels and back. Estimates, where a codec has them, live here."""
+    """Turns messages, a list of buckets, into what travels and back. Estimates, where a codec has them, live here.
+
+    `first` is the place of a message's first bucket among those admitted.
+    """
 
     @abstractmethod
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """More buckets. `references` are equal on all workers; the rule says how much of a message is not encoded."""
 
     @abstractmethod
-    def encode(self, message: Sequence[Tensor], targets: Mapping[int, float], step: int) -> dict[int, Buffers]:
+    def encode(
+        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
+    ) -> dict[int, Buffers]:
         """{target: what it gets}; targets of one audience share it.
 
         The message is overwritten by what those targets decode: sum_k w_ki decoded_ik / sum_k w_ki where they differ.
         """
 
     @abstractmethod
-    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
+    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
         """Where what the source sends is received."""
 
     @abstractmethod
-    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor]) -> Buffers:
+    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
         """The buckets that the source meant; the buffers are used up."""
 
     @abstractmethod
-    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor) -> None:
+    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
         """Keep what was decoded as the estimate of the source, if it is healthy."""
 
     @abstractmethod
@@ -74,19 +79,21 @@ class Direct(Coder):
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """Nothing to know."""
 
-    def encode(self, message: Sequence[Tensor], targets: Mapping[int, float], step: int) -> dict[int, Buffers]:
+    def encode(
+        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
+    ) -> dict[int, Buffers]:
         """The message itself."""
         return {target: list(message) for target in targets}
 
-    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
+    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
         """One like each bucket."""
         return [self.pool.take(m) for m in message]
 
-    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor]) -> Buffers:
+    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
         """The buffers themselves."""
         return buffers
 
-    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor) -> None:
+    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
         """Nothing."""
 
     def release(self, sent: Mapping[int, Buffers]) -> None:
@@ -121,6 +128,7 @@ class Coded(Coder):
         self._rate = 1.0
         self._error: float | None = None
         self._open: tuple[Arriving, int] | None = None
+        self._sums: list[Tensor] = []
         self._warned = False
 
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
@@ -129,7 +137,9 @@ class Coded(Coder):
         pairs = zip(references, matrices, strict=True)
         self._channels += [Channel(self._codec, r, m, combine.exact) for r, m in pairs]
 
-    def encode(self, message: Sequence[Tensor], targets: Mapping[int, float], step: int) -> dict[int, Buffers]:
+    def encode(
+        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
+    ) -> dict[int, Buffers]:
         """Once for each audience that hears this step; its targets share the payload."""
         shares: dict[int, float] = {}
         for target, weight in targets.items():
@@ -137,8 +147,9 @@ class Coded(Coder):
             shares[audience] = shares.get(audience, 0.0) + weight
         payloads: dict[int, Buffers] = {audience: [] for audience in shares}
         watched = [m.clone() for m in message] if shares and step & (step - 1) == 0 else []
-        gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(self._channels, watched, strict=False)]
-        for bucket, (channel, m) in enumerate(zip(self._channels, message, strict=False)):
+        channels = self._channels[first : first + len(message)]
+        gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(channels, watched, strict=False)]
+        for bucket, (channel, m) in enumerate(zip(channels, message, strict=True), first):
             parts = {audience: self._payload(channel, m) for audience in shares}
             for audience, payload in parts.items():
                 channel.encode(m, payload, f"to {audience}", key(self._rank, step, bucket, audience))
@@ -146,8 +157,11 @@ class Coded(Coder):
             if parts:
                 self._overwrite(m, channel, parts, shares)
         if watched:
-            errors = [c.error(w, m) for c, w, m in zip(self._channels, watched, message, strict=False)]
-            self._watch(Arriving(torch.stack([torch.stack(errors).sum(), torch.stack(gaps).sum()])), step)
+            errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
+            self._sums.append(torch.stack([torch.stack(errors).sum(), torch.stack(gaps).sum()]))
+            if first + len(message) == len(self._channels):
+                sums, self._sums = self._sums, []
+                self._watch(Arriving(torch.stack(sums).sum(0)), step)
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
 
     def error(self) -> float | None:
@@ -204,15 +218,15 @@ class Coded(Coder):
         parts = channel.parts(message)
         return [self._pool.take_new(torch.Size([p.elements]), p.dtype, message.device) for p in parts]
 
-    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
+    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
         """The payload of each bucket in turn."""
-        pairs = zip(self._channels, message, strict=False)
+        pairs = zip(self._channels[first:], message, strict=False)
         return [part for channel, m in pairs for part in self._payload(channel, m)]
 
-    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor]) -> Buffers:
+    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
         """By the link's estimate."""
         rest, decoded = list(buffers), []
-        for channel, m in zip(self._channels, message, strict=False):
+        for channel, m in zip(self._channels[first:], message, strict=False):
             number = len(channel.parts(m))
             out = self._pool.take(m)
             channel.decode(rest[:number], out, f"from {source}")
@@ -221,9 +235,9 @@ class Coded(Coder):
         self._pool.give(buffers)
         return decoded
 
-    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor) -> None:
+    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
         """Nothing where the codec doesn't."""
-        for channel, d in zip(self._channels if self._codec.remembers else [], decoded, strict=False):
+        for channel, d in zip(self._channels[first:] if self._codec.remembers else [], decoded, strict=False):
             channel.remember(d, f"from {source}", healthy)
 
     def release(self, sent: Mapping[int, Buffers]) -> None:

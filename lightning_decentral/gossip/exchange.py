@@ -1,8 +1,8 @@
 """How a round's messages become mixtures: mixed_i = sum_j w_ij sent_j.
 
 `start(message, step) -> land`, and `land()` waits and returns `mixed`, bucket by bucket. Three ways that give the same
-numbers up to rounding: sends and receives between peers, an all-reduce where a step's graph is disjoint cliques, and
-`W @ message` in a simulation. Peers may encode what they send.
+numbers up to rounding: sends and receives between peers, an all-reduce where a step's graph is disjoint cliques
+(`clique_exchange`), and `W @ message` in a simulation. Peers may encode what they send.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.mixing import Mixings
 from lightning_decentral.gossip.topology import Topology
-from lightning_decentral.gossip.verdict import Verdicts, refuse
+from lightning_decentral.gossip.verdict import Verdicts, finite, header_of, refuse
 from lightning_decentral.gossip.weights import Weights, links
 from lightning_decentral.gossip.wire import Exchange as Exchange
 from lightning_decentral.gossip.wire import Land as Land
@@ -54,7 +54,7 @@ class MatrixExchange(Exchange):
         """Of every worker, as a column."""
         return degree_column(self.topology, self.size, step)
 
-    def start(self, message: Sequence[Tensor], step: int) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
         """Multiply at once; nothing travels."""
         mixed = [self._mixings.at(step)(m, out=self.pool.take(m)) for m in message]
         return lambda: mixed
@@ -64,9 +64,9 @@ class MatrixExchange(Exchange):
 class PeerExchange(Exchange):
     """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
 
-    Every message is preceded by a header (round, elements). A header of another round is an error: some worker took
-    another number of optimizer steps, and mixing would pair rounds wrongly without a sign. A message with NaN or
-    infinity is refused: its weight falls to the receiver's own parameters, and it is counted.
+    Every message is preceded by a header (round, elements of all buckets). A header of another round is an error: some
+    worker took another number of optimizer steps, and mixing would pair rounds wrongly without a sign. A message with
+    NaN or infinity is refused: its weight falls to the receiver's own parameters, and it is counted.
 
     Args:
         transport: of this exchange alone.
@@ -86,6 +86,7 @@ class PeerExchange(Exchange):
         self._verdicts = Verdicts(rank, None if self.codec == Plain() else self.codec)
         self._waited = stopwatch(self.device)
         self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
+        self._elements = 0
         self._plans: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
         self._coder = coder(self.codec, self.topology, rank, size, self.pool)
 
@@ -103,6 +104,7 @@ class PeerExchange(Exchange):
         for reference in references if self.codec.remembers else []:
             self.transport.broadcast(reference).wait()
         self._coder.admit(references, matrices, combine)
+        self._elements += sum(bucket.numel() for bucket in buckets)
 
     def silent(self, step: int) -> bool:
         """No source and no target."""
@@ -121,14 +123,14 @@ class PeerExchange(Exchange):
         """One for each that hears me."""
         return float(len(self._plan(step)[1]))
 
-    def start(self, message: Sequence[Tensor], step: int) -> Land:
-        """Start the round's transfers. Memory until landed: one copy of the parameters for each source."""
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+        """Start the transfers. Memory until landed: one copy of the message for each source."""
         row, heard_by = self._plan(step)
         sources = sorted(set(row) - {self.transport.rank})
-        header = _header(step, message)
-        packets = self._coder.encode(message, heard_by, step)
+        header = header_of(step, self._elements, message[0].device)
+        packets = self._coder.encode(message, heard_by, step, first)
         headers = {j: torch.empty_like(header) for j in sources}
-        buffers = {j: self._coder.buffers(j, message) for j in sources}
+        buffers = {j: self._coder.buffers(j, message, first) for j in sources}
 
         def messages(peer: int, tensors: Sequence[Tensor]) -> list[Message]:
             return [Message(peer, tensor, tag) for tag, tensor in enumerate(tensors)]
@@ -146,10 +148,15 @@ class PeerExchange(Exchange):
             for pending in incoming:
                 pending.wait()
             self._waited.stop()
-            self._in_flight_seconds += perf_counter() - launched
-            self._rounds += 1
-            heard = {j: self._coder.decode(j, tensors, message) for j, tensors in buffers.items()}
-            mixed = self._mix(row, message, heard, headers, header)
+            if not first:
+                self._in_flight_seconds += perf_counter() - launched
+                self._rounds += 1
+            heard = {j: self._coder.decode(j, tensors, message, first) for j, tensors in buffers.items()}
+            healthy = self._judged(step, message, heard, headers, header)
+            for j, tensors in heard.items():
+                self._coder.remember(j, tensors, healthy[j], first)
+                refuse(tensors, message, healthy[j])
+            mixed = self._mix(row, message, heard)
             for pending in outgoing:
                 pending.wait()
             self._coder.release(packets)
@@ -157,24 +164,28 @@ class PeerExchange(Exchange):
 
         return land
 
-    def _mix(
+    def _judged(
         self,
-        row: Mapping[int, float],
+        step: int,
         message: Sequence[Tensor],
         heard: Mapping[int, Sequence[Tensor]],
         headers: Mapping[int, Tensor],
         header: Tensor,
+    ) -> dict[int, Tensor]:
+        """{source: whether what it said is finite}"""
+        mine = finite(message)
+        healthy = {j: finite(tensors) for j, tensors in heard.items()}
+        rows = {j: torch.cat([headers[j], healthy[j].long().view(1)]) for j in headers}
+        self._verdicts.add(step, {self.transport.rank: torch.cat([header, mine.long().view(1)]), **rows})
+        return healthy
+
+    def _mix(
+        self, row: Mapping[int, float], message: Sequence[Tensor], heard: Mapping[int, Sequence[Tensor]]
     ) -> list[Tensor]:
         """w_ii sent_i + sum_j w_ij sent_j over j in order, so that a resumed run rounds alike; in what was heard."""
-        mine = _finite(message)
-        healthy = {j: _finite(tensors) for j, tensors in heard.items()}
-        rows = {j: torch.cat([headers[j], healthy[j].long().view(1)]) for j in headers}
-        self._verdicts.add({self.transport.rank: torch.cat([header, mine.long().view(1)]), **rows})
         if not heard:
             return [self.pool.take(m).copy_(m) for m in message]
         for j, tensors in heard.items():
-            self._coder.remember(j, tensors, healthy[j])
-            refuse(tensors, message, healthy[j])
             for tensor in tensors:
                 tensor.mul_(row[j])
         first, *others = heard.values()
@@ -205,92 +216,3 @@ class PeerExchange(Exchange):
         """Counters since construction."""
         refused = self._verdicts.refused
         return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
-
-
-@dataclass
-class CliqueExchange(Exchange):
-    """All-reduce inside disjoint cliques: the mean of this worker's clique, at 2 (c - 1) / c of the parameters' bytes
-    for a clique of c workers, where sends and receives would take c - 1.
-
-    A message with NaN or infinity is left out of the mean by its own sender, and counted by the others.
-
-    Args:
-        cliques: one partition of the workers for each phase (`cliques.partitions`).
-        transports: one for each clique of more than one worker that this worker belongs to.
-    """
-
-    cliques: Sequence[Sequence[tuple[int, ...]]]
-    transports: Mapping[tuple[int, ...], Transport]
-    rank: int
-    device: torch.device
-    pool: Pool = field(default_factory=Pool, init=False)
-    _verdicts: Verdicts = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._verdicts = Verdicts(self.rank)
-        self._waited = stopwatch(self.device)
-        self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
-
-    def _clique(self, step: int) -> tuple[int, ...]:
-        return next(c for c in self.cliques[step % len(self.cliques)] if self.rank in c)
-
-    def silent(self, step: int) -> bool:
-        """This worker's clique is itself alone."""
-        return len(self._clique(step)) == 1
-
-    def own(self, step: int) -> Tensor:
-        """1 / c."""
-        return number(1 / len(self._clique(step)), self.device)
-
-    def degree(self, step: int) -> Tensor:
-        """c - 1."""
-        return number(len(self._clique(step)) - 1, self.device)
-
-    def copies_sent(self, step: int) -> float:
-        """2 (c - 1) / c, of a ring all-reduce."""
-        clique = self._clique(step)
-        return 2 * (len(clique) - 1) / len(clique)
-
-    def start(self, message: Sequence[Tensor], step: int) -> Land:
-        """Start the all-reduces. Memory until landed: one copy of the parameters."""
-        clique = self._clique(step)
-        transport = self.transports[clique]
-        finite = _finite(message)
-        header = _header(step, message)
-        gathering, rows = transport.all_gather(torch.cat([header, finite.long().view(1)]))
-        totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
-        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], finite)
-        reducing = [transport.all_reduce(total) for total in totals]
-        launched = perf_counter()
-        payload = sum(t.numel() * t.element_size() for t in totals)
-        self._bytes_sent += 2 * (len(clique) - 1) * payload // len(clique)
-
-        def land() -> list[Tensor]:
-            self._waited.start()
-            for pending in (gathering, *reducing):
-                pending.wait()
-            self._waited.stop()
-            self._in_flight_seconds += perf_counter() - launched
-            self._rounds += 1
-            self._verdicts.add(dict(zip(clique, rows, strict=True)))
-            share = torch.stack(rows)[:, 2].sum().clamp(min=1) / len(clique)  # 1 unless someone's message was refused
-            return [total.div_(share.to(total.dtype)) for total in totals]
-
-        return land
-
-    def traffic(self) -> Traffic:
-        """Counters since construction."""
-        refused = self._verdicts.refused
-        return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
-
-
-def _header(step: int, message: Sequence[Tensor]) -> Tensor:
-    """(round, elements), filled on the device as `number` is."""
-    numbers = (step, sum(m.numel() for m in message))
-    return torch.stack([torch.full((), n, dtype=torch.int64, device=message[0].device) for n in numbers])
-
-
-def _finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar: no element is NaN or infinite. One pass each and no copy: the extremes carry both."""
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return torch.stack([torch.isfinite(extreme) for t in real for extreme in torch.aminmax(t)]).all()

@@ -47,9 +47,9 @@ class ExchangeByStep(Exchange):
         """As the step's."""
         return self._of(step).degree(step)
 
-    def start(self, message: Sequence[Tensor], step: int) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
         """As the step's."""
-        return self._of(step).start(message, step)
+        return self._of(step).start(message, step, first)
 
     def traffic(self) -> Traffic:
         """The sum."""

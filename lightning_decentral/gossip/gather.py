@@ -58,9 +58,9 @@ class GatherExchange(Exchange):
         """This device's part of the island's."""
         return self.inner.copies_sent(step) / self.inside.size
 
-    def start(self, message: Sequence[Tensor], step: int) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
         """Start this device's part. Memory until landed: what the inner exchange takes for the parts."""
-        inner_land = self.inner.start([self._part(m) for m in message], step)
+        inner_land = self.inner.start([self._part(m) for m in message], step, first)
         if self.encoded:  # every device must believe what the island said
             self._share(message, [self._part(m).clone() for m in message])
 

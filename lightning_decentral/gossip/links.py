@@ -47,12 +47,12 @@ class LinkExchange(Exchange):
         """Of every worker, as a column."""
         return degree_column(self.topology, self.size, step)
 
-    def start(self, message: Sequence[Tensor], step: int) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
         """Encode at once, decode and mix when it lands; nothing travels."""
         plans = [links(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
         sent = [[m[rank] for m in message] for rank in range(self.size)]
         coders = list(zip(self._coders, sent, plans, strict=True))
-        packets = [worker.encode(own, heard_by, step) for worker, own, (_, heard_by) in coders]
+        packets = [worker.encode(own, heard_by, step, first) for worker, own, (_, heard_by) in coders]
 
         def land() -> list[Tensor]:
             mixed = [self.pool.take(m) for m in message]
@@ -60,8 +60,8 @@ class LinkExchange(Exchange):
                 for total, m in zip(mixed, own, strict=True):
                     torch.mul(m, row[rank], out=total[rank])
                 for j in sorted(set(row) - {rank}):
-                    heard = worker.decode(j, [t.clone() for t in packets[j][rank]], own)
-                    worker.remember(j, heard, torch.ones((), dtype=torch.bool))
+                    heard = worker.decode(j, [t.clone() for t in packets[j][rank]], own, first)
+                    worker.remember(j, heard, torch.ones((), dtype=torch.bool), first)
                     for total, tensor in zip(mixed, heard, strict=True):
                         total[rank].add_(tensor, alpha=row[j])
             return mixed

@@ -45,7 +45,7 @@ class Member:
         """What a mixer of whole buckets talks to, given an exchange between the peers, by a codec or without."""
         return peers
 
-    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         """The parameters as buckets."""
         return pack(parameters, bucket_bytes)
 
@@ -103,7 +103,7 @@ class Averaging(Member):
         """This device exchanges its part, then the island gathers."""
         return GatherExchange(peers, self._inside, self._device, encoded)
 
-    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         """Divisible into the parts of the devices."""
         return pack(parameters, bucket_bytes, partial(Bucket, parts=self.devices))
 
@@ -142,9 +142,9 @@ class Sharding(Member):
         self._across = across
         self._sharded: Sharded | None = None
 
-    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         """Of this device's shards."""
-        return pack(parameters, bucket_bytes * self.devices, ShardBucket)
+        return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
 
     def arrange(self, module: nn.Module) -> None:
         """Shard it."""

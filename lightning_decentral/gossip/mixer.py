@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isnan
 from typing import Any, Protocol
@@ -27,12 +27,13 @@ class Flat(Protocol):
 
 @dataclass
 class Flight:
-    """One round between launch and landing; `land` may be called once, what it returned is kept for a checkpoint."""
+    """One round between launch and landing, bucket by bucket; each of `lands` may be called once, what it returned is
+    kept for a checkpoint."""
 
     round: int
     step: int
-    sent: list[Tensor]
-    land: Land
+    sent: list[Tensor] = field(default_factory=list)
+    lands: list[Land] = field(default_factory=list)
 
 
 class Mixer:
@@ -44,6 +45,9 @@ class Mixer:
     delay k           x(t+1) = x + u(x) + rate (W - I) x(t-k+1)
 
     A rule that corrects the update itself (`Combine.adapt`) does so between landing and launch.
+
+    Bucket by bucket: the first leaves again while the second is being mixed, so that the links rest for a bucket's
+    mixing and not for that of the whole model, and what was heard is mixed while it is in the processor's cache.
 
     Memory beyond the model: one copy of the message for every one in flight, the sent one and each heard one; and the
     rule's state.
@@ -92,19 +96,25 @@ class Mixer:
         self._learning_rate, self._peak = learning_rate, max(self._peak, learning_rate)
         for bucket in self.buckets:
             bucket.adopt()
-        self._land_until(self.round - self._delay)
-        for bucket, state in zip(self.buckets, self._states, strict=True):
-            self._combine.adapt(bucket.flat, state, self.turn(self.round))
         rounds = self._combine.rounds(self._gauge.distance, self._idle)
-        for _ in range(rounds):
-            self._take_round()
+        due, turn = self._due(self.round - self._delay), self.turn(self.round)
+        leaving = self._leaving() if rounds else None
+        for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
+            self._land(due, place)
+            self._combine.adapt(bucket.flat, state, turn)
+            self._launch(leaving, place)
+        for another in range(rounds):
+            self._take_round(launched=not another)
         self._idle = 0 if rounds else self._idle + 1
         self.steps += 1
         self._measure()
 
-    def _take_round(self) -> None:
-        self._land_until(self.round - self._delay)
-        self._launch()
+    def _take_round(self, launched: bool) -> None:
+        if not launched:
+            due, leaving = self._due(self.round - self._delay), self._leaving()
+            for place in range(len(self.buckets)):
+                self._land(due, place)
+                self._launch(leaving, place)
         if not self._delay:
             self._land_until(self.round)
         self.round += 1
@@ -134,35 +144,53 @@ class Mixer:
         own, degree = partial(self.exchange.own, round), partial(self.exchange.degree, round)
         return Turn(round, self._learning_rate, self._peak, own, degree)
 
-    def _launch(self) -> None:
+    def _leaving(self) -> Flight | None:
+        """The round that is launched now, in flight from its first bucket on."""
         if not self.buckets or self.exchange.silent(self.round):
+            return None
+        self._flights.append(Flight(self.round, self.steps))
+        return self._flights[-1]
+
+    def _launch(self, flight: Flight | None, place: int) -> None:
+        if flight is None:
             return
-        messages = [self._combine.message(b.flat, s) for b, s in zip(self.buckets, self._states, strict=True)]
-        sent = [self.exchange.pool.take(message).copy_(message) for message in messages]
-        self._flights.append(Flight(self.round, self.steps, sent, self.exchange.start(sent, self.round)))
-        for bucket, message, state in zip(self.buckets, sent, self._states, strict=True):
-            self._combine.launched(bucket.flat, message, state, self.turn(self.round))
+        x, state = self.buckets[place].flat, self._states[place]
+        message = self._combine.message(x, state)
+        sent = self.exchange.pool.take(message).copy_(message)
+        flight.sent.append(sent)
+        flight.lands.append(self.exchange.start([sent], flight.round, place))
+        self._combine.launched(x, sent, state, self.turn(flight.round))
+
+    def _due(self, last: int) -> list[Flight]:
+        """Those launched in round `last` or before, no longer in flight."""
+        due = []
+        while self._flights and self._flights[0].round <= last:
+            due.append(self._flights.popleft())
+        return due
+
+    def _land(self, due: Sequence[Flight], place: int) -> None:
+        for flight in due:
+            if place >= len(flight.lands):
+                continue  # a bucket that was taken in after the launch
+            self.wanted = flight.step + 1
+            (mixed,), turn, sent = flight.lands[place](), self.turn(flight.round), flight.sent[place]
+            if self._combine.lag:
+                self._squares.append(self._combine.measure(sent, mixed, turn))
+            self._combine.apply(self.buckets[place].flat, sent, mixed, self._states[place], turn)
+            self.exchange.pool.give([sent, mixed])
 
     def _land_until(self, last: int) -> None:
-        while self._flights and self._flights[0].round <= last:
-            flight = self._flights.popleft()
-            self.wanted = flight.step + 1
-            landed, turn = flight.land(), self.turn(flight.round)
-            for bucket, state, sent, mixed in zip(self.buckets, self._states, flight.sent, landed, strict=False):
-                if self._combine.lag:
-                    self._squares.append(self._combine.measure(sent, mixed, turn))
-                self._combine.apply(bucket.flat, sent, mixed, state, turn)
-            self.exchange.pool.give([*flight.sent, *landed])
+        due = self._due(last)
+        for place in range(len(self.buckets)):
+            self._land(due, place)
 
     def state_dict(self) -> dict[str, Any]:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
         flights = []
         for flight in self._flights:
-            mixed = flight.land()
-            flight.land = _landed(mixed)
-            flights.append(
-                {"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": list(mixed)}
-            )
+            mixed = [tensor for land in flight.lands for tensor in land()]
+            flight.lands = list(map(_landed, mixed))
+            flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": mixed})
         return {
             "round": self.round,
             "steps": self.steps,
@@ -193,13 +221,13 @@ class Mixer:
         self._gauge.load_state_dict(state["gauge"])
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
         self._flights = deque(
-            Flight(f["round"], f["step"], _copies(f["sent"], like), _landed(_copies(f["mixed"], like)))
+            Flight(f["round"], f["step"], _copies(f["sent"], like), list(map(_landed, _copies(f["mixed"], like))))
             for f in state["flights"]
         )
 
 
-def _landed(mixed: list[Tensor]) -> Land:
-    return lambda: mixed
+def _landed(mixed: Tensor) -> Land:
+    return lambda: [mixed]
 
 
 def _copies(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

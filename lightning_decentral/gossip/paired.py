@@ -35,8 +35,8 @@ class Paired(Coder):
         """Their lengths and matrices."""
         self._buckets += [(len(r), m) for r, m in zip(references, matrices, strict=True)]
 
-    def _layouts(self, message: Sequence[Tensor]) -> list[Layout]:
-        pairs = zip(message, self._buckets, strict=False)
+    def _layouts(self, message: Sequence[Tensor], first: int = 0) -> list[Layout]:
+        pairs = zip(message, self._buckets[first:], strict=False)
         return [Layout.of(len(m), matrices, length) for m, (length, matrices) in pairs]
 
     def _link(self, peer: int, bucket: int) -> "_Link":
@@ -46,34 +46,36 @@ class Paired(Coder):
             self._links[peer, bucket] = _Link(self._codec, key(*edge, bucket), sign)
         return self._links[peer, bucket]
 
-    def encode(self, message: Sequence[Tensor], targets: Mapping[int, float], step: int) -> dict[int, Buffers]:
+    def encode(
+        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
+    ) -> dict[int, Buffers]:
         """{target: its sketches}. The message stays: a hearer learns how it differs from it."""
-        payloads: dict[int, Buffers] = {target: self.buffers(target, message) for target in targets}
-        for bucket, (m, layout) in enumerate(zip(message, self._layouts(message), strict=True)):
+        payloads: dict[int, Buffers] = {target: self.buffers(target, message, first) for target in targets}
+        for place, (m, layout) in enumerate(zip(message, self._layouts(message, first), strict=True)):
             for target in targets:
-                self._link(target, bucket).encode(m, payloads[target][bucket], layout)
+                self._link(target, first + place).encode(m, payloads[target][place], layout)
         return payloads
 
-    def buffers(self, source: int, message: Sequence[Tensor]) -> Buffers:
+    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
         """As long as what both send in this turn of the link."""
         sizes = [
             self._codec.half(layout, self._link(source, bucket).turn).part(m.dtype).elements
-            for bucket, (m, layout) in enumerate(zip(message, self._layouts(message), strict=True))
+            for bucket, (m, layout) in enumerate(zip(message, self._layouts(message, first), strict=True), first)
         ]
         pairs = zip(sizes, message, strict=True)
         return [self._pool.take_new(torch.Size([size]), m.dtype, m.device) for size, m in pairs]
 
-    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor]) -> Buffers:
+    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
         """What is here, and the difference as far as both saw it."""
         decoded = [self._pool.take(m).copy_(m) for m in message]
-        for bucket, (out, payload) in enumerate(zip(decoded, buffers, strict=True)):
+        for bucket, (out, payload) in enumerate(zip(decoded, buffers, strict=True), first):
             self._link(source, bucket).decode(payload, out)
         self._pool.give(buffers)
         return decoded
 
-    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor) -> None:
+    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
         """The next bases; new ones where the message was refused."""
-        for bucket in range(len(decoded)):
+        for bucket in range(first, first + len(decoded)):
             self._link(source, bucket).learn(healthy)
 
     def release(self, sent: Mapping[int, Buffers]) -> None:

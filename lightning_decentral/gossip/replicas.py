@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.buckets import BUCKET_BYTES
 from lightning_decentral.gossip.combine import Combine, Gossip
 from lightning_decentral.gossip.exchange import PeerExchange
 from lightning_decentral.gossip.members import Member
@@ -89,7 +88,7 @@ class _Mixing(Bond):
 
     def _add(self, optimizer: Optimizer) -> Trained:
         solo = Member(None, 1, lambda call: call())
-        trained = Trained(optimizer, self._how.mixer(*self._place), self._taken, solo, BUCKET_BYTES)
+        trained = Trained(optimizer, self._how.mixer(*self._place), self._taken, solo)
         self._trained.append(trained)
         return trained
 

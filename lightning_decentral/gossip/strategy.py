@@ -9,14 +9,15 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral import names
-from lightning_decentral.buckets import BUCKET_BYTES, Bucket
+from lightning_decentral.buckets import Bucket
 from lightning_decentral.gossip.card import all_reduce_copies, copies_through_card
 from lightning_decentral.gossip.cliques import Partition, partitions
 from lightning_decentral.gossip.codec import Plain
 from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine import Combine, Gossip
 from lightning_decentral.gossip.distance import Consensus, squared_norm
-from lightning_decentral.gossip.exchange import CliqueExchange, Exchange, PeerExchange, Traffic
+from lightning_decentral.gossip.clique_exchange import CliqueExchange
+from lightning_decentral.gossip.exchange import Exchange, PeerExchange, Traffic
 from lightning_decentral.gossip.exchange_by_step import ExchangeByStep
 from lightning_decentral.gossip.gauge import Gauge
 from lightning_decentral.gossip.island import Island
@@ -48,7 +49,8 @@ class GossipStrategy(IslandStrategy):
             (`largest_stable_rate`); `Every(k, topology)` with delay k keeps one message in flight: always stable.
         evaluate: "mean" validates and tests the mean of the workers, "own" each worker's model.
         sigterm_every: rounds between two looks whether some worker got a SIGTERM.
-        bucket_bytes: largest flat tensor that is sent as one message.
+        bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
+            from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
     Raises:
@@ -70,7 +72,7 @@ class GossipStrategy(IslandStrategy):
         delay: int = 1,
         evaluate: Evaluate = "mean",
         sigterm_every: int = 10,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         **ddp: Any,
     ) -> None:
         super().__init__(island=island, evaluate=evaluate, sigterm_every=sigterm_every, **ddp)

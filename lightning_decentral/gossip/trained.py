@@ -13,10 +13,16 @@ class Trained:
 
     Args:
         taken: parameters that an optimizer mixes already; a parameter of several is mixed by the first.
+        bucket_bytes: largest bucket; by default `buckets.bucket_bytes_of` them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, mixer: Mixer, taken: set[nn.Parameter], member: Member, bucket_bytes: int
+        self,
+        optimizer: Optimizer,
+        mixer: Mixer,
+        taken: set[nn.Parameter],
+        member: Member,
+        bucket_bytes: int | None = None,
     ) -> None:
         self.optimizer, self.mixer = optimizer, mixer
         self.buckets: list[Bucket] = []

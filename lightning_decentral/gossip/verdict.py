@@ -1,6 +1,7 @@
 """What a worker thinks of the messages of a round: right round, finite numbers; and what follows."""
 
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,10 +26,11 @@ class Verdicts:
         self.refused = 0
         self._rank = rank
         self._beyond = f", or more than {codec} can express," if codec is not None else ""
-        self._open: tuple[Sequence[int], Arriving] | None = None
+        self._open: deque[tuple[int, Sequence[int], Arriving]] = deque()
+        self._refused_in: dict[int, int] = {}
 
-    def add(self, rows: Mapping[int, Tensor]) -> None:
-        """Judge one round by a row (round, elements, finite) of integers for this worker and each that it heard.
+    def add(self, round: int, rows: Mapping[int, Tensor]) -> None:
+        """Judge messages of a round by a row (round, elements, finite) of integers for this worker and each it heard.
 
         Raises:
             RuntimeError: a source is in another round, or its model has another size.
@@ -38,9 +40,9 @@ class Verdicts:
         if flags.on_host:
             self._judge(workers, flags)
             return
-        if self._open is not None:
-            self._judge(*self._open)
-        self._open = workers, flags
+        while self._open and self._open[0][0] < round:
+            self._judge(*self._open.popleft()[1:])
+        self._open.append((round, workers, flags))
 
     def _judge(self, workers: Sequence[int], flags: Arriving) -> None:
         rows = dict(zip(workers, flags.read().tolist(), strict=True))
@@ -57,18 +59,25 @@ class Verdicts:
                     "every worker must train the same parameters in the same step"
                 )
             if not healthy:
-                self.refused += 1
-                warnings.warn(
-                    f"worker {self._rank} refused a message from worker {source} in round {step}: "
-                    f"it holds NaN or infinity ({self.refused} refused so far)",
-                    stacklevel=2,
-                )
+                self._count(source, step)
         if not finite:
             raise FloatingPointError(
                 f"worker {self._rank}: its parameters hold NaN or infinity{self._beyond} in round {step}; its "
                 "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
                 "operation with detect_anomaly=True"
             )
+
+    def _count(self, source: int, step: int) -> None:
+        """A source's refused buckets of one round are one refused message."""
+        if self._refused_in.get(source) == step:
+            return
+        self._refused_in[source] = step
+        self.refused += 1
+        warnings.warn(
+            f"worker {self._rank} refused a message from worker {source} in round {step}: "
+            f"it holds NaN or infinity ({self.refused} refused so far)",
+            stacklevel=2,
+        )
 
 
 def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
@@ -80,3 +89,14 @@ def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> N
         return
     for tensor, mine in zip(heard, own, strict=True):
         torch.where(healthy, tensor, mine, out=tensor)
+
+
+def header_of(step: int, elements: int, device: torch.device) -> Tensor:
+    """(round, elements of all buckets), filled on the device as `number` is."""
+    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (step, elements)])
+
+
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar: no element is NaN or infinite. One pass each and no copy: the extremes carry both."""
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return torch.stack([torch.isfinite(extreme) for t in real for extreme in torch.aminmax(t)]).all()

@@ -23,7 +23,7 @@ class Traffic:
     """What one worker's exchange did so far.
 
     `wait_seconds` are the host's, or the device's where the device waits; `in_flight_seconds` lie between launch and
-    landing as the host sees them.
+    landing of a round's first bucket as the host sees them.
     """
 
     rounds: int = 0
@@ -69,9 +69,13 @@ class Exchange(ABC):
         """How many others are heard at this step, likewise."""
 
     @abstractmethod
-    def start(self, message: Sequence[Tensor], step: int) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
         """Send the buckets of `message` and begin to hear the others'. The buckets become what the others decode of
-        them, and belong to the exchange until landed."""
+        them, and belong to the exchange until landed.
+
+        Args:
+            first: which of the admitted buckets `message` begins with. A round may leave in several calls, in order.
+        """
 
     def message_bytes(self, message: Sequence[Tensor]) -> int:
         """Bytes of one copy of such a message on the wire, without its header."""

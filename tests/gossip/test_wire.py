@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_decentral.gossip.cliques import partitions
 from lightning_decentral.gossip.combine import Combine, Gossip
-from lightning_decentral.gossip.exchange import CliqueExchange, Exchange, PeerExchange, Traffic
+from lightning_decentral.gossip.clique_exchange import CliqueExchange
+from lightning_decentral.gossip.exchange import Exchange, PeerExchange, Traffic
 from lightning_decentral.gossip.gauge import Gauge
 from lightning_decentral.gossip.mixer import Mixer
 from lightning_decentral.gossip.simulation import simulate

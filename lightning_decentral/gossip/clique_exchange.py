@@ -1,0 +1,98 @@
+"""The mean of a clique by all-reduce, where a step's graph is disjoint cliques."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.buckets import Matrix, Pool
+from lightning_decentral.gossip.combine.rule import Combine
+from lightning_decentral.gossip.verdict import Verdicts, finite, header_of, refuse
+from lightning_decentral.gossip.wire import Exchange, Land, Traffic, number
+from lightning_decentral.stopwatch import stopwatch
+from lightning_decentral.transport import Transport
+
+
+@dataclass
+class CliqueExchange(Exchange):
+    """All-reduce inside disjoint cliques: the mean of this worker's clique, at 2 (c - 1) / c of the parameters' bytes
+    for a clique of c workers, where sends and receives would take c - 1.
+
+    A message with NaN or infinity is left out of the mean by its own sender, and counted by the others.
+
+    Args:
+        cliques: one partition of the workers for each phase (`cliques.partitions`).
+        transports: one for each clique of more than one worker that this worker belongs to.
+    """
+
+    cliques: Sequence[Sequence[tuple[int, ...]]]
+    transports: Mapping[tuple[int, ...], Transport]
+    rank: int
+    device: torch.device
+    pool: Pool = field(default_factory=Pool, init=False)
+    _verdicts: Verdicts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._verdicts = Verdicts(self.rank)
+        self._waited = stopwatch(self.device)
+        self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
+        self._elements = 0
+
+    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        """Their elements, for the headers."""
+        self._elements += sum(bucket.numel() for bucket in buckets)
+
+    def _clique(self, step: int) -> tuple[int, ...]:
+        return next(c for c in self.cliques[step % len(self.cliques)] if self.rank in c)
+
+    def silent(self, step: int) -> bool:
+        """This worker's clique is itself alone."""
+        return len(self._clique(step)) == 1
+
+    def own(self, step: int) -> Tensor:
+        """1 / c."""
+        return number(1 / len(self._clique(step)), self.device)
+
+    def degree(self, step: int) -> Tensor:
+        """c - 1."""
+        return number(len(self._clique(step)) - 1, self.device)
+
+    def copies_sent(self, step: int) -> float:
+        """2 (c - 1) / c, of a ring all-reduce."""
+        clique = self._clique(step)
+        return 2 * (len(clique) - 1) / len(clique)
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+        """Start the all-reduces. Memory until landed: one copy of the message."""
+        clique = self._clique(step)
+        transport = self.transports[clique]
+        healthy = finite(message)
+        header = header_of(step, self._elements, message[0].device)
+        gathering, rows = transport.all_gather(torch.cat([header, healthy.long().view(1)]))
+        totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
+        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], healthy)
+        reducing = [transport.all_reduce(total) for total in totals]
+        launched = perf_counter()
+        payload = sum(t.numel() * t.element_size() for t in totals)
+        self._bytes_sent += 2 * (len(clique) - 1) * payload // len(clique)
+
+        def land() -> list[Tensor]:
+            self._waited.start()
+            for pending in (gathering, *reducing):
+                pending.wait()
+            self._waited.stop()
+            if not first:
+                self._in_flight_seconds += perf_counter() - launched
+                self._rounds += 1
+            self._verdicts.add(step, dict(zip(clique, rows, strict=True)))
+            share = torch.stack(rows)[:, 2].sum().clamp(min=1) / len(clique)  # 1 unless someone's message was refused
+            return [total.div_(share.to(total.dtype)) for total in totals]
+
+        return land
+
+    def traffic(self) -> Traffic:
+        """Counters since construction."""
+        refused = self._verdicts.refused
+        return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
