@@ -135,9 +135,9 @@ def pack(
     bucket_bytes: int | None = None,
     make: Callable[[Sequence[nn.Parameter]], Bucket] = Bucket,
 ) -> list[Bucket]:
-    """Buckets over the given parameters, in order, one dtype and device each, none over `bucket_bytes` (by default
-    `bucket_bytes_of` them) unless one parameter is, each made by `make`. Tied parameters count once; what is empty or not floating point or
-    complex is left out.
+    """Buckets over the given parameters, in order, one dtype and device each, each made by `make`; none over
+    `bucket_bytes` (by default `bucket_bytes_of` them) unless one parameter is. Tied parameters count once; what is
+    empty or not floating point or complex is left out.
 
     Raises:
         ValueError: `bucket_bytes` is not positive, or a lazy module has not seen its first batch.

@@ -44,7 +44,11 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """Start all transfers of a round; both sides list the messages of a pair in the same order."""
+        """Start all transfers of a round; both sides list the messages of a pair in the same order.
+
+        Returns:
+            (pending of each send, of each receive), in order.
+        """
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """tensor <- sum over workers of tensor, in place."""
@@ -100,8 +104,8 @@ class NcclTransport(Transport):
         operations = [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
         operations += [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
-        pending: list[Pending] = [Work(work, "a neighbour", self.rank) for work in works]
-        return pending, pending
+        launch = Together([Work(work, "a neighbour", self.rank) for work in works])
+        return [launch for _ in sends], [launch for _ in receives]
 
 
 class StagedTransport(Transport):

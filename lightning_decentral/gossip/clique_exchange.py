@@ -12,7 +12,24 @@ from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.verdict import Verdicts, finite, header_of, refuse
 from lightning_decentral.gossip.wire import Exchange, Land, Traffic, number
 from lightning_decentral.stopwatch import stopwatch
-from lightning_decentral.transport import Transport
+from lightning_decentral.transport import Pending, Transport
+
+
+@dataclass
+class _Ready:
+    """Between `start`, `depart` and landing."""
+
+    transport: Transport
+    row: Tensor
+    totals: Sequence[Tensor]
+    rows: Sequence[Tensor] = ()
+    pending: Sequence[Pending] = ()
+    departed: float = 0.0
+
+    def depart(self) -> None:
+        gathering, self.rows = self.transport.all_gather(self.row)
+        self.pending = [gathering, *map(self.transport.all_reduce, self.totals)]
+        self.departed = perf_counter()
 
 
 @dataclass
@@ -39,6 +56,7 @@ class CliqueExchange(Exchange):
         self._waited = stopwatch(self.device)
         self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
         self._elements = 0
+        self._ready: list[_Ready] = []
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """Their elements, for the headers."""
@@ -65,32 +83,38 @@ class CliqueExchange(Exchange):
         return 2 * (len(clique) - 1) / len(clique)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Start the all-reduces. Memory until landed: one copy of the message."""
+        """Memory until landed: one copy of the message."""
         clique = self._clique(step)
         transport = self.transports[clique]
         healthy = finite(message)
         header = header_of(step, self._elements, message[0].device)
-        gathering, rows = transport.all_gather(torch.cat([header, healthy.long().view(1)]))
+        row = torch.cat([header, healthy.long().view(1)])
         totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
         refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], healthy)
-        reducing = [transport.all_reduce(total) for total in totals]
-        launched = perf_counter()
         payload = sum(t.numel() * t.element_size() for t in totals)
         self._bytes_sent += 2 * (len(clique) - 1) * payload // len(clique)
+        ready = _Ready(transport, row, totals)
+        self._ready.append(ready)
 
         def land() -> list[Tensor]:
             self._waited.start()
-            for pending in (gathering, *reducing):
+            for pending in ready.pending:
                 pending.wait()
             self._waited.stop()
             if not first:
-                self._in_flight_seconds += perf_counter() - launched
+                self._in_flight_seconds += perf_counter() - ready.departed
                 self._rounds += 1
-            self._verdicts.add(step, dict(zip(clique, rows, strict=True)))
-            share = torch.stack(rows)[:, 2].sum().clamp(min=1) / len(clique)  # 1 unless someone's message was refused
-            return [total.div_(share.to(total.dtype)) for total in totals]
+            self._verdicts.add(step, dict(zip(clique, ready.rows, strict=True)))
+            heard = torch.stack(list(ready.rows))[:, 2].sum()  # all, unless someone's message was refused
+            return [total.div_((heard.clamp(min=1) / len(clique)).to(total.dtype)) for total in totals]
 
         return land
+
+    def depart(self) -> None:
+        """See `Exchange.depart`."""
+        ready, self._ready = self._ready, []
+        for part in ready:
+            part.depart()
 
     def traffic(self) -> Traffic:
         """Counters since construction."""

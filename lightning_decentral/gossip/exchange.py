@@ -1,8 +1,8 @@
 """How a round's messages become mixtures: mixed_i = sum_j w_ij sent_j.
 
-`start(message, step) -> land`, and `land()` waits and returns `mixed`, bucket by bucket. Three ways that give the same
-numbers up to rounding: sends and receives between peers, an all-reduce where a step's graph is disjoint cliques
-(`clique_exchange`), and `W @ message` in a simulation. Peers may encode what they send.
+`start(message, step) -> land`, `depart()`, and `land()` waits and returns `mixed`, bucket by bucket. Three ways that
+give the same numbers up to rounding: sends and receives between peers, an all-reduce where a step's graph is disjoint
+cliques (`clique_exchange`), and `W @ message` in a simulation. Peers may encode what they send.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from lightning_decentral.gossip.wire import Land as Land
 from lightning_decentral.gossip.wire import Traffic as Traffic
 from lightning_decentral.gossip.wire import degree_column, number
 from lightning_decentral.stopwatch import stopwatch
-from lightning_decentral.transport import Message, Transport
+from lightning_decentral.transport import Message, Pending, Transport
 
 
 @dataclass
@@ -61,6 +61,17 @@ class MatrixExchange(Exchange):
 
 
 @dataclass
+class _Ready:
+    """Messages between `start`, `depart` and landing."""
+
+    sends: list[Message]
+    receives: list[Message]
+    outgoing: Sequence[Pending] = ()
+    incoming: Sequence[Pending] = ()
+    departed: float = 0.0
+
+
+@dataclass
 class PeerExchange(Exchange):
     """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
 
@@ -87,6 +98,7 @@ class PeerExchange(Exchange):
         self._waited = stopwatch(self.device)
         self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
         self._elements = 0
+        self._ready: list[_Ready] = []
         self._plans: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
         self._coder = coder(self.codec, self.topology, rank, size, self.pool)
 
@@ -135,21 +147,21 @@ class PeerExchange(Exchange):
         def messages(peer: int, tensors: Sequence[Tensor]) -> list[Message]:
             return [Message(peer, tensor, tag) for tag, tensor in enumerate(tensors)]
 
-        outgoing, incoming = self.transport.exchange(
+        ready = _Ready(
             sends=[m for j in heard_by for m in messages(j, [header, *packets[j]])],
             receives=[m for j in sources for m in messages(j, [headers[j], *buffers[j]])],
         )
-        launched = perf_counter()
+        self._ready.append(ready)
         sent = [tensor for packet in packets.values() for tensor in (header, *packet)]
         self._bytes_sent += sum(t.numel() * t.element_size() for t in sent)
 
         def land() -> list[Tensor]:
             self._waited.start()
-            for pending in incoming:
+            for pending in ready.incoming:
                 pending.wait()
             self._waited.stop()
             if not first:
-                self._in_flight_seconds += perf_counter() - launched
+                self._in_flight_seconds += perf_counter() - ready.departed
                 self._rounds += 1
             heard = {j: self._coder.decode(j, tensors, message, first) for j, tensors in buffers.items()}
             healthy = self._judged(step, message, heard, headers, header)
@@ -157,12 +169,22 @@ class PeerExchange(Exchange):
                 self._coder.remember(j, tensors, healthy[j], first)
                 refuse(tensors, message, healthy[j])
             mixed = self._mix(row, message, heard)
-            for pending in outgoing:
+            for pending in ready.outgoing:
                 pending.wait()
             self._coder.release(packets)
             return mixed
 
         return land
+
+    def depart(self) -> None:
+        """All buckets at once: on a device in one launch."""
+        ready, self._ready = self._ready, []
+        sends, receives = [m for part in ready for m in part.sends], [m for part in ready for m in part.receives]
+        outgoing, incoming = self.transport.exchange(sends, receives) if ready else ([], [])
+        for part in ready:
+            part.departed = perf_counter()
+            part.outgoing, outgoing = outgoing[: len(part.sends)], outgoing[len(part.sends) :]
+            part.incoming, incoming = incoming[: len(part.receives)], incoming[len(part.receives) :]
 
     def _judged(
         self,

@@ -51,6 +51,11 @@ class ExchangeByStep(Exchange):
         """As the step's."""
         return self._of(step).start(message, step, first)
 
+    def depart(self) -> None:
+        """Whatever is ready."""
+        for part in self._parts:
+            part.depart()
+
     def traffic(self) -> Traffic:
         """The sum."""
         return sum((part.traffic() for part in self._parts), Traffic())

@@ -73,6 +73,10 @@ class GatherExchange(Exchange):
 
         return land
 
+    def depart(self) -> None:
+        """The parts."""
+        self.inner.depart()
+
     def _share(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """wholes <- every device's parts."""
         self._waited.start()

@@ -46,8 +46,9 @@ class Mixer:
 
     A rule that corrects the update itself (`Combine.adapt`) does so between landing and launch.
 
-    Bucket by bucket: the first leaves again while the second is being mixed, so that the links rest for a bucket's
-    mixing and not for that of the whole model, and what was heard is mixed while it is in the processor's cache.
+    Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that the links rest
+    for the last bucket's mixing and not for that of the whole model. All leave together: what went to a new neighbour
+    before the old one's message is complete would take the half of its link.
 
     Memory beyond the model: one copy of the message for every one in flight, the sent one and each heard one; and the
     rule's state.
@@ -103,6 +104,7 @@ class Mixer:
             self._land(due, place)
             self._combine.adapt(bucket.flat, state, turn)
             self._launch(leaving, place)
+        self.exchange.depart()
         for another in range(rounds):
             self._take_round(launched=not another)
         self._idle = 0 if rounds else self._idle + 1
@@ -115,6 +117,7 @@ class Mixer:
             for place in range(len(self.buckets)):
                 self._land(due, place)
                 self._launch(leaving, place)
+            self.exchange.depart()
         if not self._delay:
             self._land_until(self.round)
         self.round += 1

@@ -11,12 +11,12 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_decentral import names
 from lightning_decentral.buckets import Bucket
 from lightning_decentral.gossip.card import all_reduce_copies, copies_through_card
+from lightning_decentral.gossip.clique_exchange import CliqueExchange
 from lightning_decentral.gossip.cliques import Partition, partitions
 from lightning_decentral.gossip.codec import Plain
 from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine import Combine, Gossip
 from lightning_decentral.gossip.distance import Consensus, squared_norm
-from lightning_decentral.gossip.clique_exchange import CliqueExchange
 from lightning_decentral.gossip.exchange import Exchange, PeerExchange, Traffic
 from lightning_decentral.gossip.exchange_by_step import ExchangeByStep
 from lightning_decentral.gossip.gauge import Gauge

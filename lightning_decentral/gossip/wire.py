@@ -1,4 +1,4 @@
-"""What an exchange is: `start(message, step) -> land`, and `land()` waits and returns what was mixed."""
+"""What an exchange is: `start(message, step) -> land`, `depart()`, and `land()` waits and returns what was mixed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -70,12 +70,17 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Send the buckets of `message` and begin to hear the others'. The buckets become what the others decode of
-        them, and belong to the exchange until landed.
+        """Make the buckets of `message` ready to leave with `depart`. They become what the others decode of them, and
+        belong to the exchange until landed.
 
         Args:
-            first: which of the admitted buckets `message` begins with. A round may leave in several calls, in order.
+            first: which of the admitted buckets `message` begins with. A round may be made ready in several calls, in
+                order.
         """
+
+    def depart(self) -> None:
+        """Send all that `start` made ready, and begin to hear the others'."""
+        return
 
     def message_bytes(self, message: Sequence[Tensor]) -> int:
         """Bytes of one copy of such a message on the wire, without its header."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_decentral.gossip.clique_exchange import CliqueExchange
 from lightning_decentral.gossip.cliques import partitions
 from lightning_decentral.gossip.combine import Combine, Gossip
-from lightning_decentral.gossip.clique_exchange import CliqueExchange
 from lightning_decentral.gossip.exchange import Exchange, PeerExchange, Traffic
 from lightning_decentral.gossip.gauge import Gauge
 from lightning_decentral.gossip.mixer import Mixer

@@ -170,10 +170,10 @@ def test_two_workers_as_a_user_starts_them(command, strategy):
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_sweep_with_two_workers_ends():
-    sweep = ["strategy=gossip", "trainer.devices=2", "optimizer.lr=1e-3,2e-3"]
-    code, output = started(*SCRIPT, "-m", *TINY_VIT, *SHORT, *sweep, seconds=480)
+    sweep = ["strategy=gossip", "trainer.devices=2", "optimizer.lr=1e-3"]
+    code, output = started(*SCRIPT, "-m", *TINY_VIT, *SHORT, *sweep, seconds=300)
     assert code == 0, output
-    assert len(list(Path().glob("outputs/sweep-*/*/csv/metrics.csv"))) == 2
+    assert len(list(Path().glob("outputs/sweep-*/*/csv/metrics.csv"))) == 1
 
 
 @pytest.mark.slow
