@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ class Transport(ABC):
     Args:
         group: any process group, registered or not; the global one is never used.
     """
+
+    queued: ClassVar[bool] = False
+    """Whether a wait is the current stream's, not the host's."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -94,6 +97,8 @@ class GlooTransport(Transport):
 
 class NcclTransport(Transport):
     """All transfers of a round coalesced; the wait is the current stream's, not the host's."""
+
+    queued = True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         """See `Transport.exchange`."""

@@ -96,12 +96,12 @@ class Averaging(Member):
 
     def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int) -> None:
         super().__init__(wire, devices, meet)
-        self._device, self._inside = device, _inside(wire, devices)
-        self._gradients = GradientAverage(self._inside, meet, bucket_bytes)
+        self._device, self._gathering = device, _inside(wire, devices)
+        self._gradients = GradientAverage(_inside(wire, devices), meet, bucket_bytes)
 
     def exchange(self, peers: Exchange, encoded: bool) -> Exchange:
-        """This device exchanges its part, then the island gathers."""
-        return GatherExchange(peers, self._inside, self._device, encoded)
+        """This device exchanges its part, then the island gathers. Gradients don't queue behind that."""
+        return GatherExchange(peers, self._gathering, self._device, encoded)
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
         """Divisible into the parts of the devices."""

@@ -1,6 +1,7 @@
 """What a worker thinks of the messages of a round: right round, finite numbers; and what follows."""
 
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor
 from lightning_decentral.arriving import Arriving
 from lightning_decentral.gossip.coding import Coding
 
+LAG = 2
+"""Rounds until the host reads a device's verdict."""
+
 
 class Verdicts:
     """Checks the rounds of one exchange.
 
-    On the host the verdict falls at once. On a device it is copied to pinned memory and read when the next round lands,
-    long after the device passed it: nobody waits for it, and a message is accepted or refused on the device itself.
+    On the host the verdict falls at once. On a device it is copied to pinned memory and read two rounds later, long
+    after the device passed it: nobody waits for it, and a message is accepted or refused on the device itself. One
+    round later would be too soon for a round that lands on a second stream, beside the step.
 
     Args:
         rank: of this worker, for the texts.
@@ -25,7 +30,7 @@ class Verdicts:
         self.refused = 0
         self._rank = rank
         self._beyond = f", or more than {codec} can express," if codec is not None else ""
-        self._open: tuple[Sequence[int], Arriving] | None = None
+        self._open: deque[tuple[Sequence[int], Arriving]] = deque()
 
     def add(self, rows: Mapping[int, Tensor]) -> None:
         """Judge one round by a row (round, elements, finite) of integers for this worker and each that it heard.
@@ -38,9 +43,9 @@ class Verdicts:
         if flags.on_host:
             self._judge(workers, flags)
             return
-        if self._open is not None:
-            self._judge(*self._open)
-        self._open = workers, flags
+        self._open.append((workers, flags))
+        if len(self._open) > LAG:
+            self._judge(*self._open.popleft())
 
     def _judge(self, workers: Sequence[int], flags: Arriving) -> None:
         rows = dict(zip(workers, flags.read().tolist(), strict=True))
