@@ -193,6 +193,8 @@ class Wire:
     """The key-value store of the group."""
     group: Callable[[Sequence[int] | None], Transport | None]
     """A new group of these workers (None: all) for gossip; None on those outside. Collective: every worker calls it."""
+    hosts: Callable[[Sequence[int] | None], Transport | None]
+    """The same for CPU tensors, by gloo."""
 
 
 def connect(device: torch.device, timeout: timedelta | None, backend: str | None = None) -> Wire:
@@ -211,13 +213,15 @@ def connect(device: torch.device, timeout: timedelta | None, backend: str | None
         new.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
         return new
 
-    def control() -> Transport:
-        return GlooTransport(dist.new_group(backend="gloo", **settings))
+    def hosts(ranks: Sequence[int] | None) -> Transport | None:
+        made = dist.new_group(None if ranks is None else list(ranks), backend="gloo", **settings)
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else GlooTransport(made)
 
-    world = group(None)
+    world, flags, roll = group(None), hosts(None), hosts(None)
     assert world is not None
-    flags = control()
-    return Wire(world, flags, control(), flags.group.get_group_store(), group)
+    assert flags is not None
+    assert roll is not None
+    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts)
 
 
 @contextmanager
