@@ -1,7 +1,7 @@
 """Adam whose moments follow where a worker went together with its neighbours."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ class QuasiGlobalAdam(Optimizer):
         x' <- x
         x <- x - lr (m^ / (1 - b1^t)) / (sqrt(v^ / (1 - b2^t)) + eps)            t the step from 1, m = v = 0 there
 
-    The norm is over all parameters of the worker that have a gradient. The neighbours' part of d is what landed between
-    two steps: the last update's round where gossip blocks (delay 0), which is the source's order, the round before it
-    where it overlaps. Where nothing is mixed between two steps (one worker, `ddp`), d is the step's own.
+    The norm is over all parameters of the worker that have a gradient, wherever its model lies (shards, stages). The
+    neighbours' part of d is what landed between two steps: the last update's round where gossip blocks (delay 0), which
+    is the source's order, the round before it where it overlaps. Where nothing is mixed between two steps (one worker,
+    `ddp`), d is the step's own.
 
     d has length 1 and g does not, so unlike Adam's the step depends on the scale of the loss: tune `lr` anew. No rule
     with a momentum of displacements (`QuasiGlobalMomentum`) beside it.
@@ -68,11 +69,21 @@ class QuasiGlobalAdam(Optimizer):
         loss = evaluated(closure)
         batches = [(group, parameters) for group in self.param_groups for parameters in self._together(group)]
         ways = [list(torch._foreach_sub(self._real("start", p), real(p))) for _, p in batches]
-        length = _length([way for batch in ways for way in batch])
+        moved = [parameter for _, parameters in batches for parameter in parameters]
+        length = self.norm(moved, [way for batch in ways for way in batch]) + SMALLEST_NORM
         for (group, parameters), way in zip(batches, ways, strict=True):
             self._learn(parameters, group["betas"], way, length)
             self._move(parameters, group)
         return loss
+
+    def norm(self, parameters: Sequence[Tensor], ways: Sequence[Tensor]) -> Tensor:
+        """||x' - x|| of these parameters, at least in single precision. Where a model is spread over processes, its
+        strategy puts the norm over all of them here."""
+        if not ways:
+            return torch.zeros(())
+        parts = [torch.linalg.vector_norm(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in ways]
+        length: Tensor = torch.linalg.vector_norm(torch.stack([part.to(ways[0].device) for part in parts]))
+        return length
 
     def _together(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Parameters with a gradient that one call handles: of one device and type, having taken equally many steps."""
@@ -128,12 +139,3 @@ def _begin(parameter: Tensor) -> dict[str, Any]:
         "exp_avg_sq": torch.zeros_like(square, memory_format=torch.preserve_format),
         "start": parameter.clone(memory_format=torch.preserve_format),
     }
-
-
-def _length(ways: list[Tensor]) -> Tensor:
-    """||d|| of all together, on the first one's device; at least in single precision."""
-    if not ways:
-        return torch.zeros(())
-    parts = [torch.linalg.vector_norm(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in ways]
-    length: Tensor = torch.linalg.vector_norm(torch.stack([part.to(ways[0].device) for part in parts]))
-    return length + SMALLEST_NORM
