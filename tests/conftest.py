@@ -1,7 +1,10 @@
 """What every test may rely on: one thread per process, no network, a device where its marker asks for one."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 
 # Before torch is imported, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +35,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Worlds of threads come last: whoever forks after one may inherit a lock that nobody holds any more, and wait for
     it for ever."""
     items.sort(key=lambda item: item.get_closest_marker("threads") is not None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def leaves_no_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that are killed or end at once tidy nothing up (torch's error files, sockets' folders): all of it goes
+    with the session. The folder's name is short, as that of a socket must be."""
+    tmp_path_factory.getbasetemp()  # what pytest keeps for a few sessions stays where it was
+    before, folder = os.environ.get("TMPDIR"), tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-1000)  # after multiprocessing's own, which is in there
+    yield
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR")
+    if before is not None:
+        os.environ["TMPDIR"] = before
 
 
 LEFT_BY_A_RUN = (
