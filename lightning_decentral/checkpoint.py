@@ -4,25 +4,24 @@ import os
 import uuid
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_decentral import worker_state
-from lightning_decentral.mean import Swap, mean_of_states
+from lightning_decentral.mean import mean_of_states
+from lightning_decentral.mean_model import MeanModel
 from lightning_decentral.transport import Wire, gather_world
 from lightning_decentral.worker_state import KEY
 
 _OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
 
 
-class ReplicaCheckpoints(DDPStrategy):
+class ReplicaCheckpoints(MeanModel):
     """The part of `ReplicaStrategy` that saves and restores.
 
     Saving is collective (Lightning calls it on every worker) and changes no worker's trajectory. The mean's file loads
@@ -33,17 +32,11 @@ class ReplicaCheckpoints(DDPStrategy):
     drifts: ClassVar[bool] = True
     """Whether the replicas may differ between steps."""
     _wire: Wire | None
-    _swap: Swap | None
-    _apart: bool
     _restored: dict[str, Any] | None = None
 
     @abstractmethod
     def rounds(self) -> list[int]:
         """Rounds taken, one number for each optimizer; none outside of training."""
-
-    @abstractmethod
-    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The exact mean over the workers."""
 
     @abstractmethod
     def progress_state(self) -> dict[str, Any]:
@@ -78,11 +71,6 @@ class ReplicaCheckpoints(DDPStrategy):
         """Nothing collective may be called any more."""
 
     # ---- save ---------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This worker's own model, also while the mean stands in its place."""
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state if self._swap is None else self._swap.paused(state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

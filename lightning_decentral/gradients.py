@@ -19,10 +19,12 @@ class GradientAverage:
     are, buckets in the same order on every device, the last parameters first; the backward pass meanwhile goes on. No
     wrapper: the module, its names and its forward stay what they are.
 
-    A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
+    A parameter that a device did not use counts as zero there; one that no device used keeps no gradient. Who used what
+    the hosts tell each other: no host reads what its device computes.
 
     Args:
         over: the transport of the devices that share gradients, for this alone.
+        hosts: the same, for CPU tensors.
         meet: runs what waits for the other devices.
         bucket_bytes: of one all-reduce, at most, unless one parameter has more.
 
@@ -30,8 +32,10 @@ class GradientAverage:
         RuntimeError: in the backward pass, where a gradient grows again after it was sent.
     """
 
-    def __init__(self, over: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int) -> None:
-        self._over, self._meet, self._bucket_bytes = over, meet, bucket_bytes
+    def __init__(
+        self, over: Transport, hosts: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int
+    ) -> None:
+        self._over, self._hosts, self._meet, self._bucket_bytes = over, hosts, meet, bucket_bytes
         self._hooks: dict[nn.Parameter, Any] = {}
         self._buckets: list[_Bucket] = []
         self._of: dict[nn.Parameter, _Bucket] = {}
@@ -95,13 +99,25 @@ class GradientAverage:
     def _wait(self) -> None:
         while self._launched < len(self._buckets):
             self._launch()
+        used = self._used()
         for bucket in self._buckets:
-            bucket.land()
+            bucket.land(used)
         self._launched, self._open = 0, False
+
+    def _used(self) -> set[nn.Parameter]:
+        """Parameters that have a gradient here or on another device; only who lacks one waits for the others."""
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
+        have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        complete = bool(have.all())
+        pending = self._hosts.all_reduce(have)
+        if complete:
+            return set(parameters)
+        pending.wait()
+        return {p for p, devices in zip(parameters, have.tolist(), strict=True) if devices}
 
 
 class _Bucket:
-    """The gradients of some parameters of one type, and behind them a number for each that says whether it's used."""
+    """The gradients of some parameters of one type."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
@@ -117,21 +133,19 @@ class _Bucket:
     @torch.no_grad()
     def launch(self, over: Transport) -> None:
         first = self.parameters[0]
-        used = [torch.full((1,), float(p.grad is not None), dtype=p.dtype, device=p.device) for p in self.parameters]
         gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self.parameters]
-        self._flat = torch.cat([*gradients, *used]).to(first.dtype).div_(over.size)
+        self._flat = torch.cat(gradients).to(first.dtype).div_(over.size)
         self._pending = over.all_reduce(self._flat)
 
     @torch.no_grad()
-    def land(self) -> None:
+    def land(self, used: set[nn.Parameter]) -> None:
         assert self._flat is not None
         assert self._pending is not None
         self._pending.wait()
-        *means, used = self._flat.split([*self._sizes, len(self._sizes)])
-        for index, (parameter, mean) in enumerate(zip(self.parameters, means, strict=True)):
+        for parameter, mean in zip(self.parameters, self._flat.split(self._sizes), strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean.view_as(parameter))
-            elif bool(used[index]):  # only here the host looks at what a device computes
+            elif parameter in used:
                 parameter.grad = mean.view_as(parameter).clone(memory_format=torch.preserve_format)
         self._flat, self._pending = None, None
         self.ready.clear()

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_decentral.agreement import RollCall, StopFlag, check_same_model, start_from_worker_0
 from lightning_decentral.checkpoint import ReplicaCheckpoints
 from lightning_decentral.host import HostLoops
-from lightning_decentral.mean import Swap, floating, mean
+from lightning_decentral.mean import floating, mean
 from lightning_decentral.refusals import StepWatch, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shards import refuse_sharded
 from lightning_decentral.transport import Wire, connect, connected
@@ -58,8 +58,6 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         self._wire: Wire | None = None
         self._roll: RollCall | None = None
         self._stop: StopFlag | None = None
-        self._swap: Swap | None = None
-        self._apart = False
         self._met = 0
         self._fits = 0
         self._steps = StepWatch(())
@@ -89,10 +87,6 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
     @abstractmethod
     def wanted(self) -> list[int]:
         """Rounds that the others must have launched before this worker can go on."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Land what is in flight."""
 
     @abstractmethod
     def release(self) -> None:
@@ -240,11 +234,6 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         copies = [c._average_model for c in callbacks if c._average_model is not None]
         return floating([self._module, *copies])
 
-    def _average_in_place(self) -> None:
-        tensors = floating([self._module])
-        Swap(tensors, self.mean_of(tensors))
-        self._apart = False
-
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The exact mean over the workers, by their shares; all must call it."""
         assert self._wire is not None
@@ -252,28 +241,14 @@ class ReplicaStrategy(ReplicaCheckpoints, DDPStrategy):
         means: list[Tensor] = self._meet(lambda: mean(tensors, world, share))
         return means
 
-    def _swap_in(self) -> None:
-        if self._wire is None or not self._apart or self.evaluate == "own":
-            return
-        tensors = self._averaged()
-        self._swap = Swap(tensors, self.mean_of(tensors))
+    @property
+    def _shows_mean(self) -> bool:
+        return self._wire is not None and self._apart and self.evaluate == "mean"
 
-    def _swap_out(self) -> None:
-        if self._swap is not None:
-            self._swap.undo()
-            self._swap = None
-
-    on_validation_start = on_test_start = on_predict_start = _swap_in
-    on_validation_end = on_test_end = on_predict_end = _swap_out
-
-    def on_train_end(self) -> None:
-        """Training ends with all workers at the mean (with `evaluate="own"`, only where the model is handed to another
-        process)."""
-        if self._wire is None or not self._apart:
-            return
-        self.settle()
-        if self.evaluate == "mean" or self._start_method != "popen":
-            self._average_in_place()
+    @property
+    def _ends_at_mean(self) -> bool:
+        """With `evaluate="own"` only where the model is handed to another process."""
+        return self.evaluate == "mean" or self._start_method != "popen"
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ class Transport(ABC):
     Args:
         group: any process group, registered or not; the global one is never used.
     """
+
+    queued: ClassVar[bool] = False
+    """Whether a wait is the current stream's, not the host's."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -98,6 +101,8 @@ class GlooTransport(Transport):
 
 class NcclTransport(Transport):
     """All transfers of a round coalesced; the wait is the current stream's, not the host's."""
+
+    queued = True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         """See `Transport.exchange`."""
@@ -192,6 +197,8 @@ class Wire:
     """The key-value store of the group."""
     group: Callable[[Sequence[int] | None], Transport | None]
     """A new group of these workers (None: all) for gossip; None on those outside. Collective: every worker calls it."""
+    hosts: Callable[[Sequence[int] | None], Transport | None]
+    """The same for CPU tensors, by gloo."""
 
 
 def connect(device: torch.device, timeout: timedelta | None, backend: str | None = None) -> Wire:
@@ -210,13 +217,15 @@ def connect(device: torch.device, timeout: timedelta | None, backend: str | None
         new.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
         return new
 
-    def control() -> Transport:
-        return GlooTransport(dist.new_group(backend="gloo", **settings))
+    def hosts(ranks: Sequence[int] | None) -> Transport | None:
+        made = dist.new_group(None if ranks is None else list(ranks), backend="gloo", **settings)
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else GlooTransport(made)
 
-    world = group(None)
+    world, flags, roll = group(None), hosts(None), hosts(None)
     assert world is not None
-    flags = control()
-    return Wire(world, flags, control(), flags.group.get_group_store(), group)
+    assert flags is not None
+    assert roll is not None
+    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts)
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 
 # Before torch is imported, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +43,21 @@ def pytest_collection_finish() -> None:
     workers don't, each of which would copy half of the parent's memory by touching it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def leaves_no_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that are killed or end at once tidy nothing up (torch's error files, sockets' folders): all of it goes
+    with the session. The folder's name is short, as that of a socket must be."""
+    tmp_path_factory.getbasetemp()  # what pytest keeps for a few sessions stays where it was
+    before, folder = os.environ.get("TMPDIR"), tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-1000)  # after multiprocessing's own, which is in there
+    yield
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR")
+    if before is not None:
+        os.environ["TMPDIR"] = before
 
 
 LEFT_BY_A_RUN = (

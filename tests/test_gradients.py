@@ -1,5 +1,6 @@
 """Gradients of devices that share them are their mean, and arrive while the backward pass goes on."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.gradients import GradientAverage
+from lightning_decentral.pending import Pending, Together
 from lightning_decentral.transport import GlooTransport
+from tests.gossip.test_device import Mirror, every_device, without_waiting
 from tests.world import world
 
 pytestmark = pytest.mark.threads
@@ -52,7 +55,7 @@ def averaged(bucket_bytes: int, steps: range, blocked: int, group: Any) -> tuple
         met.append(1)
         call()
 
-    average = GradientAverage(transport, meet, bucket_bytes)
+    average = GradientAverage(transport, transport, meet, bucket_bytes)
     for step in steps:
         average.watch(list(model.parameters()))
         average.begin()
@@ -81,7 +84,7 @@ def test_gradients_are_the_mean_over_devices(bucket_bytes: int, steps: int, bloc
 def without_loss(group: Any) -> Tensor | None:
     """Device 1 has nothing to learn from in this step."""
     transport, x = GlooTransport(group), nn.Parameter(torch.ones(2))
-    average = GradientAverage(transport, lambda call: call(), 2**20)
+    average = GradientAverage(transport, transport, lambda call: call(), 2**20)
     average.watch([x])
     average.begin()
     if transport.rank != 1:
@@ -98,7 +101,7 @@ def test_a_device_without_a_loss_counts_as_zero() -> None:
 def unfrozen(group: Any) -> list[Tensor | None]:
     transport, x, y = GlooTransport(group), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     y.requires_grad_(False)
-    average = GradientAverage(transport, lambda call: call(), 2**20)
+    average = GradientAverage(transport, transport, lambda call: call(), 2**20)
     found = []
     for step in range(2):
         y.requires_grad_(step == 1)
@@ -116,3 +119,28 @@ def test_parameters_that_are_unfrozen_later_are_averaged_and_closed_hooks_are_go
         assert frozen is None
         torch.testing.assert_close(after, torch.ones(2))
         torch.testing.assert_close(closed, torch.full((2,), float(rank)))
+
+
+class Elsewhere(Mirror):
+    """The other device has a gradient of everything."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        tensor.add_(1)
+        return Together([])
+
+
+@every_device
+@pytest.mark.parametrize("hosts", [Mirror(), Elsewhere()], ids=["unused", "used elsewhere"])
+def test_no_host_waits_for_its_device_where_a_gradient_is_missing(hosts: Mirror, device: str) -> None:
+    """Of a device whose mirror has the same gradients."""
+    used, missing = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
+    average = GradientAverage(Mirror(), hosts, lambda call: call(), 2**20)
+    average.watch([used, missing])
+    for waits in (True, False):
+        used.grad = missing.grad = None
+        average.begin()
+        with nullcontext() if waits else without_waiting(device):
+            (3 * used).sum().backward()
+            average.finish()
+    assert used.grad.tolist() == [3.0, 3.0]
+    assert (missing.grad is None) == (type(hosts) is Mirror)

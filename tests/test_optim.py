@@ -37,6 +37,14 @@ def test_a_window_of_one_is_torchs(ours: Any, torchs: Any, dtype: torch.dtype, f
     torch.testing.assert_close(found, path(lambda p: torchs(p, **options), dtype))
 
 
+@pytest.mark.parametrize(("ours", "torchs"), [(AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)])
+def test_defaults_are_torchs(ours: Any, torchs: Any) -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    theirs = torchs(parameters).defaults
+    shared = {name: value for name, value in ours(parameters).defaults.items() if name in theirs}
+    assert shared == {name: theirs[name] for name in ("lr", "betas", "eps", "weight_decay", "foreach")}
+
+
 def by_formula(gradients: list[float], x: float, *, s: int, decoupled: bool) -> list[float]:
     lr, b1, b2, eps, decay = 0.03, 0.7, 0.9, 1e-6, 0.1
     m = v = a = 0.0

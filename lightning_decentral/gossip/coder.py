@@ -24,9 +24,13 @@ class Coder(ABC):
     `first` is the place of a message's first bucket among those admitted.
     """
 
+    estimates: bool = False
+    """Whether it keeps estimates, which start at the references."""
+
     @abstractmethod
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """More buckets. `references` are equal on all workers; the rule says how much of a message is not encoded."""
+        """More buckets. `references` are as long, and where there are estimates equal on all workers; the rule says how
+        much of a message is not encoded."""
 
     @abstractmethod
     def encode(
@@ -123,6 +127,7 @@ class Coded(Coder):
 
     def __init__(self, codec: Codec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
         self._codec, self._rank, self._pool = codec, rank, pool
+        self.estimates = codec.remembers
         self._audiences = audiences
         self._channels: list[Channel] = []
         self._rate = 1.0

@@ -111,9 +111,9 @@ class PeerExchange(Exchange):
         return self._plans[phase]
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """Estimates start at worker 0's parameters, where the codec has them: one broadcast."""
-        references = [bucket.clone() for bucket in buckets] if self.codec.remembers else buckets
-        for reference in references if self.codec.remembers else []:
+        """Estimates start at worker 0's parameters, where the coder has them: one broadcast."""
+        references = [bucket.clone() for bucket in buckets] if self._coder.estimates else buckets
+        for reference in references if self._coder.estimates else []:
             self.transport.broadcast(reference).wait()
         self._coder.admit(references, matrices, combine)
         self._elements += sum(bucket.numel() for bucket in buckets)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.buckets import Matrix, Pool
+from lightning_decentral.gossip.aside import aside
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.wire import Exchange, Land, Traffic
 from lightning_decentral.stopwatch import stopwatch
@@ -21,9 +22,11 @@ class GatherExchange(Exchange):
     A bucket of n elements has L equal parts for L devices: every byte of a message crosses the network card of the
     island's node once. A tensor that can't be divided (a rule's own scalar) is exchanged whole by every device.
 
+    By NCCL the gather, too, is hidden behind the next step, on a stream of its own; by gloo it waits for the landing.
+
     Args:
         inner: exchanges between the devices at this one's place in every island.
-        inside: the devices of this island, in order of place.
+        inside: the devices of this island, in order of place, for this alone.
         encoded: what is sent isn't what was given: the devices share what was made of their parts.
 
     Source: the two-level scheme of the parameters' exchange, Wang et al. 2410.11998, section 4.
@@ -37,6 +40,7 @@ class GatherExchange(Exchange):
 
     def __post_init__(self) -> None:
         self._waited = stopwatch(self.device)
+        self._aside = aside(self.inside, self.device)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """This device's parts. No codec sees matrices: a part cuts through them."""
@@ -59,7 +63,11 @@ class GatherExchange(Exchange):
         return self.inner.copies_sent(step) / self.inside.size
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Start this device's part. Memory until landed: what the inner exchange takes for the parts."""
+        """This device's part. Memory until landed: what the inner exchange takes for the parts, and where the gather
+        doesn't wait for the landing one copy of the message."""
+        return self._aside.begin(lambda: self._start(message, step, first), self.inner.depart, message, self.encoded)
+
+    def _start(self, message: Sequence[Tensor], step: int, first: int) -> Land:
         inner_land = self.inner.start([self._part(m) for m in message], step, first)
         if self.encoded:  # every device must believe what the island said
             self._share(message, [self._part(m).clone() for m in message])
@@ -115,4 +123,4 @@ class GatherExchange(Exchange):
     def traffic(self) -> Traffic:
         """The inner exchange's, and the seconds waited for the other parts: `bytes_sent` are those that left the
         island."""
-        return self.inner.traffic() + Traffic(wait_seconds=self._waited.seconds())
+        return self._aside.traffic(self.inner.traffic() + Traffic(wait_seconds=self._waited.seconds()))

@@ -18,6 +18,7 @@ from lightning_decentral.transport import Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 Meet = Callable[[Callable[[], Any]], Any]
+Group = Callable[[Sequence[int] | None], Transport | None]
 
 
 class Member:
@@ -39,7 +40,7 @@ class Member:
     def peers(self, workers: Sequence[int]) -> Transport | None:
         """A new group of the devices at this one's place in these islands; None outside. Every device calls it."""
         assert self._wire is not None
-        return _mine(self._wire, [[w * self.devices + p for w in workers] for p in range(self.devices)])
+        return _mine(self._wire.group, [[w * self.devices + p for w in workers] for p in range(self.devices)])
 
     def exchange(self, peers: Exchange, encoded: bool) -> Exchange:
         """What a mixer of whole buckets talks to, given an exchange between the peers, by a codec or without."""
@@ -96,12 +97,14 @@ class Averaging(Member):
 
     def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int) -> None:
         super().__init__(wire, devices, meet)
-        self._device, self._inside = device, _inside(wire, devices)
-        self._gradients = GradientAverage(self._inside, meet, bucket_bytes)
+        size = wire.world.size
+        self._device, self._gathering = device, _inside(wire.group, size, devices)
+        over, hosts = _inside(wire.group, size, devices), _inside(wire.hosts, size, devices)
+        self._gradients = GradientAverage(over, hosts, meet, bucket_bytes)
 
     def exchange(self, peers: Exchange, encoded: bool) -> Exchange:
-        """This device exchanges its part, then the island gathers."""
-        return GatherExchange(peers, self._inside, self._device, encoded)
+        """This device exchanges its part, then the island gathers. Gradients don't queue behind that."""
+        return GatherExchange(peers, self._gathering, self._device, encoded)
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         """Divisible into the parts of the devices."""
@@ -136,7 +139,7 @@ class Sharding(Member):
     def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet) -> None:
         super().__init__(wire, devices, meet)
         self.shards = devices
-        self._device, self._inside = device, _inside(wire, devices)
+        self._device, self._inside = device, _inside(wire.group, wire.world.size, devices)
         across = self.peers(range(wire.world.size // devices))
         assert across is not None
         self._across = across
@@ -201,13 +204,13 @@ class Sharding(Member):
                 local(tensor).copy_(shards[name])
 
 
-def _inside(wire: Wire, devices: int) -> Transport:
-    made = _mine(wire, [range(i, i + devices) for i in range(0, wire.world.size, devices)])
+def _inside(make: Group, size: int, devices: int) -> Transport:
+    made = _mine(make, [range(i, i + devices) for i in range(0, size, devices)])
     assert made is not None
     return made
 
 
-def _mine(wire: Wire, groups: Iterable[Sequence[int]]) -> Transport | None:
+def _mine(make: Group, groups: Iterable[Sequence[int]]) -> Transport | None:
     """New groups, which every device makes, and of these the one that this device belongs to."""
-    made = [wire.group(group) for group in groups]
+    made = [make(group) for group in groups]
     return next((group for group in made if group is not None), None)

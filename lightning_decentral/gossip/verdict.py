@@ -10,12 +10,16 @@ from torch import Tensor
 from lightning_decentral.arriving import Arriving
 from lightning_decentral.gossip.coding import Coding
 
+LAG = 2
+"""Rounds until the host reads a device's verdict."""
+
 
 class Verdicts:
     """Checks the rounds of one exchange.
 
-    On the host the verdict falls at once. On a device it is copied to pinned memory and read when the next round lands,
-    long after the device passed it: nobody waits for it, and a message is accepted or refused on the device itself.
+    On the host the verdict falls at once. On a device it is copied to pinned memory and read two rounds later, long
+    after the device passed it: nobody waits for it, and a message is accepted or refused on the device itself. One
+    round later would be too soon for a round that lands on a second stream, beside the step.
 
     Args:
         rank: of this worker, for the texts.
@@ -40,7 +44,7 @@ class Verdicts:
         if flags.on_host:
             self._judge(workers, flags)
             return
-        while self._open and self._open[0][0] < round:
+        while self._open and self._open[0][0] <= round - LAG:
             self._judge(*self._open.popleft()[1:])
         self._open.append((round, workers, flags))
 

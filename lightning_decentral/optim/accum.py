@@ -7,14 +7,15 @@ message: at s = n a window holds as many examples as a step of all-reduce. s = 1
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, refuse_sparse
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together
 
 
 class AccumAdam(Optimizer):
@@ -34,7 +35,7 @@ class AccumAdam(Optimizer):
         betas: (b1, b2), in [0, 1).
         eps: added to the root, in units of the gradient.
         weight_decay: weight_decay * x is added to the gradient (Adam), or x is multiplied by 1 - lr * weight_decay
-            first (AdamW).
+            first (AdamW). None: 0 for Adam, 0.01 for AdamW, as torch's.
         window: s. The source uses about half the number of workers (4 at 8 workers, 8 at 16 and 32).
         foreach: many parameters in one call; None: where the parameters are on a CUDA device.
 
@@ -48,7 +49,8 @@ class AccumAdam(Optimizer):
     Source: Wang et al. 2410.11998, algorithm AccumAdam; Kingma and Ba 1412.6980.
     """
 
-    decoupled = False
+    decoupled: ClassVar[bool] = False
+    usual_decay: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class AccumAdam(Optimizer):
         lr: float = 1e-3,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         *,
         window: int = 4,
         foreach: bool | None = None,
@@ -65,7 +67,7 @@ class AccumAdam(Optimizer):
             "lr": lr,
             "betas": tuple(betas),
             "eps": eps,
-            "weight_decay": weight_decay,
+            "weight_decay": self.usual_decay if weight_decay is None else weight_decay,
             "window": window,
             "foreach": foreach,
         }
@@ -81,24 +83,10 @@ class AccumAdam(Optimizer):
         """One update; returns what the closure returns."""
         loss = evaluated(closure)
         for group in self.param_groups:
-            for parameters in self._together(group):
+            start, alone = partial(_start, window=group["window"]), partial(_alone, foreach=group["foreach"])
+            for parameters in together(self, group, start, alone):
                 self._update(parameters, group)
         return loss
-
-    def _together(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
-        """Parameters with a gradient that one call handles: of one device and type, having taken equally many steps."""
-        batches: dict[tuple[Any, ...], list[Tensor]] = {}
-        for place, parameter in enumerate(group["params"]):
-            if parameter.grad is None:
-                continue
-            refuse_sparse(self, parameter.grad)
-            state = self.state[parameter]
-            if not state:
-                state.update(_start(parameter, group["window"]))
-            alone = not (parameter.is_cuda if group["foreach"] is None else group["foreach"])
-            key = (parameter.device, parameter.dtype, state["step"], place if alone else None)
-            batches.setdefault(key, []).append(parameter)
-        yield from batches.values()
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         (beta1, beta2), window, decay = group["betas"], group["window"], group["weight_decay"]
@@ -132,19 +120,7 @@ class AccumAdamW(AccumAdam):
     """
 
     decoupled = True
-
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        window: int = 4,
-        foreach: bool | None = None,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, window=window, foreach=foreach)
+    usual_decay = 0.01
 
 
 def _start(parameter: Tensor, window: int) -> dict[str, Any]:
@@ -157,6 +133,10 @@ def _start(parameter: Tensor, window: int) -> dict[str, Any]:
     square = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     state = {"step": 0, "exp_avg": zeros(parameter), "exp_avg_sq": zeros(square)}
     return {**state, "window_sum": zeros(parameter)} if window > 1 else state
+
+
+def _alone(parameter: Tensor, foreach: bool | None) -> bool:
+    return not (parameter.is_cuda if foreach is None else foreach)
 
 
 def _moments(

@@ -1,4 +1,4 @@
-"""Parameter groups: their options checked, their tensors as real numbers."""
+"""Parameter groups: their options checked, their parameters by what one call handles, their tensors as real numbers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,6 +25,34 @@ def refuse_sparse(optimizer: Optimizer, gradient: Tensor) -> None:
     """RuntimeError where a gradient is sparse."""
     if gradient.is_sparse:
         raise RuntimeError(f"{type(optimizer).__name__} takes no sparse gradients: use torch.optim.SparseAdam")
+
+
+def together(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    start: Callable[[Tensor], dict[str, Any]],
+    alone: Callable[[Tensor], bool] = lambda parameter: False,
+) -> list[list[Tensor]]:
+    """A group's parameters with a gradient by what one call handles: of one device and type, having taken equally many
+    steps, and not alone.
+
+    Args:
+        start: the state of a parameter that had no gradient before.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    batches: dict[tuple[Any, ...], list[Tensor]] = {}
+    for place, parameter in enumerate(group["params"]):
+        if parameter.grad is None:
+            continue
+        refuse_sparse(optimizer, parameter.grad)
+        state = optimizer.state[parameter]
+        if not state:
+            state.update(start(parameter))
+        key = (parameter.device, parameter.dtype, state["step"], place if alone(parameter) else None)
+        batches.setdefault(key, []).append(parameter)
+    return list(batches.values())
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

@@ -1,14 +1,14 @@
 """Adam whose moments follow where a worker went together with its neighbours."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, refuse_sparse
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together
 
 SMALLEST_NORM = 1e-8
 
@@ -24,9 +24,10 @@ class QuasiGlobalAdam(Optimizer):
         x' <- x
         x <- x - lr (m^ / (1 - b1^t)) / (sqrt(v^ / (1 - b2^t)) + eps)            t the step from 1, m = v = 0 there
 
-    The norm is over all parameters of the worker that have a gradient. The neighbours' part of d is what landed between
-    two steps: the last update's round where gossip blocks (delay 0), which is the source's order, the round before it
-    where it overlaps. Where nothing is mixed between two steps (one worker, `ddp`), d is the step's own.
+    The norm is over all parameters of the worker that have a gradient, wherever its model lies (shards, stages). The
+    neighbours' part of d is what landed between two steps: the last update's round where gossip blocks (delay 0), which
+    is the source's order, the round before it where it overlaps. Where nothing is mixed between two steps (one worker,
+    `ddp`), d is the step's own.
 
     d has length 1 and g does not, so unlike Adam's the step depends on the scale of the loss: tune `lr` anew. No rule
     with a momentum of displacements (`QuasiGlobalMomentum`) beside it.
@@ -66,26 +67,23 @@ class QuasiGlobalAdam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns what the closure returns."""
         loss = evaluated(closure)
-        batches = [(group, parameters) for group in self.param_groups for parameters in self._together(group)]
+        batches = [(group, parameters) for group in self.param_groups for parameters in together(self, group, _begin)]
         ways = [list(torch._foreach_sub(self._real("start", p), real(p))) for _, p in batches]
-        length = _length([way for batch in ways for way in batch])
+        moved = [parameter for _, parameters in batches for parameter in parameters]
+        length = self.norm(moved, [way for batch in ways for way in batch]) + SMALLEST_NORM
         for (group, parameters), way in zip(batches, ways, strict=True):
             self._learn(parameters, group["betas"], way, length)
             self._move(parameters, group)
         return loss
 
-    def _together(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
-        """Parameters with a gradient that one call handles: of one device and type, having taken equally many steps."""
-        batches: dict[tuple[Any, ...], list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            refuse_sparse(self, parameter.grad)
-            state = self.state[parameter]
-            if not state:
-                state.update(_begin(parameter))
-            batches.setdefault((parameter.device, parameter.dtype, state["step"]), []).append(parameter)
-        yield from batches.values()
+    def norm(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Of a tensor for each of these parameters, at least in single precision. Where a model is spread over
+        processes, its strategy puts the norm over all of them here."""
+        if not tensors:
+            return torch.zeros(())
+        parts = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+        length: Tensor = torch.linalg.vector_norm(torch.stack([part.to(tensors[0].device) for part in parts]))
+        return length
 
     def _real(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
         return real([self.state[p][name] for p in parameters])
@@ -128,12 +126,3 @@ def _begin(parameter: Tensor) -> dict[str, Any]:
         "exp_avg_sq": torch.zeros_like(square, memory_format=torch.preserve_format),
         "start": parameter.clone(memory_format=torch.preserve_format),
     }
-
-
-def _length(ways: list[Tensor]) -> Tensor:
-    """||d|| of all together, on the first one's device; at least in single precision."""
-    if not ways:
-        return torch.zeros(())
-    parts = [torch.linalg.vector_norm(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in ways]
-    length: Tensor = torch.linalg.vector_norm(torch.stack([part.to(ways[0].device) for part in parts]))
-    return length + SMALLEST_NORM

@@ -7,12 +7,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.mean import Swap, floating, mean
+from lightning_decentral.mean import mean
+from lightning_decentral.mean_model import MeanModel
 from lightning_decentral.pipeline.workers import PipelineWorkers
 from lightning_decentral.replicas import AllReduce, Bond, Replicas
 
 
-class Pipelines(PipelineWorkers):
+class Pipelines(MeanModel, PipelineWorkers):
     """The part of `TokenPipelineStrategy` that keeps equal stages together.
 
     Args:
@@ -23,8 +24,6 @@ class Pipelines(PipelineWorkers):
         super().__init__(**workers)
         self.replicas = replicas or AllReduce()
         self._bond = Bond()
-        self._swap: Swap | None = None
-        self._apart = False
 
     def _check_workers(self) -> None:
         super()._check_workers()
@@ -67,33 +66,11 @@ class Pipelines(PipelineWorkers):
 
     # ---- the mean of the pipelines --------------------------------------------------------------------------------
 
-    def _mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the replicas of this stage, by their shares; all must call it."""
         assert self._replicas is not None
         return mean(tensors, self._replicas, self._bond.share())
 
-    def _swap_in(self) -> None:
-        if self._apart:
-            tensors = floating([self._module])
-            self._swap = Swap(tensors, self._mean(tensors))
-
-    def _swap_out(self) -> None:
-        if self._swap is not None:
-            self._swap.undo()
-            self._swap = None
-
-    on_validation_start = on_test_start = on_predict_start = _swap_in
-    on_validation_end = on_test_end = on_predict_end = _swap_out
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This worker's own stage, also while the mean stands in its place."""
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state if self._swap is None else self._swap.paused(state)
-
-    def on_train_end(self) -> None:
-        """Training ends with all pipelines at the mean."""
-        super().on_train_end()
-        if self._apart:
-            self._bond.settle()
-            tensors = floating([self._module])
-            Swap(tensors, self._mean(tensors))
-            self._apart = False
+    def settle(self) -> None:
+        """Land what is in flight."""
+        self._bond.settle()

@@ -55,7 +55,7 @@ class PipelineCheckpoints(Pipelines):
             return
         apart = self._apart and STATES in checkpoint
         path, identity = self.broadcast((os.fspath(filepath), uuid.uuid4().hex if apart else ""))
-        mine = self._part(self._averaged(checkpoint))
+        mine = self._part(self._of_mean(checkpoint))
         parts = [mine] if self._wire is None else collect_objects(self._wire.roll, mine)
         if self.is_global_zero:
             super().save_checkpoint(self._joined(checkpoint, parts, identity), path, storage_options)
@@ -63,10 +63,10 @@ class PipelineCheckpoints(Pipelines):
             own = {**checkpoint, KEY: {"id": identity, "bond": self._bond.state_dict()}}
             self.checkpoint_io.save_checkpoint(own, worker_state.file(path, self.global_rank, self.world_size))
 
-    def _averaged(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _of_mean(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self._apart:
             return checkpoint
-        return {**checkpoint, "state_dict": mean_of_states(checkpoint["state_dict"], self._mean)}
+        return {**checkpoint, "state_dict": mean_of_states(checkpoint["state_dict"], self.mean_of)}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove the file and the workers'."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral import names
+from lightning_decentral.optim import QuasiGlobalAdam
 from lightning_decentral.pipeline.boundary import Boundary, Exact
 from lightning_decentral.pipeline.building import PipelineBuilding, tensors_of
 from lightning_decentral.pipeline.evaluation import PipelineEvaluation
@@ -125,8 +126,14 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+            for optimizer in self._measuring():
+                optimizer.norm = self._norm  # type: ignore[method-assign]
             self._join()
             self._resume()
+
+    def _measuring(self) -> list[QuasiGlobalAdam]:
+        """Optimizers that want a norm over the whole model."""
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, QuasiGlobalAdam)]
 
     def _take_part(self, module: LightningModule) -> None:
         model = module.pipeline_stages() if isinstance(module, Staged) else find(module)
@@ -225,23 +232,29 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale by min(1, clip_val / (norm + 1e-6)), the norm being that of all stages' gradients, tied ones once."""
-        assert self._pipe is not None
-        assert self._holdings is not None
-        counted = set(self._holdings.counted)
         parameters = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        squares = [p.grad.detach().double().square().sum() for p in parameters if p in counted and p.grad is not None]
-        norm = self._pipe.total(sum(squares, torch.zeros((), dtype=torch.float64, device=self.root_device))).sqrt()
+        norm = self._norm(parameters, [p.grad for p in parameters if p.grad is not None])
         factor = (clip_val / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+    def _norm(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Of a tensor for each of these parameters, over all stages, tied ones once. Collective."""
+        assert self._pipe is not None
+        assert self._holdings is not None
+        counted = set(self._holdings.counted)
+        pairs = zip(parameters, tensors, strict=True)
+        squares = [t.detach().double().square().sum() for p, t in pairs if p in counted]
+        return self._pipe.total(sum(squares, torch.zeros((), dtype=torch.float64, device=self.root_device))).sqrt()
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """Make the module whole again on every worker, unless an exception keeps the workers from meeting."""
         self._restored = None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        for owner, name in [(self.precision_plugin, "clip_grad_by_norm"), *((o, "norm") for o in self._measuring())]:
+            vars(owner).pop(name, None)
         self._part_ways()
         if self._holdings is not None and not self.alone:
             for parameter in self._module.parameters():

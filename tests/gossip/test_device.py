@@ -17,11 +17,14 @@ from lightning_decentral.gossip.codec import DifferenceCompression, Int8, LowRan
 from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine import Combine, ConsensusControl, Gossip
 from lightning_decentral.gossip.exchange import PeerExchange
+from lightning_decentral.gossip.gather import GatherExchange
 from lightning_decentral.gossip.gauge import Gauge
 from lightning_decentral.gossip.mixer import Mixer
-from lightning_decentral.gossip.topology import Every, RandomMatching, Tree
+from lightning_decentral.gossip.topology import Complete, Every, RandomMatching, Tree
+from lightning_decentral.gossip.weights import MetropolisHastings
 from lightning_decentral.pending import Pending, Together
 from lightning_decentral.transport import Message, Transport
+from tests.backends import Backend
 from tests.gossip.rules import instances, works
 from tests.gossip.test_wire import Row
 
@@ -51,6 +54,24 @@ class Doubled:
 
     def done(self) -> bool:
         return self._event is None or self._event.query()
+
+
+class Twin(Transport):
+    """Place 0 of an island of two. The other's part is this one's; both come back with 1 added, late on a device."""
+
+    def __init__(self, device: torch.device, cycles: int = 0) -> None:
+        self.group, self.rank, self.size = None, 0, 2
+        self.queued = device.type == "cuda"  # type: ignore[misc]
+        self._cycles = cycles
+
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+        if whole.is_cuda:
+            torch.cuda._sleep(self._cycles)
+        whole.view(2, -1).copy_(part + 1)
+        return Together([])
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        raise NotImplementedError
 
 
 class Mirror(Transport):
@@ -120,6 +141,70 @@ def test_a_mirrored_worker_only_descends(device: str) -> None:
     """x <- 0.9 x five times, as nothing it hears differs from what it is."""
     found = rounds(Gossip(rate=0.5), Plain(), device).cpu()
     torch.testing.assert_close(found, 0.9**5 * torch.linspace(-1, 1, 64), rtol=1e-6, atol=1e-6)
+
+
+def island_rounds(codec: Coding, delay: int, device: torch.device, inside: Transport) -> Tensor:
+    """Of one device of an island of two, before and after each of six steps: half the weight is the mirror's."""
+    half = torch.linspace(-1, 1, 32, dtype=torch.float64, device=device)
+    row = Row(torch.cat([half, half]))
+    peers = PeerExchange(Complete(), MetropolisHastings(), Mirror(), device, codec)
+    mixer = Mixer([row], Gossip(rate=0.3), GatherExchange(peers, inside, device, codec != Plain()), delay)
+    path = [row.flat.clone()]
+    for step in range(6):
+        with without_waiting(device.type if step > 2 else "cpu"):
+            row.flat.sub_(row.flat, alpha=0.1)
+            mixer.step()
+            path.append(row.flat.clone())
+    return torch.stack(path).cpu()
+
+
+@every_device
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_what_an_island_gathers_lands_where_its_rule_says(delay: int, device: str) -> None:
+    """x <- 0.9 x, and 0.3 (x + 1 - x) from where the first round lands."""
+    where = torch.device(device)
+    x, expected = torch.linspace(-1, 1, 32, dtype=torch.float64).repeat(2), []
+    for step in range(7):
+        expected.append(x)
+        x = 0.9 * x + 0.3 * (step >= delay)
+    path = island_rounds(Plain(), delay, where, Twin(where, cycles=10**7))
+    torch.testing.assert_close(path, torch.stack(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", [Plain(), DifferenceCompression(Int8(block=16))], ids=str)
+def test_an_island_on_a_device_equals_one_on_the_host(codec: Coding) -> None:
+    host, device = torch.device("cpu"), torch.device("cuda")
+    path = island_rounds(codec, 1, device, Twin(device, cycles=10**7))
+    torch.testing.assert_close(path, island_rounds(codec, 1, host, Twin(host)))
+
+
+@pytest.mark.gpu
+def test_the_step_goes_on_while_an_island_gathers() -> None:
+    device = torch.device("cuda")
+    peers = PeerExchange(Complete(), MetropolisHastings(), Mirror(), device)
+    message = torch.ones(64, device=device)
+    land = GatherExchange(peers, Twin(device, cycles=10**9), device).start([message], 0)
+    step, gathered = torch.cuda.Event(), torch.cuda.Event()
+    step.record()
+    (mixed,) = land()
+    gathered.record()
+    step.synchronize()
+    assert not gathered.query()
+    assert mixed.tolist() == [2.0] * 64
+
+
+def plain_island(transport: Transport) -> Tensor:
+    return island_rounds(Plain(), 1, torch.device("cuda", transport.rank), transport)
+
+
+@pytest.mark.multigpu
+def test_an_island_of_two_devices_gathers_beside_the_step() -> None:
+    """0.9^t x: both have the same, so nothing that is mixed differs from what was sent."""
+    half = torch.linspace(-1, 1, 32, dtype=torch.float64)
+    expected = 0.9 ** torch.arange(7).unsqueeze(1) * torch.cat([half, half])
+    for path in Backend("nccl", "cuda").world(2, plain_island):
+        torch.testing.assert_close(path, expected)
 
 
 @every_device

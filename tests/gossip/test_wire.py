@@ -16,6 +16,7 @@ from lightning_decentral.gossip.gauge import Gauge
 from lightning_decentral.gossip.mixer import Mixer
 from lightning_decentral.gossip.simulation import simulate
 from lightning_decentral.gossip.topology import Complete, Every, Ring, Topology
+from lightning_decentral.gossip.verdict import LAG
 from lightning_decentral.gossip.weights import MetropolisHastings, Own, Weights, mixing_matrix
 from lightning_decentral.transport import Transport
 from tests.backends import Backend, every_backend
@@ -199,7 +200,7 @@ def test_a_worker_in_another_round_is_named() -> None:
 
 
 def poisoned(backend: Backend, bad: float, build: Any, transport: Transport) -> tuple[Tensor, int, str]:
-    """Worker 1 sends NaN: (parameters, messages refused, error) of each worker after two rounds."""
+    """Worker 1 sends NaN: (parameters, messages refused, error) of each worker once that is told."""
     device = backend.device(transport.rank)
     exchange = build(transport, device)
     row = Row(torch.full((DIM,), float(transport.rank), device=device))
@@ -207,8 +208,7 @@ def poisoned(backend: Backend, bad: float, build: Any, transport: Transport) -> 
     if transport.rank == 1:
         row.flat[3] = bad
     try:
-        mixer.step()
-        if device.type == "cuda":  # a device tells one round later
+        for _ in range(1 + LAG * (device.type == "cuda")):  # a device tells later
             mixer.step()
     except FloatingPointError as error:
         return row.flat.cpu(), exchange.traffic().refused, str(error)

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.buckets import Matrix
-from lightning_decentral.gossip.codec import BFloat16, DifferenceCompression, Float16, Int8, LowRank, Plain, TopK
-from lightning_decentral.gossip.coding import Codec, Layout
+from lightning_decentral.gossip.codec import (
+    BFloat16,
+    DifferenceCompression,
+    Float16,
+    Int8,
+    LowRank,
+    Plain,
+    PowerGossip,
+    TopK,
+)
+from lightning_decentral.gossip.coding import Codec, Coding, Layout
 from lightning_decentral.gossip.combine import Gossip, State
 from lightning_decentral.gossip.combine.rule import Turn
 from lightning_decentral.gossip.exchange import PeerExchange, Traffic
@@ -31,9 +40,11 @@ from lightning_decentral.gossip.topology import (
     Torus,
 )
 from lightning_decentral.gossip.weights import Own, mixing_matrix
+from lightning_decentral.pending import Pending
 from lightning_decentral.transport import Transport
 from tests.backends import Backend, every_backend
 from tests.gossip.codecs import usable
+from tests.gossip.test_device import Mirror
 from tests.gossip.test_wire import Row, gradient
 from tests.gossip.topologies import every_topology
 
@@ -50,7 +61,7 @@ def start(size: int, dim: int = DIM) -> Tensor:
 
 
 def mixer_of(
-    transport: Transport, device: torch.device, topology: Topology, codec: Codec, flat: Tensor, delay: int, rule: Any
+    transport: Transport, device: torch.device, topology: Topology, codec: Coding, flat: Tensor, delay: int, rule: Any
 ) -> Mixer:
     mixer = Mixer([], rule, PeerExchange(topology, Own(), transport, device, codec), delay)
     mixer.extend([Row(flat)], [MATRICES])
@@ -136,6 +147,26 @@ def test_audiences_are_targets_that_always_hear_together() -> None:
     assert audiences(Hypercube(), 0, 8) == {1: 0, 2: 1, 4: 2}
     assert len(set(audiences(RandomMatching(), 0, 5).values())) == 4
     assert audiences(Every(5, OnePeerExponential()), 3, 8) == {4: 0, 5: 1, 7: 2}
+
+
+class Counting(Mirror):
+    """Counts the bytes that set-up sends."""
+
+    broadcast_bytes = 0
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        self.broadcast_bytes += tensor.numel() * tensor.element_size()
+        return super().broadcast(tensor, source)
+
+
+@pytest.mark.parametrize(("codec", "copies"), [
+    (Plain(), 0), (Int8(), 0), (PowerGossip(), 0), (DifferenceCompression(Int8()), 1),
+], ids=str)  # fmt: skip
+def test_only_estimates_have_to_start_equal(codec: Coding, copies: int) -> None:
+    """PowerGossip's ends of a link keep random bases, which both draw for themselves."""
+    transport = Counting()
+    mixer_of(transport, torch.device("cpu"), Complete(), codec, torch.zeros(DIM), 1, Gossip())
+    assert transport.broadcast_bytes == copies * 4 * DIM
 
 
 CONTRACTING: list[tuple[Codec, float]] = [
