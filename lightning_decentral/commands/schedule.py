@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("schedule", help="makespan of many jobs on few devices, simulated and for real")
     parser.add_argument("jobs", nargs="?", help="YAML file of jobs: pieces in seconds or measured profiles")
-    parser.add_argument("--policy", default="lrtf", help=f"{', '.join(POLICIES)} (default: %(default)s)")
+    parser.add_argument(
+        "--policy", default="lrtf", help=f"one or more of {','.join(POLICIES)}; the first is drawn and run"
+    )
     parser.add_argument("--devices", type=int, default=1, help="equal ones (default: %(default)s)")
     parser.add_argument("--memory-bytes", help="of each device; a job that needs more is refused: 24GB")
     parser.add_argument("--plot", type=Path, help="Gantt chart to write: schedule.png")
@@ -64,17 +66,19 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Simulate, print, rehearse, draw."""
-    policy = chosen("policy", options.policy, POLICIES)
+    names = options.policy.split(",")
+    policies = {name: chosen("policy", name, POLICIES) for name in names}
     stand_in = chosen("stand-in", options.stand_in, STAND_INS)
     jobs, remarks = jobs_of(options)
     limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else float("inf")
     there = devices(options.devices, limit)
-    schedules = {name: simulate(jobs, there, other) for name, other in POLICIES.items()}
-    found = {"simulated": schedules[options.policy]}
+    schedules = {name: simulate(jobs, there, policy) for name, policy in policies.items()}
+    found = {"simulated": schedules[names[0]]}
     console = Console(highlight=False)
     console.print(policies_table(jobs, there, schedules), jobs_table(jobs, found["simulated"]))
     if options.rehearse:
-        found["real"] = rehearse(jobs, there, policy, stand_in)
+        console.print(f"running for about {makespan_seconds(jobs, found['simulated']):.3g} s ...")
+        found["real"] = rehearse(jobs, there, policies[names[0]], stand_in)
         remarks = [*remarks, verdict(jobs, found, options.stand_in)]
     for line in [*remarks, *written(options, found)]:
         console.print(line, soft_wrap=True, markup=False)
@@ -129,7 +133,7 @@ def policies_table(jobs: Sequence[Queue], there: Sequence[Device], schedules: Ma
 
 
 def jobs_table(jobs: Sequence[Queue], spans: Spans) -> Table:
-    """When each arrived and ended under the chosen policy."""
+    """When each arrived and ended under the first policy."""
     finish = finish_seconds(spans)
     table = Table("job", "pieces", "arrival s", "end s", "completion s")
     for job in jobs[:SHOWN_JOBS]:
@@ -155,7 +159,8 @@ def written(options: argparse.Namespace, found: Mapping[str, Spans]) -> list[str
     """Files that were asked for."""
     lines = []
     if options.plot:
-        draw_gantt({f"{options.policy}, {title}": spans for title, spans in found.items()}, options.plot)
+        policy = options.policy.partition(",")[0]
+        draw_gantt({f"{policy}, {title}": spans for title, spans in found.items()}, options.plot)
         lines.append(f"picture: {options.plot}")
     if options.chrome:
         events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]

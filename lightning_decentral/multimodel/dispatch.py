@@ -87,12 +87,11 @@ class _Slot:
 
 @dataclass
 class _Progress:
-    """Of a job."""
+    """Of a job: pieces that have run, its last grant, and whether it waits."""
 
-    arrived: bool = False
-    taken: bool = False
     done: int = 0
     served: int = -1
+    waits: bool = False
 
 
 class Dispatch:
@@ -114,13 +113,17 @@ class Dispatch:
         self._remaining = [_remaining(queue) for queue in queues]
         places = sorted(range(len(queues)), key=lambda j: queues[j].arrival_seconds)
         self._place = {job: place for place, job in enumerate(places)}
+        self._number = {queue.name: job for job, queue in enumerate(queues)}
+        self._jobs: dict[tuple[int, int], Job] = {}
+        self._loading = any(piece.load_seconds > 0 for queue in queues for piece in queue.pieces)
+        self._left = sum(len(queue.pieces) for queue in queues)
         self._grants = 0
 
     # ---- what happened ------------------------------------------------------------------------------------------
 
     def arrive(self, job: int) -> None:
         """It may run from now on."""
-        self._progress[job].arrived = True
+        self._progress[job].waits = True
 
     def loaded(self, device: int) -> None:
         """What comes next there is there."""
@@ -132,13 +135,15 @@ class Dispatch:
         assert slot.computing is not None
         job = slot.computing[0]
         slot.computing = None
+        self._left -= 1
         self._progress[job].done += 1
-        self._progress[job].taken = slot.coming is not None and slot.coming[0] == job
+        own_next = slot.coming is not None and slot.coming[0] == job
+        self._progress[job].waits = not own_next and self._progress[job].done < len(self.queues[job].pieces)
 
     @property
     def over(self) -> bool:
         """All pieces of all jobs have run."""
-        return all(len(q.pieces) == p.done for q, p in zip(self.queues, self._progress, strict=True))
+        return self._left == 0
 
     # ---- what to do ---------------------------------------------------------------------------------------------
 
@@ -149,22 +154,22 @@ class Dispatch:
                 yield from self._take(device, self._waiting(device))
             if slot.computing is None and slot.coming is not None and slot.loaded:
                 yield self._start(device)
-        for device, slot in enumerate(self._slots):
+        for device, slot in enumerate(self._slots if self._loading else ()):
             if slot.computing is not None and slot.coming is None:
                 yield from self._take(device, self._waiting(device) + self._own(device), ahead=True)
 
     def _take(self, device: int, candidates: list[int], ahead: bool = False) -> Iterator[Order]:
         if not candidates:
             return
-        jobs = {self.queues[j].name: j for j in candidates}
-        job = jobs[self.policy.choose([self._seen(j, device) for j in candidates], self._running(device)).name]
+        seen = [self._seen(job, device) for job in candidates]
+        job = self._number[self.policy.choose(seen, self._running(device)).name]
         piece = self._next(job, device)
         to_load = self.queues[job].pieces[piece].load_seconds > 0
         if ahead and not to_load:
             return
         slot, progress = self._slots[device], self._progress[job]
         slot.coming, slot.loaded = (job, piece), not to_load
-        progress.taken, progress.served = True, self._grants
+        progress.waits, progress.served = False, self._grants
         self._grants += 1
         if to_load:
             yield Order(device, job, piece, load=True)
@@ -178,9 +183,8 @@ class Dispatch:
     def _waiting(self, device: int) -> list[int]:
         """Jobs that nobody computes or loads, and that fit."""
         room = self.devices[device].memory_bytes
-        rows = enumerate(zip(self.queues, self._progress, strict=True))
-        idle = [(j, q) for j, (q, p) in rows if p.arrived and not p.taken and p.done < len(q.pieces)]
-        return [j for j, queue in idle if queue.memory_bytes <= room]
+        waiting = [job for job, progress in enumerate(self._progress) if progress.waits]
+        return [job for job in waiting if self.queues[job].memory_bytes <= room]
 
     def _own(self, device: int) -> list[int]:
         """The job that computes there, if it has a further piece."""
@@ -203,10 +207,14 @@ class Dispatch:
         return self._job(job, self._next(job, device))
 
     def _job(self, job: int, piece: int) -> Job:
-        """As a policy sees it from this piece on."""
-        seconds = self.queues[job].pieces[piece].compute_seconds
+        """As a policy sees it from this piece on; made anew after each grant only."""
         served = self._progress[job].served
-        return Job(self.queues[job].name, self._place[job], self._remaining[job][piece], seconds, served)
+        known = self._jobs.get((job, piece))
+        if known is None or known.served != served:
+            seconds = self.queues[job].pieces[piece].compute_seconds
+            known = Job(self.queues[job].name, self._place[job], self._remaining[job][piece], seconds, served)
+            self._jobs[job, piece] = known
+        return known
 
 
 def _remaining(queue: Queue) -> list[float]:

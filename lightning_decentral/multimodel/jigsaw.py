@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from math import isfinite
 
-from lightning_decentral.multimodel.solver import Program
+from lightning_decentral.multimodel.solver import NoSolution, Program
 from lightning_decentral.timeline import Span, Task, run
 
 MOST_ORDERED = 7  # jobs whose orders are all tried
@@ -213,7 +213,10 @@ class Exact(Pairing):
         if greedy.cycle_seconds <= lower_bound_seconds(gangs):
             return [list(row) for row in greedy.pieces]
         program, x = _program(gangs)
-        solution = program.solve(self.limit_seconds)
+        try:
+            solution = program.solve(self.limit_seconds)
+        except NoSolution:
+            return [list(row) for row in greedy.pieces]
         rows = [[max(range(len(row)), key=lambda d: solution.values[x[j, d, g]]) for g in range(len(row))]
                 for j, row in enumerate(greedy.pieces)]  # fmt: skip
         found = Turns(tuple(gangs), tuple(map(tuple, rows)), greedy.order)

@@ -35,6 +35,10 @@ class StandIn(ABC):
             ValueError: so many devices can't be stood in for.
         """
 
+    def core(self, device: int) -> int:
+        """On which it works; 0 where it doesn't matter."""
+        return 0
+
 
 @dataclass(frozen=True)
 class Sleeping(StandIn):
@@ -53,10 +57,16 @@ class Computing(StandIn):
 
     def words(self, devices: int) -> list[str]:
         """Rounds per second."""
-        if not hasattr(os, "sched_setaffinity") or devices > len(cores()):
+        if sys.platform != "linux":
+            raise ValueError("pieces that compute stay on a core, which only Linux grants: take --stand-in sleep")
+        if devices > len(cores()):
             raise ValueError(f"{devices} devices that compute need as many cores: take --stand-in sleep")
         command = [*PROGRAM, "calibrate", str(self.calibration_seconds)]
         return ["compute", subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()]
+
+    def core(self, device: int) -> int:
+        """Each device its own."""
+        return cores()[device]
 
 
 STAND_INS: dict[str, StandIn] = {"compute": Computing(), "sleep": Sleeping()}
@@ -75,7 +85,7 @@ def rehearse(queues: Sequence[Queue], devices: Sequence[Device], policy: Policy,
         RuntimeError: a job's process ended.
     """
     dispatch = Dispatch(queues, devices, policy)
-    run = _Run(dispatch, stand_in.words(len(devices)))
+    run = _Run(dispatch, stand_in)
     try:
         return run.through()
     finally:
@@ -85,16 +95,16 @@ def rehearse(queues: Sequence[Queue], devices: Sequence[Device], policy: Policy,
 class _Run:
     """One rehearsal."""
 
-    def __init__(self, dispatch: Dispatch, words: Sequence[str]) -> None:
+    def __init__(self, dispatch: Dispatch, stand_in: StandIn) -> None:
         self._dispatch = dispatch
-        self._cores = cores() if hasattr(os, "sched_getaffinity") else [0]
+        self._command = [*PROGRAM, *stand_in.words(len(dispatch.devices))]
+        self._cores = [stand_in.core(device) for device in range(len(dispatch.devices))]
         self._selector = selectors.DefaultSelector()
         self._timers = [(queue.arrival_seconds, -1, job) for job, queue in enumerate(dispatch.queues)]
         heapq.heapify(self._timers)
         self._running: dict[int, tuple[int, Ran, float]] = {}
         self._spans: Spans = {}
         self._jobs: list[subprocess.Popen[bytes]] = []
-        self._words = words
 
     def through(self) -> Spans:
         """Until all pieces have run."""
@@ -113,8 +123,8 @@ class _Run:
 
     def _started(self) -> "subprocess.Popen[bytes]":
         """In a session of its own: Ctrl-C reaches the parent, which ends it."""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._jobs.append(subprocess.Popen([*PROGRAM, *self._words], start_new_session=True, **pipes))
+        pipe = subprocess.PIPE
+        self._jobs.append(subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True))
         return self._jobs[-1]
 
     def _now(self) -> float:
@@ -149,7 +159,7 @@ class _Run:
     def _ask(self, job: int, device: int, seconds: float) -> None:
         stdin = self._jobs[job].stdin
         assert stdin is not None
-        stdin.write(f"{self._cores[device % len(self._cores)]} {seconds!r}\n".encode())
+        stdin.write(f"{self._cores[device]} {seconds!r}\n".encode())
         stdin.flush()
 
     def _answer(self, job: int) -> None:

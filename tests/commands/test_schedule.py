@@ -34,9 +34,11 @@ def test_every_policy_has_a_name() -> None:
 def test_tables_chart_trace_and_the_real_run(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot, chrome = tmp_path / "s.png", tmp_path / "s.json"
     files = ["--plot", str(plot), "--chrome", str(chrome)]
-    cli.main(["schedule", jobs, "--policy", "srtf", "--devices", "1", "--run", "--stand-in", "sleep", *files])
+    cli.main(["schedule", jobs, "--policy", "srtf,lrtf", "--devices", "1", "--run", "--stand-in", "sleep", *files])
     printed = capsys.readouterr().out
     assert "no makespan is under 0.08 s" in printed
+    assert all(f" {name} " in printed for name in ("srtf", "lrtf"))
+    assert "fifo" not in printed
     assert "stand in for the pieces (sleep), not the models themselves" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
     events = json.loads(chrome.read_text())["traceEvents"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_decentral.multimodel.jigsaw import Exact as ExactTurns
 from lightning_decentral.multimodel.jigsaw import Gang
+from lightning_decentral.multimodel.jigsaw import Greedy as GreedyTurns
 from lightning_decentral.multimodel.solver import NoSolution, Program
 from lightning_decentral.multimodel.spase import Exact, Greedy, Plan, Table, lower_bound_seconds
 
@@ -98,6 +99,8 @@ def test_no_time_for_the_program_leaves_greedy_with_its_gap(monkeypatch: pytest.
     plan = Exact(limit_seconds=0.1).plan([Table(str(j), {1: s}) for j, s in enumerate((3.0, 3.0, 2.0, 2.0, 2.0))], 2)
     assert plan.how == "greedy"
     assert plan.gap == pytest.approx(1 / 7)
+    found = [Gang(name, (0.0, 1.0)) for name in "abc"]
+    assert ExactTurns().turns(found) == GreedyTurns().turns(found)
 
 
 def test_an_impossible_program_says_so() -> None:

@@ -8,6 +8,7 @@ from lightning_decentral.hardware import Block, Model, Profile, write
 from lightning_decentral.multimodel.dispatch import Piece
 from lightning_decentral.multimodel.traces import Gavel, Layout, Submitted, Tiresias, queues, read_trace
 from lightning_decentral.multimodel.workload import read_jobs, split, step_pieces
+from tests.docs.pages import ROOT, blocks
 
 BLOCKS = tuple(Block(f"b{i}", 1.0 + i, 2.0, 0.5, parameter_bytes=100) for i in range(4))
 MODEL = Model("four", "cpu", BLOCKS)
@@ -34,6 +35,14 @@ jobs:
     assert (small.memory_bytes, small.arrival_seconds) == (1e9, 0)
     assert model.pieces == (Piece(3, 0.5), Piece(7, 0.5), Piece(12, 0.5), Piece(8, 0.5)) * 3
     assert model.arrival_seconds == 1.5
+
+
+def test_the_page_shows_a_file_that_is_read(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs" / "scheduling.md", "yaml")
+    (tmp_path / "jobs.yaml").write_text(text)
+    write(Profile(MODEL), tmp_path / "vit.json")
+    small, vit = read_jobs(tmp_path / "jobs.yaml")
+    assert [len(small.pieces), len(vit.pieces)] == [15, 400]
 
 
 def test_a_step_in_one_piece_is_the_profiles_step() -> None:
