@@ -12,8 +12,8 @@ twelve equal blocks, worker 1 all. A device is one core with one thread. Compare
     jigsaw                the same places, and a core runs one piece at a time, the jobs in turn
 
 Seconds are from the moment at which all workers have warmed up to the end of the last one's last iteration. A piece is
-forward and backward; the wait for the other worker's gradients and the update (about five percent) happen outside of a turn,
-beside the other job's piece. All ways train the same: the weights at the end must be equal bit by bit.
+forward and backward; the wait for the other worker's gradients and the update (about five percent) happen outside of a
+turn, beside the other job's piece. All ways train the same: each job's weights must be equal bit by bit at the end.
 """
 
 import argparse

@@ -32,7 +32,7 @@ class Queue:
     Args:
         name: unique.
         arrival_seconds: before that it can't run.
-        memory_bytes: a device with less can't run it.
+        memory_bytes: a device with less can't run it, nor load it beside a job with which it doesn't fit.
     """
 
     name: str
@@ -181,8 +181,10 @@ class Dispatch:
         return Order(device, *slot.computing, load=False)
 
     def _waiting(self, device: int) -> list[int]:
-        """Jobs that nobody computes or loads, and that fit."""
-        room = self.devices[device].memory_bytes
+        """Jobs that nobody computes or loads, and that fit beside the one that computes there."""
+        computing = self._slots[device].computing
+        held = self.queues[computing[0]].memory_bytes if computing is not None else 0.0
+        room = self.devices[device].memory_bytes - held
         waiting = [job for job, progress in enumerate(self._progress) if progress.waits]
         return [job for job in waiting if self.queues[job].memory_bytes <= room]
 

@@ -123,7 +123,7 @@ class Greedy(Allocation):
 
 @dataclass(frozen=True)
 class Exact(Allocation):
-    """The mixed-integer program, for small sets: about six jobs on four devices in the default time.
+    """The mixed-integer program, for small sets: what it could not prove within its time is the plan's gap.
 
     Needs scipy (extra `schedule`). The better of it and `Greedy`, with the gap that is left when the time is over.
     """

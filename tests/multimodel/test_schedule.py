@@ -157,6 +157,12 @@ def test_a_job_runs_where_it_fits() -> None:
     assert makespan_seconds(queues, spans) == 4
 
 
+@pytest.mark.parametrize(("room", "seconds"), [(4e9, 1 + 2 + 2), (3e9, 1 + 2 + 1 + 2)])
+def test_what_is_loaded_ahead_must_fit_beside_what_computes(room: float, seconds: float) -> None:
+    queues = [Queue(name, (Piece(2.0, 1.0),), memory_bytes=2e9) for name in "ab"]
+    assert makespan_seconds(queues, simulate(queues, devices(1, room), FIFO())) == seconds
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
