@@ -5,6 +5,7 @@ lightning-decentral plan profile.json --workers 64 --per-node 8
 lightning-decentral topology base_graph --workers 24
 lightning-decentral profile recipe=gpt
 lightning-decentral placement hosts.json --topology ring
+lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
 """
 
 import argparse
@@ -19,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.commands import placement, plan, profile, topology
+from lightning_decentral.commands import placement, plan, profile, schedule, topology
 from lightning_decentral.partial.forecast import compute_fraction, memory_fraction
 from lightning_decentral.partial.search import CutPlan, search
 from lightning_decentral.partial.trial import refuse_unserved, run_of
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     topology.add(commands)
     profile.add(commands)
     placement.add(commands)
+    schedule.add(commands)
     options = parsed(parser, arguments)
     try:
         options.run(options)

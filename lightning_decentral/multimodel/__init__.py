@@ -1,5 +1,7 @@
 """Many models at once: a model larger than its device, sweeps that share devices shard by shard, jobs by the iteration.
 
-plan: `policy`; more floors join it below. (This Hydra, of Nagrecha, is a training system; hydra-core is the
+plan: `policy`, `dispatch` (who is loaded, who computes), `schedule` (its simulation), `optimum`, `jigsaw` (gangs by the
+iteration), `spase` (how many devices each), `solver`, `workload` and `traces` (jobs from files); wire: `rehearsal` (the
+same schedule by processes that stand in). (This Hydra, of Nagrecha, is a training system; hydra-core is the
 configuration library in which a sweep of it is written.)
 """

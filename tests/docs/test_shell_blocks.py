@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_decentral.commands import plan
+from lightning_decentral.commands import plan, schedule
 from lightning_decentral.commands.topology import topology_of
 from lightning_decentral.forecast.method import Cluster
 from tests.docs.pages import PAGES, ROOT, commands, name
@@ -69,6 +69,7 @@ def check_subcommand(arguments: list[str]) -> None:
         "placement": lambda words: check_overrides(["strategy=gossip", *recipe_words(words)]),
         "plan": check_plan,
         "profile": lambda words: check_overrides(recipe_words(words)),
+        "schedule": check_schedule,
         "topology": lambda words: topology_of(words[0], [word for word in words if "=" in word]),
     }
     assert arguments[0] in checks, f"unknown subcommand {arguments[0]}"
@@ -85,6 +86,16 @@ def check_plan(arguments: list[str]) -> None:
     plan.add(parser.add_subparsers())
     options = parser.parse_args(["plan", *arguments])
     assert options.published or Cluster(options.workers, options.per_node)
+
+
+def check_schedule(arguments: list[str]) -> None:
+    """Options, a policy and a layout that exist."""
+    parser = argparse.ArgumentParser()
+    schedule.add(parser.add_subparsers())
+    options = parser.parse_args(["schedule", *arguments])
+    assert {schedule.chosen("policy", name, schedule.POLICIES) for name in options.policy.split(",")}
+    schedule.chosen("layout", options.layout, schedule.LAYOUTS)
+    assert (options.jobs is None) != (options.trace is None)
 
 
 def check_overrides(arguments: list[str]) -> None:
@@ -112,6 +123,7 @@ def test_command_names_what_exists(words: list[str]) -> None:
         ["lightning-decentral", "coffee"],
         ["lightning-decentral", "cuts", "recipe=coffee"],
         ["lightning-decentral", "topology", "coffee", "--workers", "4"],
+        ["lightning-decentral", "schedule", "jobs.yaml", "--policy", "coffee"],
         ["coffee"],
     ],
     ids=" ".join,

@@ -1,0 +1,147 @@
+"""Jobs as a file: pieces written out in seconds, or steps of a measured profile.
+
+    jobs:
+      - name: small
+        pieces: [0.2, 0.1, {compute_seconds: 0.3, load_seconds: 0.1}]
+        repeat: 5
+      - name: vit
+        profile: vit.json
+        steps: 50
+        shards: 4
+        load_bytes_per_second: 12e9
+        arrival_seconds: 1.5
+
+A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward once more as only its
+input was kept. Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lightning_decentral.hardware import Block, Model, read
+from lightning_decentral.multimodel.dispatch import Piece, Queue
+
+WHEN = ("arrival_seconds", "memory_bytes")
+WRITTEN = ("name", "pieces", "repeat", *WHEN)
+MEASURED = ("name", "profile", "steps", "shards", "load_bytes_per_second", *WHEN)
+PIECE = ("compute_seconds", "load_seconds")
+
+
+def read_jobs(path: str | Path) -> list[Queue]:
+    """Of a YAML file as above; profiles are looked for beside it.
+
+    Raises:
+        ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number.
+    """
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}): give a YAML file of jobs") from None
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is no YAML of jobs: {' '.join(str(error).split())}") from None
+    jobs = found.get("jobs") if isinstance(found, dict) else None
+    if not isinstance(jobs, list) or not jobs:
+        raise ValueError(f"{path} must have a list of one or more `jobs`, got {jobs!r}")
+    return [queue_of(job, Path(path).parent, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
+
+
+def queue_of(job: Any, folder: Path, place: str) -> Queue:
+    """One entry.
+
+    Raises:
+        ValueError: naming the place.
+    """
+    if not isinstance(job, dict) or "name" not in job:
+        raise ValueError(f"{place}: each job needs a name, got {job!r}")
+    if ("pieces" in job) == ("profile" in job):
+        raise ValueError(f"{place}: give either pieces or a profile")
+    _known(job, MEASURED if "profile" in job else WRITTEN, place)
+    when = {key: _number(job, key, place, 0.0) for key in WHEN}
+    pieces = _measured(job, folder, place) if "profile" in job else _written(job, place)
+    return Queue(str(job["name"]), tuple(pieces), **when)
+
+
+def _written(job: Mapping[str, Any], place: str) -> list[Piece]:
+    if not isinstance(job["pieces"], list):
+        raise ValueError(f"{place}: pieces must be a list, got {job['pieces']!r}")
+    pieces = [_piece(piece, f"{place}, piece {number}") for number, piece in enumerate(job["pieces"], start=1)]
+    return pieces * _count(job, "repeat", place, 1)
+
+
+def _piece(piece: Any, place: str) -> Piece:
+    written = piece if isinstance(piece, dict) else {"compute_seconds": piece}
+    _known(written, PIECE, place)
+    seconds = {key: _number(written, key, place, 0.0) for key in PIECE}
+    return Piece(**seconds)
+
+
+def _measured(job: Mapping[str, Any], folder: Path, place: str) -> list[Piece]:
+    model = read(folder / str(job["profile"])).model
+    rate = _number(job, "load_bytes_per_second", place, float("inf"))
+    if not rate > 0:
+        raise ValueError(f"{place}: load_bytes_per_second must be more than 0, got {rate:g}")
+    step = step_pieces(model, _count(job, "shards", place, 1), rate)
+    return step * _count(job, "steps", place, 1)
+
+
+def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = float("inf")) -> list[Piece]:
+    """A training step: the whole batch in one shard; otherwise forward shard by shard, and back.
+
+    Raises:
+        ValueError: more shards than blocks.
+    """
+    if shards == 1:
+        return [Piece(model.seconds, model.parameter_bytes / load_bytes_per_second)]
+    groups = split(model.blocks, shards)
+    forward = [sum(b.forward_seconds for b in group) for group in groups]
+    behind = [sum(b.backward_seconds + b.update_seconds for b in group) for group in groups]
+    loads = [sum(b.parameter_bytes for b in group) / load_bytes_per_second for group in groups]
+    there = [Piece(f, load) for f, load in zip(forward, loads, strict=True)]
+    back = [Piece(f + b, load) for f, b, load in zip(forward, behind, loads, strict=True)]
+    return [*there, *reversed(back)]
+
+
+def split(blocks: Sequence[Block], shards: int) -> list[list[Block]]:
+    """Consecutive groups of about equal bytes, none of them empty.
+
+    Raises:
+        ValueError: more shards than blocks.
+    """
+    if shards > len(blocks):
+        raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")
+    total = sum(block.parameter_bytes for block in blocks)
+    groups: list[list[Block]] = [[]]
+    before = 0
+    for index, block in enumerate(blocks):
+        left, open_groups = len(blocks) - index, shards - len(groups)
+        full = before + block.parameter_bytes / 2 > total * len(groups) / shards
+        if groups[-1] and open_groups and (full or left == open_groups):
+            groups.append([])
+        groups[-1].append(block)
+        before += block.parameter_bytes
+    return groups
+
+
+def _known(entry: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
+    unknown = [str(key) for key in entry if key not in keys]
+    if unknown:
+        raise ValueError(f"{place}: no {unknown[0]!r}, there are {', '.join(keys)}")
+
+
+def _number(entry: Mapping[str, Any], key: str, place: str, default: float) -> float:
+    value = entry.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{place}: {key} must be a number, got {value!r}")
+    return float(value)
+
+
+def _count(entry: Mapping[str, Any], key: str, place: str, default: int) -> int:
+    value = entry.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{place}: {key} must be a whole number of 1 or more, got {value!r}")
+    return value
