@@ -100,9 +100,9 @@ class Engine:
 
     def detach(self) -> None:
         """The module without a trace of this."""
-        self._loader.end()
         for block in self._spilling:
             block.module._compiled_call_impl = None
+        self._loader.end()
 
     # ---- steps --------------------------------------------------------------------------------------------------
 

@@ -56,8 +56,10 @@ def test_hooks_see_parameters_and_gradients_and_the_module_keeps_no_trace() -> N
 
 
 def test_the_start_says_what_will_happen(caplog: pytest.LogCaptureFixture) -> None:
+    budget = least_bytes("gpt")
+    caplog.clear()
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        fit(recipe("gpt"), batches("gpt"), SpilledStrategy(memory_bytes=least_bytes("gpt")), limit_val_batches=0)
+        fit(recipe("gpt"), batches("gpt"), SpilledStrategy(memory_bytes=budget), limit_val_batches=0)
         spilled = caplog.text
         caplog.clear()
         fit(recipe("gpt"), batches("gpt"), SpilledStrategy(memory_bytes=10**8), limit_val_batches=0)
