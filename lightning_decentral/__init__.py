@@ -7,11 +7,12 @@ import sys
 
 from lightning_decentral import names
 from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.multimodel.strategy import SpilledStrategy
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 
 __version__ = "0.1.0"
-__all__ = ["GossipStrategy", "PartialBackpropStrategy", "TokenPipelineStrategy", "__version__"]
+__all__ = ["GossipStrategy", "PartialBackpropStrategy", "SpilledStrategy", "TokenPipelineStrategy", "__version__"]
 
 
 _REMEDY = (
@@ -21,11 +22,11 @@ _REMEDY = (
 
 
 def _register() -> None:
-    for strategy in (GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy):
+    for strategy in (GossipStrategy, PartialBackpropStrategy, SpilledStrategy, TokenPipelineStrategy):
         strategy.register_strategies()
     other = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
-        for name in ("gossip", "partial_backprop", "token_pipeline"):
+        for name in ("gossip", "partial_backprop", "spilled", "token_pipeline"):
             names.refuse(other.StrategyRegistry, name, _REMEDY)
 
 

@@ -1,7 +1,12 @@
 """Many models at once: a model larger than its device, sweeps that share devices shard by shard, jobs by the iteration.
 
-plan: `policy`, `dispatch` (who is loaded, who computes), `schedule` (its simulation), `optimum`, `jigsaw` (gangs by the
-iteration), `spase` (how many devices each), `solver`, `workload` and `traces` (jobs from files); wire: `rehearsal` (the
-same schedule by processes that stand in). (This Hydra, of Nagrecha, is a training system; hydra-core is the
-configuration library in which a sweep of it is written.)
+A model larger than its device (`strategy="spilled"`): plan `footprint`, `shards`, `summary`; rule `blocks`, `spill`,
+`moment`, `nested`, `ledger`, `device`, `measuring`, `loading`; wire `engine`; binding `strategy`.
+
+Schedules of many jobs: plan `policy`, `dispatch` (who is loaded, who computes), `schedule` (its simulation), `optimum`,
+`jigsaw` (gangs by the iteration), `spase` (how many devices each), `solver`, `workload` and `traces` (jobs from files);
+wire `rehearsal` (the same schedule by processes that stand in).
+
+(This Hydra, of Nagrecha, is a training system; hydra-core is the configuration library in which a sweep of it is
+written.)
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_decentral.partial.chain import candidates
+from lightning_decentral.chain import candidates
 from lightning_decentral.partial.search import trial_copy
 from lightning_decentral.partial.verify import Run, judge
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lightning_decentral.partial.chain import Chain, candidates
+from lightning_decentral.chain import Chain, candidates
 from lightning_decentral.partial.forecast import Balance, Cost, partition
 from lightning_decentral.partial.measure import measure, parameter_bytes
 from lightning_decentral.partial.verify import Judged, Run, Verdict, judge

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_decentral.partial.chain import candidates
+from lightning_decentral.chain import candidates
 from lightning_decentral.partial.cut import Cutter
 from lightning_decentral.partial.forecast import Blocks, Parameters, SavedBytes, memory_fraction
 from lightning_decentral.partial.search import CutPlan, search

@@ -1,0 +1,96 @@
+"""Bytes of tensors that live on a device which isn't there: every storage that an operation makes is counted until it
+dies.
+
+A result of host tensors only is on the host, any other one on the device, as on a real one.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE, HOST = "device", "host"
+
+
+class Ledger:
+    """Which storages live, where, and how many bytes of them.
+
+    Attributes:
+        present_bytes: on the device now.
+        peak_bytes: the most since `forget_peak`.
+    """
+
+    def __init__(self) -> None:
+        self.present_bytes = self.peak_bytes = 0
+        self._living: dict[int, tuple[str, int, Any]] = {}
+
+    def add(self, tensors: Iterable[Any], where: str) -> None:
+        """These tensors are there, whatever was written down before."""
+        for tensor in tensors:
+            if _counted(tensor):
+                storage = tensor.untyped_storage()
+                self._strike(storage._cdata)
+                size = storage.nbytes()
+                self._living[storage._cdata] = where, size, weakref.ref(storage, self._when_dead(storage._cdata))
+                self._change(where, size)
+
+    def where(self, tensor: Tensor) -> str | None:
+        """Where it is; None for one that nobody wrote down."""
+        entry = self._living.get(tensor.untyped_storage()._cdata)
+        return entry and entry[0]
+
+    def forget_peak(self) -> None:
+        """Begin again at what is present."""
+        self.peak_bytes = self.present_bytes
+
+    def _when_dead(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._strike(key)
+
+    def _strike(self, key: int) -> None:
+        where, size, _ = self._living.pop(key, (HOST, 0, None))
+        self._change(where, -size)
+
+    def _change(self, where: str, size: int) -> None:
+        self.present_bytes += size if where == DEVICE else 0
+        self.peak_bytes = max(self.peak_bytes, self.present_bytes)
+
+
+class Counting(TorchDispatchMode):
+    """Writes what operations make into a ledger.
+
+    Args:
+        absent: names of tensors by storage that stand for parameters which aren't on the device: computing with one is
+            an error.
+    """
+
+    def __init__(self, ledger: Ledger, absent: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger, self._absent = ledger, absent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation, then its new storages."""
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if _counted(leaf)]
+        old = {tensor.untyped_storage()._cdata for tensor in given}
+        made = [leaf for leaf in tree_leaves(result) if _counted(leaf) and leaf.untyped_storage()._cdata not in old]
+        if made:
+            self._refuse(old)
+            on_host = bool(given) and all(self._ledger.where(tensor) == HOST for tensor in given)
+            self._ledger.add(made, HOST if on_host else DEVICE)
+        return result
+
+    def _refuse(self, used: Iterable[int]) -> None:
+        wrong = [self._absent[key] for key in used if key in self._absent]
+        if wrong:
+            raise ValueError(
+                f"parameter {wrong[0]} is used outside of a call of the block that holds it, when it isn't on the "
+                f"device: give resident=[{wrong[0]!r}] to keep it there during the whole step"
+            )
+
+
+def _counted(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
