@@ -1,12 +1,13 @@
 # Every target makes .venv first where it is missing or older than pyproject.toml or constraints.txt.
 # Needed beforehand: make and Python 3.10 or newer (make PYTHON=python3.12 names another one).
 PYTHON ?= python3
-JOBS ?= 2
+# One more than processors: a test of several processes often waits for one of them.
+JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 BIN := .venv/bin
 STAMP := .venv/.stamp
 OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": name one with make PYTHON=python3.11"
 
-.PHONY: demo demo-pipeline demo-partial test lint docs clean
+.PHONY: demo demo-pipeline demo-partial test lint checks pytest docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -17,10 +18,16 @@ demo-pipeline: $(STAMP)
 demo-partial: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo_partial
 
-test: lint
+# Beside each other: the checkers take a minute of one processor.
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j2 checks pytest
+
+pytest: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS)
 
-lint: $(STAMP)
+lint: checks
+
+checks: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict lightning_decentral

@@ -82,9 +82,9 @@ class Cluster:
         host, port = self.host(index), f"port{index}"
         _ip("netns", "add", host)
         _ip("-n", host, "link", "set", "lo", "up")
-        # Linux's default. BBR, which a machine may have chosen for itself, leaves a tenth to a fifth of a slow link
-        # idle where the neighbours take turns.
-        _call(["ip", "netns", "exec", host, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic"])
+        # The one that every kernel lets a namespace choose. BBR, which the machine may have for itself, leaves a tenth
+        # to a fifth of a slow link idle where neighbours take turns.
+        _call(["ip", "netns", "exec", host, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
         _ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
         _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
         _ip("-n", host, "address", "add", f"{self.address(index)}/24", "dev", "eth0")

@@ -168,19 +168,22 @@ def with_decent_dp(plan: Plan) -> dict[str, Any]:
     return {"ends": clock.ends, "busy": clock.busy, "sent": 4 * plan["parameters"]}
 
 
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": DDPStrategy,
+    "ddp, 4 MB buckets": lambda: DDPStrategy(bucket_cap_mb=4),
+    "gossip": GossipStrategy,
+    "gossip, one-peer exponential": lambda: GossipStrategy(topology=OnePeerExponential()),
+    "gossip, exponential": lambda: GossipStrategy(topology=Exponential()),
+    "gossip, ring": lambda: GossipStrategy(topology=Ring()),
+    "gossip, delay 0": lambda: GossipStrategy(delay=0),
+    "gossip, delay 2": lambda: GossipStrategy(delay=2, combine=Gossip(rate=0.6)),
+    "gossip, delay 4": lambda: GossipStrategy(delay=4, combine=Gossip(rate=0.4)),
+    "gossip, int8": lambda: GossipStrategy(codec=Int8()),
+    "gossip, int8, delay 2": lambda: GossipStrategy(codec=Int8(), delay=2, combine=Gossip(rate=0.6)),
+}
 METHODS: dict[str, Callable[[Plan], dict[str, Any]]] = {
-    "ddp": with_lightning(DDPStrategy),
-    "ddp, 4 MB buckets": with_lightning(lambda: DDPStrategy(bucket_cap_mb=4)),
-    "ddp, 4 MB buckets, no broadcast": with_lightning(lambda: DDPStrategy(bucket_cap_mb=4), NoBroadcast()),
-    "gossip": with_lightning(GossipStrategy),
-    "gossip, one-peer exponential": with_lightning(lambda: GossipStrategy(topology=OnePeerExponential())),
-    "gossip, exponential": with_lightning(lambda: GossipStrategy(topology=Exponential())),
-    "gossip, ring": with_lightning(lambda: GossipStrategy(topology=Ring())),
-    "gossip, delay 0": with_lightning(lambda: GossipStrategy(delay=0)),
-    "gossip, delay 2": with_lightning(lambda: GossipStrategy(delay=2, combine=Gossip(rate=0.6))),
-    "gossip, delay 4": with_lightning(lambda: GossipStrategy(delay=4, combine=Gossip(rate=0.4))),
-    "gossip, int8": with_lightning(lambda: GossipStrategy(codec=Int8())),
-    "gossip, int8, delay 2": with_lightning(lambda: GossipStrategy(codec=Int8(), delay=2, combine=Gossip(rate=0.6))),
+    **{name: with_lightning(make) for name, make in STRATEGIES.items()},
+    "ddp, 4 MB buckets, no broadcast": with_lightning(STRATEGIES["ddp, 4 MB buckets"], NoBroadcast()),
     "decent-dp": with_decent_dp,
 }
 

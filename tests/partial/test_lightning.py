@@ -67,7 +67,7 @@ def test_names_are_registered(name: str) -> None:
 def test_replicas_are_equal_after_every_step_in_every_mode(tmp_path: Path, mode: Any) -> None:
     module = Tower(tied=True, norm=True, optimizer="adamw", schedule=True)
     settings = {"max_steps": STEPS, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
-    rows = run(tmp_path, module, options={"depth": mode}, size=3, batches=Batches(10), **settings)
+    rows = run(tmp_path, module, options={"depth": mode}, size=3, batches=Batches(50), **settings)
     assert_equal(rows, STEPS)
     first, last = rows[0]["parameters"][0], rows[0]["parameters"][-1]
     assert all(not torch.equal(first[name], last[name]) for name in first), "everything was trained"

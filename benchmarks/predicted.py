@@ -1,0 +1,165 @@
+"""Predicted against measured seconds per step, on the cluster of namespaces.
+
+    sudo python benchmarks/cluster_speed.py --hosts 8
+    sudo python benchmarks/predicted.py --hosts 8
+
+Measures the network of the hosts as a user would (`python -m lightning_decentral.profile` on all of them), puts it and
+the sleeping model's own seconds into a profile, and asks the forecasts that `lightning-decentral plan` asks. What was
+measured comes from `cluster_speed.py`'s results at the same rates. Writes `results/predicted-<hardware>.json`, `.md`
+and `.png`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from cluster import Cluster, ClusterError, cluster
+from cluster_speed import seconds_per_step
+from cluster_worker import STRATEGIES
+from hardware import description, slug
+from rich.console import Console
+from rich.markdown import Markdown
+
+from lightning_decentral.forecast.method import Cluster as Devices
+from lightning_decentral.forecast.method import Setting
+from lightning_decentral.forecast.network import Network
+from lightning_decentral.forecast.stragglers import even
+from lightning_decentral.hardware import Block, Model, Profile, read, write
+from lightning_decentral.planning.candidates import method_of
+
+HERE = Path(__file__).parent
+ALIKE = 0.05
+"""Methods whose measured seconds differ by less have no order."""
+START = "RANK=$NODE_RANK WORLD_SIZE={size} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec {python} -m lightning_decentral.profile"
+
+
+def update_seconds(parameters: int) -> float:
+    """Of the sleeping model's SGD, alone on this machine."""
+    weight = torch.nn.Parameter(torch.ones(parameters))
+    weight.grad = torch.full_like(weight, 1e-6)
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    spent = []
+    for _ in range(7):
+        began = time.perf_counter()
+        optimizer.step()
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent)
+
+
+def model(measured: dict[str, Any]) -> Model:
+    """The sleeping model of `cluster_worker.py`: a third of the seconds forward, the rest backward."""
+    layers, seconds, parameters = measured["layers"], measured["compute"], measured["parameters"]
+    update = update_seconds(parameters) / layers
+    forward = seconds / 3 / layers
+    size = 4 * (parameters // layers)
+    blocks = [Block(f"layer {i}", forward, 2 * forward, update, size) for i in range(layers)]
+    return Model("sleeping layers", "simulated accelerator", tuple(blocks))
+
+
+def profiled(hosts: Cluster, trained: Model) -> Profile:
+    """With the network as the hosts measure it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        write(Profile(trained), path)
+        sizes = "--sizes 65536 1048576 8388608 --repeats 3"
+        start = START.format(size=hosts.hosts, python=sys.executable)
+        codes = hosts.run(["bash", "-c", f"{start} --model {path} {sizes}"], seconds=600)
+        if any(codes):
+            raise SystemExit(f"{hosts.hosts} hosts ended with {codes}")
+        return read(path)
+
+
+def predicted(profile: Profile, hosts: int) -> dict[str, float]:
+    """Seconds per step by method."""
+    devices = Devices(hosts, 1)
+    setting = Setting(profile.model, Network(profile.network), devices)
+    methods = {name: method_of(make(), devices, 1) for name, make in STRATEGIES.items()}
+    return {name: float(method.seconds(setting, even(hosts))[0]) for name, method in methods.items()}
+
+
+def measured_seconds(run: dict[str, Any], warm_up: int) -> dict[str, float]:
+    """Median over turns, by method."""
+    return {m: statistics.median(seconds_per_step(turn, warm_up) for turn in r["turns"]) for m, r in run.items()}
+
+
+def ordered_alike(forecast: dict[str, float], found: dict[str, float]) -> tuple[int, int]:
+    """(pairs of methods in the same order, pairs that have one)."""
+    pairs = [(a, b) for a, b in combinations(forecast, 2) if abs(found[a] - found[b]) > ALIKE * min(found[a], found[b])]
+    same = [(forecast[a] < forecast[b]) == (found[a] < found[b]) for a, b in pairs]
+    return sum(same), len(pairs)
+
+
+def table(rows: dict[str, dict[str, tuple[float, float]]]) -> str:
+    """Markdown."""
+    lines = ["| hosts, rate | method | predicted s | measured s | off by |", "| --- | --- | --- | --- | --- |"]
+    for setting, methods in rows.items():
+        for method, (forecast, found) in methods.items():
+            lines.append(f"| {setting} | {method} | {forecast:.3f} | {found:.3f} | {forecast / found - 1:+.1%} |")
+    return "\n".join(lines)
+
+
+def verdict(rows: dict[str, dict[str, tuple[float, float]]]) -> str:
+    """How many are within a tenth, and in order."""
+    errors = [abs(forecast / found - 1) for methods in rows.values() for forecast, found in methods.values()]
+    text = f"Within 10 %: {sum(e <= 0.1 for e in errors)} of {len(errors)}; largest {max(errors):.0%}."
+    for setting, methods in rows.items():
+        same, pairs = ordered_alike({m: f for m, (f, _) in methods.items()}, {m: s for m, (_, s) in methods.items()})
+        text += f" {setting}: {same} of {pairs} pairs that differ by more than 5 % in the predicted order."
+    return text
+
+
+def draw(rows: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
+    """Every configuration as a point."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    for setting, methods in rows.items():
+        axes.loglog(*zip(*methods.values(), strict=True), "o", label=setting)
+    ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.fill_between(ends, [e / 1.1 for e in ends], [e / 0.9 for e in ends], color="black", alpha=0.08)
+    axes.set(xlabel="predicted seconds per step", ylabel="measured", xlim=ends, ylim=ends)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "400mbit", "1gbit"])
+    parser.add_argument("--warm-up", type=int, default=8)
+    options = parser.parse_args()
+    source = HERE / "results" / f"cluster-speed-{slug()}.json"
+    if not source.exists():
+        raise SystemExit(f"nothing was measured: run cluster_speed.py --hosts {options.hosts} first")
+    measured = json.loads(source.read_text())
+    trained, rows, profiles = model(measured), {}, {}
+    for rate in options.rates:
+        found = measured_seconds(measured["runs"][f"{options.hosts} {rate} 1"], options.warm_up)
+        with cluster(options.hosts, rate, name="predicted") as hosts:
+            profile = profiled(hosts, trained)
+        forecasts = predicted(profile, options.hosts)
+        rows[f"{options.hosts}, {rate}"] = {m: (s, found[m]) for m, s in forecasts.items() if m in found}
+        profiles[rate] = [vars(cost) for cost in profile.network]
+    path = HERE / "results" / f"predicted-{slug()}.json"
+    path.write_text(json.dumps({"hardware": description(), "rows": rows, "network": profiles}, indent=1) + "\n")
+    about = ", ".join(f"{key} {value}" for key, value in description().items())
+    text = f"Simulated accelerator and network, one machine: {about}.\n\n{verdict(rows)}\n\n{table(rows)}\n"
+    path.with_suffix(".md").write_text(text)
+    draw(rows, path.with_suffix(".png"))
+    Console().print(Markdown(text))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ClusterError as error:
+        sys.exit(f"error: {error}")
