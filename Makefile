@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": name one with make PYTHON=python3.11"
 
-.PHONY: demo demo-pipeline demo-partial test lint docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -16,6 +16,10 @@ demo-pipeline: $(STAMP)
 
 demo-partial: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo_partial
+
+demo-sweep: $(STAMP)
+	$(BIN)/python recipes/train.py -m experiment=demo_sweep optimizer.lr=1e-3,3e-4,1e-4 model.config.hidden_size=64,96 \
+		hydra/launcher=shard_parallel hydra.launcher.devices=2
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)

@@ -39,30 +39,39 @@ class Entrant:
         return [str(word) for word in self.config.hydra.overrides.task]
 
 
+def returned(entrant: Entrant, status: JobStatus, value: object, **more: str | None) -> JobReturn:
+    """The outcome of a member that returned, or raised, this value."""
+    parts = {part: OmegaConf.masked_copy(entrant.config, _keys(entrant, part)) for part in ("task", "hydra")}
+    return JobReturn(entrant.overrides, parts["task"], parts["hydra"], status=status, _return_value=value, **more)
+
+
+def _keys(entrant: Entrant, part: str) -> list[str]:
+    return [str(key) for key in entrant.config if (key == "hydra") == (part == "hydra")]
+
+
 def failed(entrant: Entrant, error: BaseException) -> JobReturn:
     """The outcome of a member that ended so."""
-    outcome = JobReturn(overrides=entrant.overrides, cfg=entrant.config, status=JobStatus.FAILED)
-    outcome._return_value = error
-    return outcome
+    return returned(entrant, JobStatus.FAILED, error)
 
 
 def write_record(entrant: Entrant, outcome: JobReturn) -> None:
-    """The outcome into the member's folder, whole or not at all."""
+    """The outcome into the member's folder, whole or not at all. Its configuration is known without it."""
     entrant.folder.mkdir(parents=True, exist_ok=True)
+    about = {"task_name": outcome.task_name, "working_dir": outcome.working_dir}
     new = entrant.folder / f".{RECORD}"
-    new.write_bytes(_packed(entrant, outcome))
+    new.write_bytes(_packed(entrant.overrides, outcome.status, outcome._return_value, about))
     new.replace(entrant.folder / RECORD)
 
 
-def _packed(entrant: Entrant, outcome: JobReturn) -> bytes:
+def _packed(overrides: list[str], status: JobStatus, value: object, about: dict[str, str | None]) -> bytes:
     """What can't be packed, or not unpacked, is replaced by an error that says so."""
     try:
-        packed = pickle.dumps(outcome)
+        packed = pickle.dumps((overrides, status, value, about))
         pickle.loads(packed)
     except Exception as error:
-        value = outcome._return_value
         kind = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"returned {value!r:.200}"
-        return pickle.dumps(failed(entrant, RuntimeError(f"{kind} (which can't be sent to the sweep: {error})")))
+        replaced = RuntimeError(f"{kind} (which can't be sent to the sweep: {error})")
+        return pickle.dumps((overrides, JobStatus.FAILED, replaced, about))
     return packed
 
 
@@ -72,12 +81,21 @@ def forget_record(entrant: Entrant) -> None:
 
 
 def read_record(entrant: Entrant) -> JobReturn | None:
-    """What the folder says became of the member; None: it has not ended."""
+    """What the folder says became of the member; None: it has not ended.
+
+    Raises:
+        ValueError: the folder's member had other overrides.
+    """
     path = entrant.folder / RECORD
     if not path.exists():
         return None
-    outcome: JobReturn = pickle.loads(path.read_bytes())
-    return outcome
+    overrides, status, value, about = pickle.loads(path.read_bytes())
+    if overrides != entrant.overrides:
+        raise ValueError(
+            f"{entrant.folder} holds a member that ended with other overrides ({' '.join(overrides)}), not "
+            f"{' '.join(entrant.overrides)}: resume a sweep with its own words"
+        )
+    return returned(entrant, status, value, **about)
 
 
 def width_of(config: DictConfig) -> int:

@@ -168,7 +168,7 @@ class Gate(Callback):
         self._give()
 
     def _leave_for_good(self) -> None:
-        if os.getpid() in _SEATS:
+        if self._trainer is not None and os.getpid() in _SEATS:
             with suppress(OSError):  # the sweep itself may have ended
                 self._seat.give(Turn(*self._progress()))
                 self._seat.vacate()

@@ -89,7 +89,6 @@ class Launch:
         done = {}
         for name, (entrant, outcome) in found.items():
             if outcome is not None and outcome.status is JobStatus.COMPLETED:
-                refuse_other_words(entrant, outcome)
                 done[name] = outcome
                 log.info(f"\t#{name} : {' '.join(entrant.words)} : finished before")
             else:
@@ -155,15 +154,6 @@ def told_apart(entrants: Sequence[Entrant]) -> list[Entrant]:
     shared = set.intersection(*(set(entrant.words) for entrant in entrants)) if len(entrants) > 1 else set()
     kept = [tuple(word for word in entrant.words if word not in shared) for entrant in entrants]
     return [replace(entrant, words=words) for entrant, words in zip(entrants, kept, strict=True)]
-
-
-def refuse_other_words(entrant: Entrant, outcome: JobReturn) -> None:
-    """ValueError where the folder's member is another one."""
-    if list(outcome.overrides or ()) != entrant.overrides:
-        raise ValueError(
-            f"{entrant.folder} holds a finished member with other overrides ({' '.join(outcome.overrides or ())}), not "
-            f"{' '.join(entrant.overrides)}: resume a sweep with its own words"
-        )
 
 
 def _must_spawn(devices: Sequence[str]) -> bool:

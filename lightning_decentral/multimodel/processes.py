@@ -7,6 +7,7 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 
-from lightning_decentral.multimodel.entrant import Entrant, failed, write_record
+from lightning_decentral.multimodel.entrant import Entrant, failed, returned, write_record
 
 Run = Callable[[], JobReturn]
 
@@ -124,15 +125,18 @@ def attempt(entrant: Entrant, run: Run) -> JobReturn:
     A program that ends itself with a message, sys.exit("error: ..."), has failed with that message.
     """
     try:
-        return run()
+        outcome = run()
     except SystemExit as ended:
         if not ended.code:
-            return JobReturn(entrant.overrides, entrant.config, status=JobStatus.COMPLETED)
+            return returned(entrant, JobStatus.COMPLETED, None)
         print(ended.code, file=sys.stderr)
         return failed(entrant, RuntimeError(str(ended.code)))
     except Exception as error:
-        logging.getLogger(__name__).exception("the member failed")
-        return failed(entrant, error)
+        outcome = failed(entrant, error)
+    if outcome.status is JobStatus.FAILED:
+        # Hydra keeps the exception and prints nothing; the sweep gets it without its traceback.
+        traceback.print_exception(outcome._return_value)
+    return outcome
 
 
 def kill_group(pid: int) -> None:

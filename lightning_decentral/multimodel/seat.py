@@ -113,15 +113,21 @@ class Seat:
         write(self._connection, {"say": word, **asdict(turn)})
 
     def _await(self) -> None:
-        while not self.held:
-            order = self._next()
-            if order is Order.LEAVE:
-                self.baggage.leave()
-                self.vacate()
-            else:
-                self.baggage.enter()
-                self.held = order is Order.RUN
+        try:
+            while not self.held:
+                self._follow(self._next())
+        except BaseException:
+            self.baggage.enter()  # whoever is interrupted while it waits may still save what it has
+            raise
         self._since = time.perf_counter()
+
+    def _follow(self, order: Order) -> None:
+        if order is Order.LEAVE:
+            self.baggage.leave()
+            self.vacate()
+        else:
+            self.baggage.enter()
+            self.held = order is Order.RUN
 
     def _next(self) -> Order:
         try:

@@ -43,8 +43,3 @@ def environment(devices: Sequence[str], visible: Mapping[str, str] = os.environ)
     seen = visible.get("CUDA_VISIBLE_DEVICES")
     names = [str(n) if seen is None else seen.split(",")[n] for n in numbers]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
-
-
-def threads(devices: Sequence[str]) -> int:
-    """Processor threads for each of these devices."""
-    return max(1, len(os.sched_getaffinity(0)) // len(devices))

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 from hydra.core.utils import JobReturn
 
+from lightning_decentral.machine import cores
 from lightning_decentral.multimodel.arbiter import Arbiter, Orders
 from lightning_decentral.multimodel.entrant import Entrant, failed, forget_record, read_record
 from lightning_decentral.multimodel.messages import Lines, Message, write
 from lightning_decentral.multimodel.processes import kill_group
 from lightning_decentral.multimodel.seat import Admission, turn_of
-from lightning_decentral.multimodel.slots import environment, threads
+from lightning_decentral.multimodel.slots import environment
 
 # How long interrupted members may take to close their files and runs.
 GRACE_SECONDS = 8.0
@@ -93,7 +94,8 @@ class Sweep:
             while self._queue and len(self.processes) < self._alive:
                 self._start(self._queue.pop(0))
             for key, _ in self._selector.select(REFRESH_SECONDS):
-                key.data(key.fileobj)
+                if self._selector.get_map().get(key.fd) is key:  # an event before it may have closed it
+                    key.data(key.fileobj)
             self._obey(self.arbiter.settle(self.now))
             if self.now - self._shown >= REFRESH_SECONDS:
                 self._look_around()
@@ -113,7 +115,7 @@ class Sweep:
             width=entrant.width,
             quantum_seconds=self.arbiter.quantum_seconds if entrant.width == 1 else float("inf"),
             memory_bytes=self.arbiter.memory_bytes,
-            threads=threads(self.arbiter.devices),
+            threads=max(1, cores() // len(self.arbiter.devices)),
         )
         forget_record(entrant)
         process = self._starts(entrant, {**environment(member.home), **admission.variable()}, self._lifeline)
@@ -188,11 +190,13 @@ class Sweep:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGINT)
         deadline = time.perf_counter() + GRACE_SECONDS
-        for process in self.processes.values():
-            process.join(max(0.0, deadline - time.perf_counter()))
-        for process in self.processes.values():
-            kill_group(process.pid)
-            process.join()
-        for end in self._lifeline:
-            end.close()
-        self._selector.close()
+        try:
+            for process in self.processes.values():
+                process.join(max(0.0, deadline - time.perf_counter()))
+        finally:  # a second Ctrl-C comes here at once
+            for end in self._lifeline:
+                end.close()
+            for process in self.processes.values():
+                kill_group(process.pid)
+                process.join()
+            self._selector.close()

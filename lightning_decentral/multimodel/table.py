@@ -99,12 +99,19 @@ class LiveTable:
 
     def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
         """One line."""
-        words = " ".join(entrant.words)
+        words = f"#{entrant.name} : {' '.join(entrant.words)}"
         if outcome.status is JobStatus.COMPLETED:
-            log.info(f"\t#{entrant.name} : {words} : done, {outcome.return_value}")
+            self._say(f"\t{words} : done, {outcome.return_value}")
         else:
             error = outcome._return_value
-            log.error(f"\t#{entrant.name} : {words} : failed, {type(error).__name__}: {error}; its log: {entrant.log}")
+            self._say(f"\t{words} : failed, {type(error).__name__}: {error}; its log: {entrant.log}")
+
+    def _say(self, line: str) -> None:
+        """Above the table, if there is one."""
+        if self._live.is_started:
+            self.console.print(line, markup=False, highlight=False)
+        else:
+            log.info(line)
 
 
 def objective(outcome: JobReturn) -> float:
