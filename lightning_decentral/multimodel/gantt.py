@@ -44,5 +44,6 @@ def draw(spans: Mapping[str, Span], path: str | Path, title: str = "", job: Call
     axes.set_xlabel("seconds")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    if jobs:
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path)

@@ -88,6 +88,8 @@ class Gate(Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Data that take their time are awaited without the device."""
+        if self._admission.memory_bytes is not None and self._active.global_step <= self._first[0] + 1:
+            self._measure()  # gradients beside optimizer state; validation, for one, lets gradients go
         if self._gap_seconds > IDLE_SECONDS:
             self._give()
         self._batch_end = time.perf_counter()
@@ -180,8 +182,7 @@ class Gate(Callback):
         progress, remaining = self._progress()
         if self._admission.memory_bytes is None:
             return Turn(progress, remaining)
-        self._peak_bytes = max(self._peak_bytes, self._measured_bytes())
-        self._refuse_beyond(self._peak_bytes)
+        self._measure()
         # Before the first update neither gradients nor optimizer state are there to be seen.
         seen = self._active.state.fn != "fit" or self._active.global_step > self._first[0]
         return Turn(progress, remaining, self._peak_bytes if seen else None, self._of_training().kept_bytes)
@@ -206,6 +207,10 @@ class Gate(Callback):
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device)
         return self._of_training().kept_bytes
+
+    def _measure(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, self._measured_bytes())
+        self._refuse_beyond(self._peak_bytes)
 
     def _refuse_beyond(self, needed_bytes: int) -> None:
         memory = self._admission.memory_bytes

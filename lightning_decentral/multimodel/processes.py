@@ -8,8 +8,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ def live(entrant: Entrant, environment: Mapping[str, str], lifeline: Connection,
     member and all that it has started.
     """
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
     threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
     redirect(entrant.log)
@@ -137,6 +138,23 @@ def attempt(entrant: Entrant, run: Run) -> JobReturn:
         # Hydra keeps the exception and prints nothing; the sweep gets it without its traceback.
         traceback.print_exception(outcome._return_value)
     return outcome
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, a scheduler's Ctrl-C, raises KeyboardInterrupt too."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def kill_group(pid: int) -> None:

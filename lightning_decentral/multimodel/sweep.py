@@ -18,7 +18,7 @@ from lightning_decentral.machine import cores
 from lightning_decentral.multimodel.arbiter import Arbiter, Orders
 from lightning_decentral.multimodel.entrant import Entrant, failed, forget_record, read_record
 from lightning_decentral.multimodel.messages import Lines, Message, write
-from lightning_decentral.multimodel.processes import kill_group
+from lightning_decentral.multimodel.processes import kill_group, terminated_as_interrupted
 from lightning_decentral.multimodel.seat import Admission, turn_of
 from lightning_decentral.multimodel.slots import environment
 
@@ -84,7 +84,8 @@ class Sweep:
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
             self._lifeline = Pipe(duplex=False)
             try:
-                self._work()
+                with terminated_as_interrupted():
+                    self._work()
             finally:
                 self._end_all()
         return self.outcomes

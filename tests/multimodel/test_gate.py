@@ -110,7 +110,9 @@ def test_what_a_training_needs_is_measured_after_its_first_update(seat: Seat) ->
     tensors = [*{p.data_ptr(): p for p in module.parameters()}.values(), *module.buffers()]
     trained = [p for p in module.parameters() if p.requires_grad]
     held = sum(t.numel() * t.element_size() for t in tensors) + 2 * sum(4 * p.numel() for p in trained)
-    assert seat.turns[-1].peak_bytes == seat.turns[-1].kept_bytes == held
+    assert seat.turns[-1].peak_bytes == held
+    # Lightning lets the gradients go before a validation.
+    assert seat.turns[-1].kept_bytes == held - sum(4 * p.numel() for p in trained)
 
 
 def test_more_than_the_device_has_is_said_before_the_first_batch(seat: Seat) -> None:

@@ -126,6 +126,22 @@ def test_the_launcher_and_its_gate_are_found_elsewhere(clean: Path, tmp_path: Pa
     assert [log.splitlines()[-1] for log in logs] == ["callbacks: ['Gate']"] * 2
 
 
+def test_an_editable_install_has_the_launcher_too(tmp_path: Path) -> None:
+    """Hydra walks through the folders of hydra_plugins, which an editable install must therefore name."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python, source = tmp_path / "venv" / "bin" / "python", tmp_path / "source"
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # setuptools
+    for folder in PARTS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    words = ("install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-e", source)
+    run(sys.executable, "-m", "pip", "--python", python, *words, cwd=tmp_path)
+    walk = "import hydra_plugins as h, pkgutil as p; print([m.name for m in p.iter_modules(h.__path__)])"
+    assert "shard_parallel" in run(python, "-I", "-c", walk, cwd=tmp_path)
+
+
 @pytest.mark.timeout(240)
 def test_the_console_command_starts_elsewhere(clean: Path, tmp_path: Path) -> None:
     output = run(clean / "bin" / "lightning-decentral-train", "--cfg", "job", "strategy=gossip", cwd=tmp_path)
