@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_decentral.multimodel.arbiter import Turn
@@ -74,11 +75,15 @@ class Gate(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What the predictions start from, and the first thing known of the memory."""
-        self._total = float(trainer.estimated_stepping_batches)
-        self._first = (trainer.global_step, self._seat.worked_seconds)
-        trained = [p for p in pl_module.parameters() if p.requires_grad]
-        gradients = sum(p.numel() * p.element_size() for p in trained)
-        self._refuse_beyond(self._of_training().kept_bytes + gradients)
+        try:
+            self._total = float(trainer.estimated_stepping_batches)
+        except MisconfigurationException:  # accumulation that changes from epoch to epoch
+            self._total = math.inf
+        self._first = (trainer.global_step, self._seat.worked_seconds if trainer.global_rank == 0 else 0.0)
+        if self._admission.memory_bytes is not None:
+            trained = [p for p in pl_module.parameters() if p.requires_grad]
+            gradients = sum(p.numel() * p.element_size() for p in trained)
+            self._refuse_beyond(self._of_training().kept_bytes + gradients)
 
     def on_train_batch_start(self, *_: Any) -> None:
         """With the device from here on."""

@@ -83,6 +83,8 @@ class Sweep:
             listener.listen()
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
             self._lifeline = Pipe(duplex=False)
+            for entrant in self._queue:
+                forget_record(entrant)
             try:
                 with terminated_as_interrupted():
                     self._work()
@@ -118,7 +120,6 @@ class Sweep:
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
         )
-        forget_record(entrant)
         process = self._starts(entrant, {**environment(member.home), **admission.variable()}, self._lifeline)
         self.processes[entrant.name] = process
         self._selector.register(process.sentinel, selectors.EVENT_READ, lambda _: self._ended(entrant))
