@@ -188,15 +188,15 @@ def simulated() -> dict[str, Any]:
 def small_sets(number: int = 5) -> dict[str, dict[str, float]]:
     """Random sets of 3 to 6 members without host seconds: makespan / optimum by policy."""
     draw = random.Random(0)
-    sets = [[Job(draw.randint(5, 40), 0.01) for _ in range(draw.randint(3, 6))] for _ in range(number)]
+    sets = [[Job(draw.randint(5, 40), 0.02) for _ in range(draw.randint(3, 6))] for _ in range(number)]
     rows = {}
     for policy in POLICIES:
-        ratios = [1 / shared(jobs, 2, policy, 0.05)["busy_of_bound"] for jobs in sets]
+        ratios = [1 / shared(jobs, 2, policy, 0.02)["busy_of_bound"] for jobs in sets]
         rows[type(policy).__name__] = {"mean": statistics.mean(ratios), "worst": max(ratios)}
     return rows
 
 
-WORDS = ["-m", "recipe=vit", "trainer=cpu", "trainer.max_epochs=3", "data.batch_size=64", "logger=none"]
+WORDS = ["-m", "recipe=vit", "trainer=cpu", "trainer.max_epochs=8", "data.batch_size=64", "logger=none"]
 MEMBERS = ["optimizer.lr=1e-3,3e-4,1e-4", "model.config.hidden_size=32,64"]
 LAUNCHERS = {
     "one after the other": [],

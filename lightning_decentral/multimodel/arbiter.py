@@ -164,9 +164,12 @@ class Arbiter:
 
     def _job(self, member: Member, expected: float) -> Job:
         """Before its first turn, a member is as long as the mean of the others."""
-        remaining = member.turn.remaining_seconds
-        remaining = expected if remaining is None else remaining
-        return Job(member.name, member.arrived, remaining, min(remaining, self.quantum_seconds), member.served)
+        known = member.turn.remaining_seconds
+        remaining = expected if known is None else known
+        piece = min(remaining, self.quantum_seconds)
+        # Whoever has had a turn and still can't say (a fit without an end) is not asked again first.
+        measured = known is not None or member.served >= 0
+        return Job(member.name, member.arrived, remaining, piece, member.served, measured)
 
     def _load(self, device: str) -> int:
         return sum(device in member.home for member in self.members.values())

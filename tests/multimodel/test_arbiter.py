@@ -160,6 +160,17 @@ def test_more_devices_than_there_are_is_an_error() -> None:
         Arbiter(FIFO(), devices(2)).join("x", 3)
 
 
+def test_a_long_member_that_comes_last_is_found_at_once() -> None:
+    """One turn each, in order of arrival; then the longest is never without a device."""
+    arbiter = Arbiter(LRTF(), devices(2))
+    play = Play(arbiter, [3, 3, 3, 3, 12])
+    for member in arbiter.members.values():
+        member.turn = Turn()
+    play.play()
+    assert play.now == 2 + 12
+    assert [span.start for span in arbiter.ended["4"].spans] == [2.0]
+
+
 def test_a_pinned_member_stays_at_home() -> None:
     arbiter = Arbiter(LRTF(), devices(2), pinned=True)
     Play(arbiter, [4, 1, 1]).play()
