@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": name one with make PYTHON=python3.11"
 
-.PHONY: demo demo-pipeline demo-partial test lint checks pytest docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test lint checks pytest docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -17,6 +17,10 @@ demo-pipeline: $(STAMP)
 
 demo-partial: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo_partial
+
+demo-sweep: $(STAMP)
+	$(BIN)/python recipes/train.py -m experiment=demo_sweep optimizer.lr=1e-3,3e-4,1e-4 model.config.hidden_size=64,96 \
+		hydra/launcher=shard_parallel hydra.launcher.devices=2
 
 # Beside each other: the checkers take a minute of one processor.
 test: $(STAMP)

@@ -11,10 +11,11 @@ def device_name(device: torch.device) -> str:
     """The device's own name, or the processor and how many of its cores this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor()}, {_cores()} cores"
+    return f"{processor()}, {cores()} cores"
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

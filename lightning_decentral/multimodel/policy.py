@@ -17,6 +17,8 @@ class Job:
         remaining_seconds: predicted device time of all its pieces that haven't run.
         next_seconds: predicted device time of the piece that would run now.
         served: the number of the grant that it had last, of all grants so far; -1 before its first.
+        measured: whether its seconds come from itself; otherwise they are a guess, and policies that go by them let it
+            run first, to know.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Job:
     remaining_seconds: float
     next_seconds: float
     served: int = -1
+    measured: bool = True
 
 
 class Policy(ABC):
@@ -59,8 +62,8 @@ class LRTF(Policy):
     """
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """-remaining"""
-        return (-job.remaining_seconds,)
+        """Unmeasured ones first, then -remaining"""
+        return (job.measured, -job.remaining_seconds)
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class SRTF(Policy):
     """Shortest remaining time first: the least mean completion time on one device."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """Remaining"""
-        return (job.remaining_seconds,)
+        """Unmeasured ones first, then remaining"""
+        return (job.measured, job.remaining_seconds)
 
 
 @dataclass(frozen=True)

@@ -62,3 +62,10 @@ def test_equal_jobs_go_by_arrival_and_nobody_is_an_error(policy: Policy) -> None
     assert policy.choose(twins).name == "a"
     with pytest.raises(ValueError, match="no job waits"):
         policy.choose([])
+
+
+@pytest.mark.parametrize("policy", [LRTF(), SRTF()], ids=lambda policy: type(policy).__name__)
+def test_who_goes_by_length_wants_to_know_it_first(policy: Policy) -> None:
+    jobs = [Job("short", 0, 1.0, 1.0), Job("long", 1, 9.0, 1.0), Job("new", 2, 5.0, 1.0, measured=False)]
+    assert policy.choose(jobs).name == "new"
+    assert FIFO().choose(jobs).name == "short"

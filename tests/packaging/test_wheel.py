@@ -16,6 +16,7 @@ PARTS = {
     "lightning_decentral": "lightning_decentral",
     "conf": "lightning_decentral/conf",
     "recipes": "lightning_decentral/recipes",
+    "hydra_plugins": "hydra_plugins",
 }
 SUFFIXES = {".py", ".yaml", ".typed"}
 
@@ -28,6 +29,24 @@ with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
 with initialize_config_dir({here!r}, version_base="1.3"):
     print("reused", compose("mine").strategy._target_)
 print("from", lightning_decentral.__file__)
+"""
+
+APPLICATION = """
+import sys
+
+import hydra
+
+@hydra.main(version_base="1.3", config_path=".", config_name="conf")
+def main(cfg):
+    from lightning.pytorch.trainer.connectors import callback_connector
+
+    found = callback_connector._load_external_callbacks("lightning.pytorch.callbacks_factory")
+    print("callbacks:", [type(callback).__name__ for callback in found])
+
+from hydra.core.plugins import Plugins
+Plugins.instance()
+print("torch before the launch:", "torch" in sys.modules)
+main()
 """
 
 MINE = """
@@ -93,6 +112,34 @@ def test_configurations_compose_elsewhere(clean: Path, tmp_path: Path) -> None:
     assert said["own"] == "lightning_decentral.gossip.topology.Ring"
     assert said["reused"] == "lightning_decentral.GossipStrategy"
     assert Path(said["from"]).is_relative_to(clean)
+
+
+@pytest.mark.timeout(240)
+def test_the_launcher_and_its_gate_are_found_elsewhere(clean: Path, tmp_path: Path) -> None:
+    """Hydra finds the plugin, without torch; Lightning the entry point, in a sweep that runs."""
+    (tmp_path / "conf.yaml").write_text("lr: 1\n")
+    (tmp_path / "application.py").write_text(APPLICATION)
+    words = ["-m", "hydra/launcher=shard_parallel", "lr=1,2", "hydra.sweep.dir=sweep"]
+    output = run(clean / "bin" / "python", "application.py", *words, cwd=tmp_path)
+    assert "torch before the launch: False" in output
+    logs = [(tmp_path / "sweep" / name / "member.log").read_text() for name in "01"]
+    assert [log.splitlines()[-1] for log in logs] == ["callbacks: ['Gate']"] * 2
+
+
+def test_an_editable_install_has_the_launcher_too(tmp_path: Path) -> None:
+    """Hydra walks through the folders of hydra_plugins, which an editable install must therefore name."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python, source = tmp_path / "venv" / "bin" / "python", tmp_path / "source"
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # setuptools
+    for folder in PARTS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    words = ("install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-e", source)
+    run(sys.executable, "-m", "pip", "--python", python, *words, cwd=tmp_path)
+    walk = "import hydra_plugins as h, pkgutil as p; print([m.name for m in p.iter_modules(h.__path__)])"
+    assert "shard_parallel" in run(python, "-I", "-c", walk, cwd=tmp_path)
 
 
 @pytest.mark.timeout(240)

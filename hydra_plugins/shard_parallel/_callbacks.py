@@ -1,0 +1,32 @@
+"""What Lightning asks for the callbacks of every Trainer: a member of a sweep gets its gate, anyone else nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+# As lightning_decentral.multimodel.seat.VARIABLE; importing that would cost every Trainer outside of sweeps.
+VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
+
+
+def callbacks() -> list[Any]:
+    """The gate, in the processes of a sweep's members."""
+    refuse_without_multirun()
+    if VARIABLE not in os.environ:
+        return []
+    from lightning_decentral.multimodel.gate import Gate
+    from lightning_decentral.multimodel.seat import Admission
+
+    admission = Admission.found()
+    return [] if admission is None else [Gate(admission)]
+
+
+def refuse_without_multirun() -> None:
+    """ValueError where Hydra has loaded the launcher's configuration and will not use it."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return
+    config = hydra.HydraConfig.get()
+    if config.mode.name == "RUN" and config.runtime.choices.get("hydra/launcher") == "shard_parallel":
+        raise ValueError("hydra/launcher=shard_parallel launches sweeps only: add --multirun (-m), or leave it out")

@@ -1,0 +1,88 @@
+"""`hydra/launcher=shard_parallel`: members of a sweep share devices, a batch at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+POLICIES = {
+    "lrtf": "LRTF",
+    "srtf": "SRTF",
+    "round_robin": "RoundRobin",
+    "fifo": "FIFO",
+    "complementary": "Complementary",
+}
+
+
+@dataclass
+class ShardParallelConf:
+    """The keys of hydra.launcher; ShardParallelLauncher says what they mean."""
+
+    _target_: str = "hydra_plugins.shard_parallel.launcher.ShardParallelLauncher"
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"policy": "lrtf"}])
+    policy: Any = None
+    devices: Any = None
+    memory_bytes: int | None = None
+    quantum_seconds: float = 0.25
+    alive_per_device: int = 4
+    resume: bool = False
+    checkpoint: str = "checkpoint"
+
+
+_STORE = ConfigStore.instance()
+_STORE.store(group="hydra/launcher", name="shard_parallel", node=ShardParallelConf, provider="shard_parallel")
+for _name, _class in POLICIES.items():
+    _node = {"_target_": f"lightning_decentral.multimodel.policy.{_class}"}
+    _STORE.store(group="hydra/launcher/policy", name=_name, node=_node, provider="shard_parallel")
+
+
+class ShardParallelLauncher(Launcher):
+    """Runs every member of a sweep as a process of its own and lets them take turns on the devices.
+
+    Args:
+        policy: who is next on a free device; choose one with `hydra/launcher/policy=srtf`.
+        devices: a number, or names such as `[cuda:0,cuda:2]`; None: every GPU, or one processor.
+        memory_bytes: of each device. Members that fit together stay there; None: all fit.
+        quantum_seconds: how long a member keeps a device before it asks again.
+        alive_per_device: members in training at once, for each device.
+        resume: go on with the unfinished members of `hydra.sweep.dir`.
+        checkpoint: the key of the application's configuration that takes a checkpoint to go on from.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        devices: Any = None,
+        memory_bytes: int | None = None,
+        quantum_seconds: float = 0.25,
+        alive_per_device: int = 4,
+        resume: bool = False,
+        checkpoint: str = "checkpoint",
+    ) -> None:
+        if policy is None or isinstance(policy, str):
+            known = ", ".join(POLICIES)
+            raise ValueError(f"hydra.launcher.policy={policy}: choose one with hydra/launcher/policy=..., of {known}")
+        if alive_per_device < 1:
+            raise ValueError(f"hydra.launcher.alive_per_device={alive_per_device}: at least 1 member must be alive")
+        self._granting = (devices, memory_bytes, policy, quantum_seconds)
+        self._launching: dict[str, Any] = {
+            "alive_per_device": alive_per_device,
+            "resume": resume,
+            "checkpoint": checkpoint,
+        }
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """What Hydra gives to every launcher."""
+        self._hydra_context, self._task_function, self._config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """The outcomes in the order of the jobs; those that failed carry their exception."""
+        from lightning_decentral.multimodel.launch import Launch, arbiter_of
+
+        launch = Launch(arbiter_of(*self._granting), **self._launching)
+        return launch(self._hydra_context, self._task_function, self._config, job_overrides, initial_job_idx)

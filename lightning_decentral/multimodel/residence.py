@@ -1,0 +1,84 @@
+"""What a training keeps on its device, taken to the host and back without anybody noticing.
+
+Storages are emptied and refilled, not tensors replaced: parameters, views of flat buffers, tied weights and the
+optimizer's references stay the very objects that they were.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def tensors_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """Parameters, their gradients, buffers, optimizer state."""
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from module.buffers()
+    for optimizer in optimizers:
+        yield from _within(optimizer.state)
+
+
+def _within(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested mappings and sequences."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _within(value)
+    elif isinstance(tree, Sequence) and not isinstance(tree, str):
+        for value in tree:
+            yield from _within(value)
+
+
+class Residence:
+    """The storages of one training on one device.
+
+    Args:
+        device: what lies elsewhere (the step counters of some optimizers) stays where it is.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        self._module, self._optimizers, self._device = module, optimizers, device
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @property
+    def kept_bytes(self) -> int:
+        """On the device at this moment; 0 while it is away."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def leave(self) -> None:
+        """Every storage to the host, its memory on the device free for other processes."""
+        if self._away:
+            return
+        for storage in self._storages():
+            there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            # Pinned memory makes both ways a copy at the full rate of the bus; a processor's own memory needs none.
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._away.append((storage, host.copy_(there)))
+        for storage, _ in self._away:
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def enter(self) -> None:
+        """Every storage back, with the same bytes."""
+        for storage, host in self._away:
+            storage.resize_(host.numel())
+            there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            there.copy_(host, non_blocking=True)
+        if self._away and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._away.clear()
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Each once, though several tensors view it."""
+        found = {}
+        for tensor in tensors_of(self._module, self._optimizers):
+            if tensor.device == self._device:
+                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return [storage for storage in found.values() if storage.nbytes()]
