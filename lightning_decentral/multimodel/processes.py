@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
@@ -65,7 +64,17 @@ class Spawn:
         return process
 
     def packed(self, entrant: Entrant) -> bytes:
-        """All that the new interpreter needs; functions of a script and within functions by their value."""
+        """All that the new interpreter needs; functions of a script and within functions by their value.
+
+        Raises:
+            ValueError: cloudpickle is missing.
+        """
+        try:
+            import cloudpickle
+        except ImportError:
+            raise ValueError(
+                "members that can't be forked (GPUs) need cloudpickle: pip install 'lightning-decentral[sweeps]'"
+            ) from None
         return bytes(cloudpickle.dumps((Singleton.get_state(), self._hydra_context, self._task_function, entrant)))
 
 
