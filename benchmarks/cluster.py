@@ -82,8 +82,8 @@ class Cluster:
         host, port = self.host(index), f"port{index}"
         _ip("netns", "add", host)
         _ip("-n", host, "link", "set", "lo", "up")
-        # The one that every kernel lets a namespace choose. BBR, which the machine may have for itself, leaves a tenth
-        # to a fifth of a slow link idle where neighbours take turns.
+        # The one that every kernel lets a namespace choose. BBR, which the machine may have for itself, leaves part of
+        # a slow link idle where neighbours take turns.
         _call(["ip", "netns", "exec", host, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
         _ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
         _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")

@@ -68,12 +68,12 @@ class Round:
         self._message[0].copy_(self._weights).mul_(1 + 0.001 * self._step)
 
     def send(self) -> None:
-        self._sent = self._coder.encode(self._message, {1: 0.5}, self._step)
+        self._sent = self._coder.encode(self._message, {1: 0.5}, self._step, 0)
 
     def hear(self) -> None:
         buffers = [part.clone() for part in self._sent[1]]
-        self._heard = self._coder.decode(1, buffers, self._message)
-        self._coder.remember(1, self._heard, self._healthy)
+        self._heard = self._coder.decode(1, buffers, self._message, 0)
+        self._coder.remember(1, self._heard, self._healthy, 0)
 
     def finish(self) -> None:
         """Buffers go back, as at the end of a round; not timed."""

@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.exchange import PeerExchange
+from lightning_decentral.gossip.exchange import Land, PeerExchange
 from lightning_decentral.gossip.topology import Ring
 from lightning_decentral.gossip.weights import MetropolisHastings
 from lightning_decentral.stopwatch import duration, laps
@@ -149,6 +149,13 @@ def stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
+def started(exchange: PeerExchange, message: Sequence[Tensor], step: int) -> Land:
+    """A round under way."""
+    land = exchange.start(message, step)
+    exchange.depart()
+    return land
+
+
 def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[str, Any]:
     """Both workers' medians; `side` of the matrices that the computation multiplies, as often as it takes about as long
     as an exchange."""
@@ -164,14 +171,14 @@ def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[
             return duration(call, device)
 
         def exchanged() -> None:
-            exchange.pool.give(exchange.start(message, next(steps))())
+            exchange.pool.give(started(exchange, message, next(steps))())
 
         def computed(times: int) -> None:
             for _ in range(times):
                 torch.mm(square, square)
 
         def both(times: int) -> None:
-            land = exchange.start(message, next(steps))
+            land = started(exchange, message, next(steps))
             computed(times)
             exchange.pool.give(land())
 
@@ -203,7 +210,7 @@ def _copies(message: Sequence[Tensor], group: Any, device: torch.device) -> floa
     group.allreduce([meet]).wait()
     before = allocated(device)
     group.allreduce([meet]).wait()
-    land = exchange.start(message, 0)
+    land = started(exchange, message, 0)
     group.allreduce([meet]).wait()
     held = (allocated(device) - before) / 2 / message[0].nbytes
     group.allreduce([meet]).wait()

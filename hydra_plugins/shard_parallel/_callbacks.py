@@ -28,5 +28,6 @@ def refuse_without_multirun() -> None:
     if hydra is None or not hydra.HydraConfig.initialized():
         return
     config = hydra.HydraConfig.get()
-    if config.mode.name == "RUN" and config.runtime.choices.get("hydra/launcher") == "shard_parallel":
+    single = config.mode is not None and config.mode.name == "RUN"  # None: composed, not run
+    if single and config.runtime.choices.get("hydra/launcher") == "shard_parallel":
         raise ValueError("hydra/launcher=shard_parallel launches sweeps only: add --multirun (-m), or leave it out")

@@ -97,6 +97,7 @@ class CliqueExchange(Exchange):
         self._ready.append(ready)
 
         def land() -> list[Tensor]:
+            assert ready.departed, "land only what has departed"
             self._waited.start()
             for pending in ready.pending:
                 pending.wait()

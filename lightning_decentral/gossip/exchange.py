@@ -141,6 +141,7 @@ class PeerExchange(Exchange):
         sources = sorted(set(row) - {self.transport.rank})
         header = header_of(step, self._elements, message[0].device)
         packets = self._coder.encode(message, heard_by, step, first)
+        mine = finite(message)  # now, while it is in the processor's cache
         headers = {j: torch.empty_like(header) for j in sources}
         buffers = {j: self._coder.buffers(j, message, first) for j in sources}
 
@@ -156,6 +157,7 @@ class PeerExchange(Exchange):
         self._bytes_sent += sum(t.numel() * t.element_size() for t in sent)
 
         def land() -> list[Tensor]:
+            assert ready.departed, "land only what has departed"
             self._waited.start()
             for pending in ready.incoming:
                 pending.wait()
@@ -164,7 +166,7 @@ class PeerExchange(Exchange):
                 self._in_flight_seconds += perf_counter() - ready.departed
                 self._rounds += 1
             heard = {j: self._coder.decode(j, tensors, message, first) for j, tensors in buffers.items()}
-            healthy = self._judged(step, message, heard, headers, header)
+            healthy = self._judged(step, torch.cat([header, mine.long().view(1)]), heard, headers)
             for j, tensors in heard.items():
                 self._coder.remember(j, tensors, healthy[j], first)
                 refuse(tensors, message, healthy[j])
@@ -189,16 +191,14 @@ class PeerExchange(Exchange):
     def _judged(
         self,
         step: int,
-        message: Sequence[Tensor],
+        mine: Tensor,
         heard: Mapping[int, Sequence[Tensor]],
         headers: Mapping[int, Tensor],
-        header: Tensor,
     ) -> dict[int, Tensor]:
         """{source: whether what it said is finite}"""
-        mine = finite(message)
         healthy = {j: finite(tensors) for j, tensors in heard.items()}
         rows = {j: torch.cat([headers[j], healthy[j].long().view(1)]) for j in headers}
-        self._verdicts.add(step, {self.transport.rank: torch.cat([header, mine.long().view(1)]), **rows})
+        self._verdicts.add(step, {self.transport.rank: mine, **rows})
         return healthy
 
     def _mix(
@@ -207,15 +207,12 @@ class PeerExchange(Exchange):
         """w_ii sent_i + sum_j w_ij sent_j over j in order, so that a resumed run rounds alike; in what was heard."""
         if not heard:
             return [self.pool.take(m).copy_(m) for m in message]
-        for j, tensors in heard.items():
-            for tensor in tensors:
-                tensor.mul_(row[j])
-        first, *others = heard.values()
-        for total, own, *rest in zip(first, message, *others, strict=True):
-            total.add_(own, alpha=row[self.transport.rank])
-            for tensor in rest:
-                total.add_(tensor)
-            self.pool.give(rest)
+        (source, first), *others = heard.items()
+        for place, (total, own) in enumerate(zip(first, message, strict=True)):
+            total.mul_(row[source]).add_(own, alpha=row[self.transport.rank])
+            for j, tensors in others:
+                total.add_(tensors[place], alpha=row[j])
+                self.pool.give([tensors[place]])
         return list(first)
 
     def message_bytes(self, message: Sequence[Tensor]) -> int:

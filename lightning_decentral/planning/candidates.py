@@ -134,7 +134,8 @@ def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
 
 @method_of.register
 def _(strategy: DDPStrategy, cluster: Cluster, slices: int) -> Method:
-    return DataParallel()
+    asked = strategy._ddp_kwargs.get("bucket_cap_mb")
+    return DataParallel() if asked is None else DataParallel(bucket_bytes=int(asked * 2**20))
 
 
 @method_of.register

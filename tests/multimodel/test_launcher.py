@@ -287,3 +287,10 @@ def test_devices_by_number_and_by_name() -> None:
 )
 def test_the_width_of_a_member_is_what_its_trainer_asks_for(trainer: Any, width: int) -> None:
     assert width_of(OmegaConf.create({"trainer": trainer})) == width
+
+
+def test_a_configuration_that_was_composed_only_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has set its mode then."""
+    config = SimpleNamespace(initialized=lambda: True, get=lambda: SimpleNamespace(mode=None))
+    monkeypatch.setitem(sys.modules, "hydra.core.hydra_config", SimpleNamespace(HydraConfig=config))
+    assert _callbacks.callbacks() == []
