@@ -8,8 +8,8 @@ network traffic, the updates and the mixing are real. With `--straggler 3` one h
 times slower. With `--model linear` the layers multiply matrices instead, on processors that all hosts share.
 
 The bound of a step is max(mean compute, bytes / rate), bytes being what a host sends. Writes
-`results/cluster-speed-<hardware>.json` (raw times of every step and host) and `.md`. Needs root and iproute2; decent-dp
-(the seed paper's own code) is measured where it is installed: `pip install -e '.[benchmark]'`.
+`results/cluster-speed-<hardware>.json` (raw times of every step and host), `.md` and `.png`. Needs root and iproute2;
+decent-dp (the seed paper's own code) is measured where it is installed: `pip install -e '.[benchmark]'`.
 """
 
 import argparse
@@ -122,6 +122,29 @@ def table(results: dict[str, Any], warm_up: int) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def draw(results: dict[str, Any], warm_up: int, path: Path) -> None:
+    """One panel for each setting: seconds per step of every method, its bound as a line."""
+    from matplotlib import pyplot
+
+    found = {key: [row for row in rows(results, warm_up) if row[:3] == key.split(" ")] for key in results["runs"]}
+    heights = [1 + len(panel) for panel in found.values()]
+    figure, panels = pyplot.subplots(
+        len(found), 1, figsize=(8, 0.26 * sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
+    )
+    for axes, (key, panel) in zip(panels[:, 0], found.items(), strict=True):
+        names, seconds = [row[3] for row in panel], [float(row[4]) for row in panel]
+        bounds = [second / float(row[5]) for row, second in zip(panel, seconds, strict=True)]
+        axes.barh(names, seconds, color="tab:blue")
+        axes.plot(bounds, names, "|", color="black", markersize=9)
+        hosts, rate, label = key.split(" ")
+        axes.set_title(f"{hosts} hosts, {rate}" + ("" if label == "1" else f", straggler or model {label}"), fontsize=9)
+        axes.tick_params(labelsize=7)
+        axes.invert_yaxis()
+    panels[-1, 0].set_xlabel("seconds per step; black: the bound")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[8])
@@ -162,6 +185,7 @@ def main() -> None:
     about = ", ".join(f"{key} {value}" for key, value in description().items())
     text = f"Simulated accelerator and network, one machine: {about}.\n\n{table(results, options.warm_up)}\n"
     path.with_suffix(".md").write_text(text)
+    draw(results, options.warm_up, path.with_suffix(".png"))
     Console().print(Markdown(text))
 
 
