@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["200mbit", "400mbit", "1gbit"])
     parser.add_argument("--stragglers", type=float, nargs="+", default=[1.0])
     parser.add_argument("--model", choices=list(MODELS), default="sleeping")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=[m for m in METHODS if m != "alone"])
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm-up", type=int, default=5)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -203,6 +203,7 @@ METHODS: dict[str, Callable[[Plan], dict[str, Any]]] = {
     **{name: with_lightning(make) for name, make in STRATEGIES.items()},
     "ddp, 4 MB buckets, no broadcast": with_lightning(STRATEGIES["ddp, 4 MB buckets"], NoBroadcast()),
     "decent-dp": with_decent_dp,
+    "alone": with_lightning(lambda: SingleDeviceStrategy(torch.device("cpu"))),  # every host by itself
 }
 
 
