@@ -5,11 +5,11 @@
 Hosts are network namespaces with links of the given rate (`cluster.py`). The accelerator is simulated: every layer
 sleeps in forward and twice as long in backward, so that the hosts' share of the processors isn't what is measured; the
 network traffic, the updates and the mixing are real. With `--straggler 3` one host, another in every step, is so many
-times slower.
+times slower. With `--model linear` the layers multiply matrices instead, on processors that all hosts share.
 
-The bound of a step is max(compute, bytes / rate), bytes being what a host sends. Writes
-`results/cluster-speed-<hardware>.json` (raw times of every step and host) and `.md`. Needs root and iproute2; decent-dp
-(the seed paper's own code) is measured where it is installed: `pip install -e '.[benchmark]'`.
+The bound of a step is max(mean compute, bytes / rate), bytes being what a host sends. Writes
+`results/cluster-speed-<hardware>.json` (raw times of every step and host), `.md` and `.png`. Needs root and iproute2;
+decent-dp (the seed paper's own code) is measured where it is installed: `pip install -e '.[benchmark]'`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, ClusterError, cluster
-from cluster_worker import METHODS
+from cluster_worker import METHODS, MODELS
 from hardware import description, slug
 from rich.console import Console
 from rich.markdown import Markdown
@@ -53,6 +53,7 @@ def measure(hosts: Cluster, methods: list[str], options: argparse.Namespace, str
             "parameters": options.parameters,
             "layers": options.layers,
             "compute": options.compute,
+            "model": options.model,
             "straggler": straggler,
             "seed": random.randrange(2**31),
         }
@@ -81,6 +82,11 @@ def busy_per_step(busy: list[list[float]], warm_up: int) -> float:
     return statistics.mean((row[-1] - row[warm_up - 1]) / (len(row) - warm_up) for row in busy)
 
 
+def mean_compute(seconds: float, hosts: int, straggler: str) -> float:
+    """Of a host and step, with one host in each that many times slower; 0 for layers that don't sleep."""
+    return 0.0 if straggler in MODELS else seconds * (1 + (float(straggler) - 1) / hosts)
+
+
 def rows(results: dict[str, Any], warm_up: int) -> list[list[str]]:
     """One row per run: measured seconds, ratio to the bound, to ddp."""
     table = []
@@ -89,11 +95,13 @@ def rows(results: dict[str, Any], warm_up: int) -> list[list[str]]:
         seconds = {m: statistics.median(seconds_per_step(t, warm_up) for t in r["turns"]) for m, r in run.items()}
         for method, value in seconds.items():
             wire = 8 * run[method]["sent"] / bits_per_second(rate)
-            bound = max(results["compute"], wire)
+            compute = mean_compute(results["compute"], int(hosts), straggler)
+            bound = max(compute, wire)
             ratio = f"{seconds['ddp'] / value:.2f}" if "ddp" in seconds else ""
             busy = 1e3 * statistics.median(busy_per_step(t, warm_up) for t in run[method]["busy"])
             cells = [hosts, rate, straggler, method, f"{value:.3f}", f"{value / bound:.2f}"]
-            table.append([*cells, f"{value / results['compute']:.2f}", ratio, f"{busy:.0f}"])
+            over = f"{value / compute:.2f}" if compute else ""
+            table.append([*cells, over, ratio, f"{busy:.0f}"])
     return table
 
 
@@ -102,11 +110,11 @@ def table(results: dict[str, Any], warm_up: int) -> str:
     head = [
         "hosts",
         "rate",
-        "straggler",
+        "straggler or model",
         "method",
         "s per step",
         "over its bound",
-        "over compute",
+        "over mean compute",
         "times faster than ddp",
         "processor ms per host and step",
     ]
@@ -114,12 +122,36 @@ def table(results: dict[str, Any], warm_up: int) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def draw(results: dict[str, Any], warm_up: int, path: Path) -> None:
+    """One panel for each setting: seconds per step of every method, its bound as a line."""
+    from matplotlib import pyplot
+
+    found = {key: [row for row in rows(results, warm_up) if row[:3] == key.split(" ")] for key in results["runs"]}
+    heights = [1 + len(panel) for panel in found.values()]
+    figure, panels = pyplot.subplots(
+        len(found), 1, figsize=(8, 0.26 * sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
+    )
+    for axes, (key, panel) in zip(panels[:, 0], found.items(), strict=True):
+        names, seconds = [row[3] for row in panel], [float(row[4]) for row in panel]
+        bounds = [second / float(row[5]) for row, second in zip(panel, seconds, strict=True)]
+        axes.barh(names, seconds, color="tab:blue")
+        axes.plot(bounds, names, "|", color="black", markersize=9)
+        hosts, rate, label = key.split(" ")
+        axes.set_title(f"{hosts} hosts, {rate}" + ("" if label == "1" else f", straggler or model {label}"), fontsize=9)
+        axes.tick_params(labelsize=7)
+        axes.invert_yaxis()
+    panels[-1, 0].set_xlabel("seconds per step; black: the bound")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[8])
     parser.add_argument("--rates", nargs="+", default=["200mbit", "400mbit", "1gbit"])
     parser.add_argument("--stragglers", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--model", choices=list(MODELS), default="sleeping")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=[m for m in METHODS if m != "alone"])
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm-up", type=int, default=5)
@@ -133,7 +165,8 @@ def main() -> None:
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     shape = {name: getattr(options, name) for name in ("parameters", "layers", "compute", "steps")}
     results |= {"hardware": description(), **shape}
-    settings = [(h, r, s) for h in options.hosts for r in options.rates for s in options.stragglers]
+    stragglers = options.stragglers if options.model == "sleeping" else [1.0]
+    settings = [(h, r, s) for h in options.hosts for r in options.rates for s in stragglers]
     with Progress() as progress:
         task = progress.add_task("runs", total=len(settings) * options.turns)
         for count, rate, straggler in settings:
@@ -141,7 +174,8 @@ def main() -> None:
                 for turn in range(options.turns):
                     progress.update(task, description=f"{count} hosts, {rate}, straggler {straggler:g}, turn {turn}")
                     measured = measure(hosts, methods, options, straggler)
-                    run = results["runs"].setdefault(f"{count} {rate} {straggler:g}", {})
+                    label = f"{straggler:g}" if options.model == "sleeping" else options.model
+                    run = results["runs"].setdefault(f"{count} {rate} {label}", {})
                     for method, record in measured.items():
                         before = run[method] if turn else {"turns": [], "busy": []}
                         turns = {"turns": [*before["turns"], record["ends"]], "busy": [*before["busy"], record["busy"]]}
@@ -151,6 +185,7 @@ def main() -> None:
     about = ", ".join(f"{key} {value}" for key, value in description().items())
     text = f"Simulated accelerator and network, one machine: {about}.\n\n{table(results, options.warm_up)}\n"
     path.with_suffix(".md").write_text(text)
+    draw(results, options.warm_up, path.with_suffix(".png"))
     Console().print(Markdown(text))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,12 +68,28 @@ class Sleeper(nn.Module):
         return x.sum()
 
 
-class Module(LightningModule):
-    """The sleeper under SGD."""
+class Linears(nn.Module):
+    """As many square layers, of about as many numbers, that compute: 64 rows a step. All hosts share the processors."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.net = Sleeper(plan)
+        width = round((plan["parameters"] / plan["layers"]) ** 0.5)
+        self.layers = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(plan["layers"])])
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.expand(64, self.width) + 1).square().mean()
+
+
+MODELS: dict[str, Callable[[Plan], nn.Module]] = {"sleeping": Sleeper, "linear": Linears}
+
+
+class Module(LightningModule):
+    """The model under SGD."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.net = MODELS[plan["model"]](plan)
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         return self.net(batch[0])
@@ -159,11 +175,13 @@ def with_decent_dp(plan: Plan) -> dict[str, Any]:
         return torch.optim.SGD([p for _, p in parameters], lr=1e-3)
 
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
-    model = DecentralizedDataParallel(Sleeper(plan), optim_fn=sgd, topology="one-peer-exp", bucket_size_in_mb=4)
+    model = DecentralizedDataParallel(
+        MODELS[plan["model"]](plan), optim_fn=sgd, topology="one-peer-exp", bucket_size_in_mb=4
+    )
     clock = Clock()
     for _ in range(plan["steps"]):
         model.zero_grad()
-        model(torch.zeros(1)).backward()
+        model(torch.zeros(1, 1)).backward()
         clock.tick()
     return {"ends": clock.ends, "busy": clock.busy, "sent": 4 * plan["parameters"]}
 
@@ -185,6 +203,7 @@ METHODS: dict[str, Callable[[Plan], dict[str, Any]]] = {
     **{name: with_lightning(make) for name, make in STRATEGIES.items()},
     "ddp, 4 MB buckets, no broadcast": with_lightning(STRATEGIES["ddp, 4 MB buckets"], NoBroadcast()),
     "decent-dp": with_decent_dp,
+    "alone": with_lightning(lambda: SingleDeviceStrategy(torch.device("cpu"))),  # every host by itself
 }
 
 

@@ -3,8 +3,9 @@
     sudo python benchmarks/cluster_speed.py --hosts 8
     sudo python benchmarks/predicted.py --hosts 8
 
-Measures the network of the hosts as a user would (`python -m lightning_decentral.profile` on all of them), puts it and
-the sleeping model's own seconds into a profile, and asks the forecasts that `lightning-decentral plan` asks. What was
+Measures the network of the hosts as a user would (`python -m lightning_decentral.profile` on all of them) and a step of
+the sleeping model on hosts that train by themselves, puts both into a profile, and asks the forecasts that
+`lightning-decentral plan` asks. What was
 measured comes from `cluster_speed.py`'s results at the same rates. Writes `results/predicted-<hardware>.json`, `.md`
 and `.png`.
 """
@@ -14,14 +15,12 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import torch
 from cluster import Cluster, ClusterError, cluster
-from cluster_speed import seconds_per_step
+from cluster_speed import measure, seconds_per_step
 from cluster_worker import STRATEGIES
 from hardware import description, slug
 from rich.console import Console
@@ -40,26 +39,21 @@ ALIKE = 0.05
 START = "RANK=$NODE_RANK WORLD_SIZE={size} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec {python} -m lightning_decentral.profile"
 
 
-def update_seconds(parameters: int) -> float:
-    """Of the sleeping model's SGD, alone on this machine."""
-    weight = torch.nn.Parameter(torch.ones(parameters))
-    weight.grad = torch.full_like(weight, 1e-6)
-    optimizer = torch.optim.SGD([weight], lr=1e-3)
-    spent = []
-    for _ in range(7):
-        began = time.perf_counter()
-        optimizer.step()
-        spent.append(time.perf_counter() - began)
-    return statistics.median(spent)
+def host_seconds(hosts: Cluster, measured: dict[str, Any], warm_up: int) -> float:
+    """Of a step beside the sleep: the update, Lightning's work, waiting for one of the processors that all share."""
+    shape = {name: measured[name] for name in ("steps", "parameters", "layers", "compute")}
+    options = argparse.Namespace(**shape, model="sleeping", longest_step=8.0)
+    rows = measure(hosts, ["alone"], options, 1.0)["alone"]["ends"]
+    each = statistics.mean(seconds_per_step([row], warm_up) for row in rows)
+    return each - measured["compute"]
 
 
-def model(measured: dict[str, Any]) -> Model:
+def model(measured: dict[str, Any], beside: float) -> Model:
     """The sleeping model of `cluster_worker.py`: a third of the seconds forward, the rest backward."""
     layers, seconds, parameters = measured["layers"], measured["compute"], measured["parameters"]
-    update = update_seconds(parameters) / layers
     forward = seconds / 3 / layers
     size = 4 * (parameters // layers)
-    blocks = [Block(f"layer {i}", forward, 2 * forward, update, size) for i in range(layers)]
+    blocks = [Block(f"layer {i}", forward, 2 * forward, beside / layers, size) for i in range(layers)]
     return Model("sleeping layers", "simulated accelerator", tuple(blocks))
 
 
@@ -68,7 +62,7 @@ def profiled(hosts: Cluster, trained: Model) -> Profile:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         write(Profile(trained), path)
-        sizes = "--sizes 65536 1048576 8388608 --repeats 3"
+        sizes = "--sizes 65536 1048576 8388608 33554432 --repeats 2 --longest-seconds 1"
         start = START.format(size=hosts.hosts, python=sys.executable)
         codes = hosts.run(["bash", "-c", f"{start} --model {path} {sizes}"], seconds=600)
         if any(codes):
@@ -141,11 +135,11 @@ def main() -> None:
     if not source.exists():
         raise SystemExit(f"nothing was measured: run cluster_speed.py --hosts {options.hosts} first")
     measured = json.loads(source.read_text())
-    trained, rows, profiles = model(measured), {}, {}
+    rows, profiles = {}, {}
     for rate in options.rates:
         found = measured_seconds(measured["runs"][f"{options.hosts} {rate} 1"], options.warm_up)
         with cluster(options.hosts, rate, name="predicted") as hosts:
-            profile = profiled(hosts, trained)
+            profile = profiled(hosts, model(measured, host_seconds(hosts, measured, options.warm_up)))
         forecasts = predicted(profile, options.hosts)
         rows[f"{options.hosts}, {rate}"] = {m: (s, found[m]) for m, s in forecasts.items() if m in found}
         profiles[rate] = [vars(cost) for cost in profile.network]

@@ -1,7 +1,10 @@
 """Which groups of workers are measured, and the line through what was measured.
 
 seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth > 0 of
-    sum over points of ((latency + bytes / bandwidth - seconds) / seconds)^2
+    sum over points of (latency + bytes / bandwidth - seconds)^2 / seconds
+
+Weights between those of equal errors, which would forget the latency, and of equal relative errors, which would take a
+bandwidth from small messages that a buffer on the way swallows whole.
 """
 
 from collections.abc import Sequence
@@ -83,29 +86,28 @@ def fit(points: Sequence[Point]) -> tuple[float, float, float]:
     slowest = 1 / MOST_BYTES_PER_SECOND
     lines = [line for line in (_free(points), _through_zero(points)) if line[0] >= 0 and line[1] >= slowest]
     lines.append((_constant(points), slowest))
-    latency, per_byte = min(lines, key=lambda line: sum(e * e for e in _errors(points, *line)))
-    return latency, 1 / per_byte, max(map(abs, _errors(points, latency, per_byte)))
+    latency, per_byte = min(lines, key=lambda line: _distance(points, *line))
+    return latency, 1 / per_byte, max(abs((latency + per_byte * size) / seconds - 1) for size, seconds in points)
 
 
-def _errors(points: Sequence[Point], latency: float, per_byte: float) -> list[float]:
-    return [(latency + per_byte * size) / seconds - 1 for size, seconds in points]
+def _distance(points: Sequence[Point], latency: float, per_byte: float) -> float:
+    return sum((latency + per_byte * size - seconds) ** 2 / seconds for size, seconds in points)
 
 
 def _free(points: Sequence[Point]) -> tuple[float, float]:
-    """Where the gradient is zero: u = 1 / seconds, v = bytes / seconds; latency u + per_byte v = 1."""
-    u, v = [1 / seconds for _, seconds in points], [size / seconds for size, seconds in points]
-    uu, uv, vv = (sum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
-    determinant = uu * vv - uv * uv
-    if determinant <= 1e-12 * uu * vv:
+    """Where the gradient is zero: with weights w = 1 / seconds,
+    latency sum w + per_byte sum w bytes = points;   latency sum w bytes + per_byte sum w bytes^2 = sum bytes."""
+    w, wb, wbb = (sum(size**k / seconds for size, seconds in points) for k in range(3))
+    determinant = w * wbb - wb * wb
+    if determinant <= 1e-12 * w * wbb:
         return -1.0, -1.0  # one size only
-    return (sum(u) * vv - sum(v) * uv) / determinant, (sum(v) * uu - sum(u) * uv) / determinant
+    count, whole = len(points), sum(size for size, _ in points)
+    return (count * wbb - whole * wb) / determinant, (whole * w - count * wb) / determinant
 
 
 def _through_zero(points: Sequence[Point]) -> tuple[float, float]:
-    v = [size / seconds for size, seconds in points]
-    return 0.0, sum(v) / (sum(x * x for x in v) or 1.0)
+    return 0.0, sum(size for size, _ in points) / (sum(size**2 / seconds for size, seconds in points) or 1.0)
 
 
 def _constant(points: Sequence[Point]) -> float:
-    u = [1 / seconds for _, seconds in points]
-    return sum(u) / sum(x * x for x in u)
+    return len(points) / sum(1 / seconds for _, seconds in points)

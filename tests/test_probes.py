@@ -63,7 +63,7 @@ def test_no_line_is_nearer(seed: int) -> None:
     points = [(size, float((random.choice([0, 1e-3]) + size / 1e8) * random.uniform(0.5, 2))) for size in SIZES]
 
     def distance(latency: float, rate: float) -> float:
-        return sum(((latency + size / rate) / seconds - 1) ** 2 for size, seconds in points)
+        return sum((latency + size / rate - seconds) ** 2 / seconds for size, seconds in points)
 
     latency, rate, error = fit(points)
     assert latency >= 0
@@ -71,6 +71,12 @@ def test_no_line_is_nearer(seed: int) -> None:
     tried = itertools.product([0, *np.geomspace(1e-7, 1e-1, 60)], np.geomspace(1e6, 1e12, 120))
     assert distance(latency, rate) <= min(distance(*line) for line in tried) + 1e-12
     assert error == pytest.approx(max(abs((latency + x / rate) / y - 1) for x, y in points))
+
+
+def test_small_messages_that_a_buffer_swallows_do_not_make_a_link_faster() -> None:
+    """A token bucket of 128 kB before 25 MB/s."""
+    points = [(size, 1.5e-3 + max(0.0, size - 128e3) / 25e6) for size in (65_536, 1_048_576, 8_388_608, 33_554_432)]
+    assert fit(points)[1] == pytest.approx(25e6, rel=0.03)
 
 
 def test_no_negative_latency_and_no_negative_rate() -> None:
