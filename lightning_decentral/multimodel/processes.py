@@ -106,6 +106,7 @@ def live(entrant: Entrant, environment: Mapping[str, str], lifeline: Connection,
     """
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background of a shell ignores it
     os.environ.update(environment)
     threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
     redirect(entrant.log)

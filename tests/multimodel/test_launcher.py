@@ -133,6 +133,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 def _sleeping(folder: Path) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the tests run
     with (folder / "output").open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
