@@ -1,8 +1,8 @@
 # Every target makes .venv first where it is missing or older than pyproject.toml or constraints.txt.
 # Needed beforehand: make and Python 3.10 or newer (make PYTHON=python3.12 names another one).
 PYTHON ?= python3
-# Two more than processors: a test of several processes often waits for one of them.
-JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
+# One more than processors: a test of several processes often waits for one of them.
+JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 BIN := .venv/bin
 STAMP := .venv/.stamp
 OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": name one with make PYTHON=python3.11"
