@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_decentral.buckets import Matrix, Pool
 from lightning_decentral.gossip.combine.rule import Combine
+from lightning_decentral.gossip.tally import Tally
 from lightning_decentral.gossip.verdict import Verdicts, finite, header_of, refuse
 from lightning_decentral.gossip.wire import Exchange, Land, Traffic, number
-from lightning_decentral.stopwatch import stopwatch
 from lightning_decentral.transport import Pending, Transport
 
 
@@ -53,8 +53,7 @@ class CliqueExchange(Exchange):
 
     def __post_init__(self) -> None:
         self._verdicts = Verdicts(self.rank)
-        self._waited = stopwatch(self.device)
-        self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
+        self._tally = Tally(self.device)
         self._elements = 0
         self._ready: list[_Ready] = []
 
@@ -92,19 +91,12 @@ class CliqueExchange(Exchange):
         totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
         refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], healthy)
         payload = sum(t.numel() * t.element_size() for t in totals)
-        self._bytes_sent += 2 * (len(clique) - 1) * payload // len(clique)
+        self._tally.bytes_sent += 2 * (len(clique) - 1) * payload // len(clique)
         ready = _Ready(transport, row, totals)
         self._ready.append(ready)
 
         def land() -> list[Tensor]:
-            assert ready.departed, "land only what has departed"
-            self._waited.start()
-            for pending in ready.pending:
-                pending.wait()
-            self._waited.stop()
-            if not first:
-                self._in_flight_seconds += perf_counter() - ready.departed
-                self._rounds += 1
+            self._tally.land(ready.pending, ready.departed, first)
             self._verdicts.add(step, dict(zip(clique, ready.rows, strict=True)))
             heard = torch.stack(list(ready.rows))[:, 2].sum()  # all, unless someone's message was refused
             return [total.div_((heard.clamp(min=1) / len(clique)).to(total.dtype)) for total in totals]
@@ -119,5 +111,4 @@ class CliqueExchange(Exchange):
 
     def traffic(self) -> Traffic:
         """Counters since construction."""
-        refused = self._verdicts.refused
-        return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
+        return self._tally.traffic(self._verdicts.refused)

@@ -19,6 +19,7 @@ from lightning_decentral.gossip.coders import coder
 from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.mixing import Mixings
+from lightning_decentral.gossip.tally import Tally
 from lightning_decentral.gossip.topology import Topology
 from lightning_decentral.gossip.verdict import Verdicts, finite, header_of, refuse
 from lightning_decentral.gossip.weights import Weights, links
@@ -26,7 +27,6 @@ from lightning_decentral.gossip.wire import Exchange as Exchange
 from lightning_decentral.gossip.wire import Land as Land
 from lightning_decentral.gossip.wire import Traffic as Traffic
 from lightning_decentral.gossip.wire import degree_column, number
-from lightning_decentral.stopwatch import stopwatch
 from lightning_decentral.transport import Message, Pending, Transport
 
 
@@ -95,8 +95,7 @@ class PeerExchange(Exchange):
     def __post_init__(self) -> None:
         rank, size = self.transport.rank, self.transport.size
         self._verdicts = Verdicts(rank, None if self.codec == Plain() else self.codec)
-        self._waited = stopwatch(self.device)
-        self._rounds, self._bytes_sent, self._in_flight_seconds = 0, 0, 0.0
+        self._tally = Tally(self.device)
         self._elements = 0
         self._ready: list[_Ready] = []
         self._plans: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
@@ -136,7 +135,7 @@ class PeerExchange(Exchange):
         return float(len(self._plan(step)[1]))
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Start the transfers. Memory until landed: one copy of the message for each source."""
+        """Memory until landed: one copy of the message for each source."""
         row, heard_by = self._plan(step)
         sources = sorted(set(row) - {self.transport.rank})
         header = header_of(step, self._elements, message[0].device)
@@ -154,17 +153,10 @@ class PeerExchange(Exchange):
         )
         self._ready.append(ready)
         sent = [tensor for packet in packets.values() for tensor in (header, *packet)]
-        self._bytes_sent += sum(t.numel() * t.element_size() for t in sent)
+        self._tally.bytes_sent += sum(t.numel() * t.element_size() for t in sent)
 
         def land() -> list[Tensor]:
-            assert ready.departed, "land only what has departed"
-            self._waited.start()
-            for pending in ready.incoming:
-                pending.wait()
-            self._waited.stop()
-            if not first:
-                self._in_flight_seconds += perf_counter() - ready.departed
-                self._rounds += 1
+            self._tally.land(ready.incoming, ready.departed, first)
             heard = {j: self._coder.decode(j, tensors, message, first) for j, tensors in buffers.items()}
             healthy = self._judged(step, torch.cat([header, mine.long().view(1)]), heard, headers)
             for j, tensors in heard.items():
@@ -233,5 +225,4 @@ class PeerExchange(Exchange):
 
     def traffic(self) -> Traffic:
         """Counters since construction."""
-        refused = self._verdicts.refused
-        return Traffic(self._rounds, self._bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)
+        return self._tally.traffic(self._verdicts.refused)
