@@ -92,3 +92,16 @@ def _tidy(axes: Any) -> None:
     axes.grid(axis="y", color="#e4e8ee", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=9)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure that needs no display.
+
+    Raises:
+        ValueError: no matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("pictures need matplotlib: pip install 'lightning-decentral[plot]'") from None
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.hardware import Profile, read
+from lightning_decentral.multimodel import gantt
 from lightning_decentral.multimodel.dispatch import Device, Queue, devices
-from lightning_decentral.multimodel.policy import FIFO, LRTF, SRTF, Complementary, Policy, RoundRobin
+from lightning_decentral.multimodel.policy import POLICIES
 from lightning_decentral.multimodel.rehearsal import STAND_INS, rehearse
 from lightning_decentral.multimodel.schedule import (
     Spans,
@@ -24,16 +25,8 @@ from lightning_decentral.multimodel.schedule import (
 from lightning_decentral.multimodel.traces import LAYOUTS, PIECES, queues, read_trace
 from lightning_decentral.multimodel.workload import read_jobs
 from lightning_decentral.planning import units
-from lightning_decentral.planning.gantt import draw_gantt
 from lightning_decentral.timeline import chrome_trace, write_chrome_trace
 
-POLICIES: Mapping[str, Policy] = {
-    "complementary": Complementary(),
-    "fifo": FIFO(),
-    "lrtf": LRTF(),
-    "round_robin": RoundRobin(),
-    "srtf": SRTF(),
-}
 Choice = TypeVar("Choice")
 
 SHOWN_JOBS = 30
@@ -160,7 +153,8 @@ def written(options: argparse.Namespace, found: Mapping[str, Spans]) -> list[str
     lines = []
     if options.plot:
         policy = options.policy.partition(",")[0]
-        draw_gantt({f"{policy}, {title}": spans for title, spans in found.items()}, options.plot)
+        panels = {f"{policy}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
+        gantt.draw(panels, options.plot)
         lines.append(f"picture: {options.plot}")
     if options.chrome:
         events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]

@@ -1,49 +1,84 @@
 """Who ran where and when, as a picture: one row per device, one colour per job. Needs matplotlib (extra `plot`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lightning_decentral.timeline import Span, makespan
+from lightning_decentral.figure import INK, new_figure
+from lightning_decentral.multimodel.schedule import Ran
+from lightning_decentral.timeline import Span
 
-INK = "#1b263b"
-
-
-def job_of(name: str) -> str:
-    """The job of a span: its name up to the last slash."""
-    return name.rpartition("/")[0] or name
+NAMED = 20  # jobs whose names fit into a legend, and colours
+LOADING = 0.35  # opacity of a load
 
 
-def draw(spans: Mapping[str, Span], path: str | Path, title: str = "", job: Callable[[str], str] = job_of) -> None:
-    """A PNG (or what the suffix says) of the spans, in seconds since the first.
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of a job in a device's row."""
 
-    Args:
-        job: the colour and the line in the legend that a span belongs to, from its name.
+    job: str
+    span: Span
+    load: bool = False
+
+
+def bars_of_schedule(spans: Mapping[Ran, Span]) -> list[Bar]:
+    """Of a schedule, its loads paler."""
+    return [Bar(ran.job, span, ran.load) for ran, span in spans.items()]
+
+
+def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:
+    """Of a sweep: a member's name stands before the last slash."""
+    return [Bar(name.rpartition("/")[0] or name, span) for name, span in spans.items()]
+
+
+def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
+    """One panel for each title, in seconds since its first bar.
 
     Raises:
-        ModuleNotFoundError: no matplotlib.
+        ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.
     """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
+    every = [bar for bars in panels.values() for bar in bars]
+    jobs, rows = list(dict.fromkeys(bar.job for bar in every)), sorted({bar.span.worker for bar in every}, key=_place)
+    figure = new_figure(10, 0.9 + len(panels) * (0.7 + 0.34 * len(rows)) + 0.05 * len(jobs))
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+    for one, (title, bars) in zip(axes, panels.items(), strict=True):
+        _panel(one, bars, jobs, rows)
+        one.set_title(title, loc="left", fontsize=10, color=INK)
+    axes[-1].set_xlabel("seconds")
+    if 0 < len(jobs) <= NAMED:
+        axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be drawn: {error}") from None
 
-    rows = sorted({span.worker for span in spans.values()})
-    jobs = sorted(set(map(job, spans)))
-    begin = min((span.start for span in spans.values()), default=0.0)
-    figure = Figure(figsize=(9, 1.6 + 0.45 * len(rows) + 0.05 * len(jobs)), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for index, one in enumerate(jobs):
-        colour = colormaps["tab20"](index % 20)
-        for label, row in enumerate(rows):
-            bars = [
-                (s.start - begin, s.finish - s.start) for n, s in spans.items() if job(n) == one and s.worker == row
-            ]
-            axes.broken_barh(bars, (label - 0.4, 0.8), facecolors=colour)
-        axes.plot([], [], color=colour, linewidth=6, label=one)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
-    axes.set_xlim(0, makespan(spans) or 1)
-    axes.set_xlabel("seconds")
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+
+def _place(row: str) -> tuple[int, str]:
+    """device 2 before device 10."""
+    digits = "".join(c for c in row if c.isdigit())
+    return int(digits or 0), row
+
+
+def _panel(axes: Any, bars: Sequence[Bar], jobs: Sequence[str], rows: Sequence[str]) -> None:
+    from matplotlib import colormaps
+
+    colours = {job: colormaps["tab20"](index % NAMED) for index, job in enumerate(jobs)}
+    begin = min((bar.span.start for bar in bars), default=0.0)
+    for (job, row, load), stretches in _stretches(bars, begin):
+        look = {"facecolors": [colours[job]], "edgecolor": "white", "linewidth": 0.3, "alpha": LOADING if load else 1.0}
+        axes.broken_barh(stretches, (rows.index(row) - 0.4, 0.8), **look)
+    for job, colour in colours.items():
+        axes.broken_barh([], (0, 0), facecolors=[colour], label=job)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    if jobs:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path)
+
+
+def _stretches(bars: Sequence[Bar], begin: float) -> Iterator[tuple[tuple[str, str, bool], list[tuple[float, float]]]]:
+    """(job, row, load), [(start, length), ...]"""
+    found: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
+    for bar in bars:
+        row = found.setdefault((bar.job, bar.span.worker, bar.load), [])
+        row.append((bar.span.start - begin, bar.span.finish - bar.span.start))
+    yield from found.items()

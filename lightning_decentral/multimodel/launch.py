@@ -113,9 +113,10 @@ class Launch:
         spans = self._arbiter.spans()
         write_chrome_trace(chrome_trace(spans, "sweep"), folder / f"trace{end}.json")
         try:
-            gantt.draw(spans, folder / f"gantt{end}.png", "Members of the sweep by device")
-        except ModuleNotFoundError:
-            log.info("no gantt.png without matplotlib: pip install 'lightning-decentral[plot]'")
+            panels = {"Members of the sweep by device": gantt.bars_of_sweep(spans)}
+            gantt.draw(panels, folder / f"gantt{end}.png")
+        except ValueError as error:
+            log.info(f"no gantt.png: {error}")
         log.info(f"ranking, trace and Gantt chart: {folder}")
         for entrant in entrants:
             if outcomes[entrant.name].status is JobStatus.FAILED:

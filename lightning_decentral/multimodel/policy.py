@@ -1,7 +1,7 @@
 """Who runs next on a free device: among the jobs that wait, the one with the smallest key."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Key = tuple[float, ...]
@@ -108,3 +108,13 @@ class Complementary(Policy):
         beside = [other.next_seconds for other in running]
         every = [*beside, *(other.next_seconds for other in waiting)]
         return (abs(sum(beside, job.next_seconds) / (len(beside) + 1) - sum(every) / len(every)),)
+
+
+POLICIES: Mapping[str, Policy] = {
+    "complementary": Complementary(),
+    "fifo": FIFO(),
+    "lrtf": LRTF(),
+    "round_robin": RoundRobin(),
+    "srtf": SRTF(),
+}
+"""By the names of command lines."""

@@ -6,24 +6,11 @@ from typing import Any
 
 import networkx as nx
 
-from lightning_decentral.figure import ACCENT, INK, WORKER
+from lightning_decentral.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.gossip.plan import Topology, step_graph
 from lightning_decentral.planning.curves import Curves
 
 SHOWN_STEPS = 6
-
-
-def new_figure(width: float, height: float) -> Any:
-    """A figure that needs no display.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("pictures need matplotlib: pip install 'lightning-decentral[plot]'") from None
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> None:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
-from lightning_decentral.figure import ACCENT, INK, WORKER
-from lightning_decentral.planning.drawings import new_figure
+from lightning_decentral.figure import ACCENT, INK, WORKER, new_figure
 from lightning_decentral.planning.sweep import Cell
 from lightning_decentral.timeline import Span, Task, run
 

@@ -63,7 +63,7 @@ def test_a_public_trace_says_what_is_synthesised(jobs: str, tmp_path: Path, caps
         (["JOBS", "--policy", "coffee"], "no policy 'coffee': use one of complementary, fifo, lrtf, round_robin, srtf"),
         (["JOBS", "--devices", "0"], "devices must be at least 1, got 0"),
         (["JOBS", "--run", "--stand-in", "tea"], "no stand-in 'tea': use one of compute, sleep"),
-        (["JOBS", "--plot", "no/where.png"], "--plot no/where.png"),
+        (["JOBS", "--plot", "no/where.png"], "no/where.png can't be drawn"),
         (["JOBS", "--chrome", "no/where.json"], "--chrome no/where.json can't be written"),
         (["JOBS", "--trace", "t.csv"], "either a file of jobs or --trace"),
         ([], "either a file of jobs or --trace"),

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.multimodel.arbiter import Arbiter, Order, Phase, Turn
-from lightning_decentral.multimodel.policy import FIFO, LRTF, SRTF, Complementary, Policy, RoundRobin
+from lightning_decentral.multimodel.policy import FIFO, LRTF, Policy, RoundRobin
+from lightning_decentral.multimodel.policy import POLICIES as BY_NAME
 from lightning_decentral.timeline import bubble, makespan
 
-POLICIES = (LRTF(), SRTF(), RoundRobin(), FIFO(), Complementary())
+POLICIES = tuple(BY_NAME.values())
 
 
 class Play:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.multimodel.policy import FIFO, LRTF, SRTF, Complementary, Job, Policy, RoundRobin
+from lightning_decentral.multimodel.policy import POLICIES as BY_NAME
 
-POLICIES = (LRTF(), SRTF(), RoundRobin(), FIFO(), Complementary())
+POLICIES = tuple(BY_NAME.values())
 
 
 def rounds(pieces: list[int], devices: int, policy: Policy) -> int:

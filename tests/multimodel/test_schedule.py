@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_decentral.multimodel.dispatch import Device, Piece, Queue, devices
 from lightning_decentral.multimodel.optimum import optimum_seconds
-from lightning_decentral.multimodel.policy import FIFO, LRTF, SRTF, Complementary, Policy, RoundRobin
+from lightning_decentral.multimodel.policy import FIFO, LRTF, Policy
+from lightning_decentral.multimodel.policy import POLICIES as BY_NAME
 from lightning_decentral.multimodel.schedule import (
     Ran,
     Spans,
@@ -25,7 +26,7 @@ from lightning_decentral.multimodel.schedule import (
 )
 from lightning_decentral.timeline import chrome_trace
 
-POLICIES = (LRTF(), SRTF(), RoundRobin(), FIFO(), Complementary())
+POLICIES = tuple(BY_NAME.values())
 EIGHTHS = st.integers(0, 24).map(lambda n: n / 8)  # sums of these are exact
 
 

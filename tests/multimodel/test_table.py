@@ -89,9 +89,8 @@ def test_words_that_all_have_tell_nobody_apart() -> None:
 
 def test_a_gantt_chart_has_a_row_per_device_and_a_colour_per_job(tmp_path: Path) -> None:
     spans = {"a/0": Span("cpu:0", 1.0, 2.0), "b/0": Span("cpu:1", 1.5, 3.0), "a/1": Span("cpu:1", 3.0, 4.0)}
-    gantt.draw(spans, tmp_path / "gantt.svg")
+    gantt.draw({"sweep": gantt.bars_of_sweep(spans)}, tmp_path / "gantt.svg")
     drawn = (tmp_path / "gantt.svg").read_text()
     assert all(f"<!-- {text} -->" in drawn for text in ("cpu:0", "cpu:1", "a", "b", "seconds"))
-    gantt.draw({}, tmp_path / "empty.png")
-    assert gantt.job_of("a/1") == "a"
-    assert gantt.job_of("alone") == "alone"
+    gantt.draw({"nobody": []}, tmp_path / "empty.png")
+    assert [bar.job for bar in gantt.bars_of_sweep({"a/1": spans["a/0"], "alone": spans["a/0"]})] == ["a", "alone"]
