@@ -24,7 +24,7 @@ from typing import Any
 
 from cluster import Cluster, ClusterError, cluster
 from cluster_worker import METHODS, MODELS
-from hardware import description, slug
+from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
@@ -182,8 +182,7 @@ def main() -> None:
                         run[method] = {**turns, "sent": record["sent"]}
                     path.write_text(json.dumps(results))
                     progress.advance(task)
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
-    text = f"Simulated accelerator and network, one machine: {about}.\n\n{table(results, options.warm_up)}\n"
+    text = f"Simulated accelerator and network, one machine: {sentence()}.\n\n{table(results, options.warm_up)}\n"
     path.with_suffix(".md").write_text(text)
     draw(results, options.warm_up, path.with_suffix(".png"))
     Console().print(Markdown(text))

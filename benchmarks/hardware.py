@@ -23,6 +23,11 @@ def description() -> dict[str, str]:
     }
 
 
+def sentence() -> str:
+    """The description in a line, for pages."""
+    return ", ".join(f"{key} {value}" for key, value in description().items())
+
+
 def slug() -> str:
     """Short, for a file name: "2-cores" or "nvidia-h200"."""
     if torch.cuda.is_available():

@@ -33,7 +33,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from hardware import description, slug
+from hardware import description, sentence, slug
 from lightning.pytorch import Callback, Trainer
 from partial_backprop import BLOCKS, WIDTH, Chain
 from rich.console import Console
@@ -251,9 +251,8 @@ def save(options: Any, runs: Any, rows: Sequence[Sequence[str]], headings: Seque
     path = RESULTS / f"jigsaw-{slug()}.json"
     kept = {"turns": options.turns, "steps": options.steps, "weights_equal": equal, "runs": runs}
     path.write_text(json.dumps({"hardware": description(), **kept}, indent=1) + "\n")
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
     command = (
-        f"`python benchmarks/jigsaw.py --turns {options.turns} --steps {options.steps}`: {about}. Medians and ranges."
+        f"`python benchmarks/jigsaw.py --turns {options.turns} --steps {options.steps}`: {sentence()}. Medians, ranges."
     )
     lines = ["| " + " | ".join(row) + " |" for row in [headings, ["---"] * len(headings), *rows]]
     verdict = f"Weights of all ways equal bit by bit: {'yes' if equal else 'NO'}."

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import matplotlib
 import torch
-from hardware import description, slug
+from hardware import description, sentence, slug
 from hydra import compose as composed
 from hydra import initialize_config_module
 from hydra.utils import instantiate
@@ -146,8 +146,7 @@ def report(runs: dict[str, float], path: Path) -> None:
             mean = f"{statistics.mean(values):.4f}{spread} ({len(values)})"
             lines.append("| " + " | ".join([*cells, mean, "" if name == "ddp" else f"{difference:+.4f}"]) + " |")
             points.setdefault(recipe, []).append((name, total, statistics.mean(values)))
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
-    text = f"`python benchmarks/partial_accuracy.py`, {WORKERS} CPU workers: {about}. "
+    text = f"`python benchmarks/partial_accuracy.py`, {WORKERS} CPU workers: {sentence()}. "
     text += "Compute in units of the ddp run's.\n\n" + "\n".join(lines) + "\n"
     path.with_suffix(".md").write_text(text)
     draw(points, path.with_suffix(".png"))

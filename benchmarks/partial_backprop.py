@@ -23,7 +23,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from hardware import description, slug
+from hardware import description, sentence, slug
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
@@ -183,8 +183,7 @@ def cost(turns: int) -> None:
     path = RESULTS / f"partial-cost-{slug()}.json"
     path.write_text(json.dumps({"hardware": description(), "turns": turns, "rows": rows}, indent=1))
     head = "| " + " | ".join(str(column.header) for column in table.columns) + " |"
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
-    text = f"`python benchmarks/partial_backprop.py --turns {turns}`, {WORKERS} CPU workers: {about}.\n\n"
+    text = f"`python benchmarks/partial_backprop.py --turns {turns}`, {WORKERS} CPU workers: {sentence()}.\n\n"
     path.with_suffix(".md").write_text(text + "\n".join([head, "| --- " * 7 + "|", *lines]) + "\n")
 
 

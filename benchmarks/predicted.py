@@ -22,7 +22,7 @@ from typing import Any
 from cluster import Cluster, ClusterError, cluster
 from cluster_speed import measure, seconds_per_step
 from cluster_worker import STRATEGIES
-from hardware import description, slug
+from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -145,8 +145,7 @@ def main() -> None:
         profiles[rate] = [vars(cost) for cost in profile.network]
     path = HERE / "results" / f"predicted-{slug()}.json"
     path.write_text(json.dumps({"hardware": description(), "rows": rows, "network": profiles}, indent=1) + "\n")
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
-    text = f"Simulated accelerator and network, one machine: {about}.\n\n{verdict(rows)}\n\n{table(rows)}\n"
+    text = f"Simulated accelerator and network, one machine: {sentence()}.\n\n{verdict(rows)}\n\n{table(rows)}\n"
     path.with_suffix(".md").write_text(text)
     draw(rows, path.with_suffix(".png"))
     Console().print(Markdown(text))

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hardware import description, slug
+from hardware import description, sentence, slug
 from rich.progress import Progress
 
 ROOT = Path(__file__).parent.parent
@@ -93,8 +93,7 @@ def main() -> None:
             runs[f"{recipe} {variant} {seed}"] = train(recipe, seed, [*VARIANTS[recipe][variant], *options.overrides])
             path.write_text(json.dumps(results, indent=1))
             progress.advance(task)
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
-    command = f"`python benchmarks/quality.py`, four CPU workers, seeds {options.seeds}: {about}."
+    command = f"`python benchmarks/quality.py`, four CPU workers, seeds {options.seeds}: {sentence()}."
     text = f"{command}\n\n{table(runs, options.seeds)}\n"
     path.with_suffix(".md").write_text(text)
     print(text)

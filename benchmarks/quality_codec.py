@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from hardware import description, slug
+from hardware import description, sentence, slug
 from quality import ALLOWED, METRICS, train
 from quality import VARIANTS as AGAINST_DDP
 from rich.progress import Progress
@@ -94,8 +94,7 @@ def main() -> None:
             runs[f"{recipe} {variant} {seed}"] = train(recipe, seed, words)
             path.write_text(json.dumps(results, indent=1))
             progress.advance(task)
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
-    text = f"`python benchmarks/quality_codec.py`, four CPU workers: {about}.\n\n{table(runs)}\n"
+    text = f"`python benchmarks/quality_codec.py`, four CPU workers: {sentence()}.\n\n{table(runs)}\n"
     path.write_text(json.dumps(results, indent=1))
     path.with_suffix(".md").write_text(text)
     print(text)

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import networkx as nx
 import torch
-from hardware import description, slug
+from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -79,9 +79,8 @@ def main() -> None:
     lines = ["| topology | seconds | peak MiB | error of the mean |", "| --- | --- | --- | --- |"]
     for name, row in found.items():
         lines.append(f"| {name} | {row['seconds']:.1f} | {row['peak_bytes'] / 2**20:.0f} | {row['error']:.1e} |")
-    about = ", ".join(f"{key} {value}" for key, value in description().items())
     words = f"{options.workers} workers, {options.steps} steps, {DIM} dimensions, one thread"
-    text = f"`python benchmarks/simulation.py`, {words}: {about}.\n\n" + "\n".join(lines) + "\n"
+    text = f"`python benchmarks/simulation.py`, {words}: {sentence()}.\n\n" + "\n".join(lines) + "\n"
     path = Path(__file__).parent / "results" / f"simulation-{slug()}.json"
     path.write_text(json.dumps({"hardware": description(), **vars(options), "topologies": found}, indent=1))
     path.with_suffix(".md").write_text(text)
