@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.partial.forecast import sent_bytes
-from lightning_decentral.transport import Pending, Transport
-
-BUCKET_BYTES = 25 * 2**20
+from lightning_decentral.partial.packing import Bucket, Packing
+from lightning_decentral.transport import Transport
 
 Group = Callable[[Sequence[int] | None], Transport | None]
 
@@ -43,60 +42,6 @@ class Rank:
         return len(self.shares)
 
 
-class _Bucket:
-    """Gradients that travel together: of one segment, one type, one device; one flag per parameter behind them.
-
-    The flags add up to how many workers have a gradient: where none has, none is made up.
-    """
-
-    def __init__(self, segment: int, parameters: Sequence[nn.Parameter]) -> None:
-        self.segment, self.parameters = segment, list(parameters)
-        self.waiting = set(parameters)
-        self.pending: Pending | None = None
-        self._sizes = [*(p.numel() for p in parameters), len(parameters)]
-        self._flat: Tensor | None = None
-        self.bytes = sum(self._sizes) * parameters[0].element_size()
-
-    @property
-    def flat(self) -> Tensor:
-        """Made when it's first needed, then kept."""
-        if self._flat is None:
-            first = self.parameters[0]
-            self._flat = torch.empty(sum(self._sizes), dtype=first.dtype, device=first.device)
-        return self._flat
-
-    def reset(self) -> None:
-        """For another backward."""
-        self.waiting, self.pending = set(self.parameters), None
-
-    def pack(self, weight: float) -> None:
-        """weight * gradient, zeros where there is none; and the flags."""
-        *views, flags = self._views()
-        for parameter, view in zip(self.parameters, views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                torch.mul(_dense(parameter.grad), weight, out=view)
-        flags.fill_(1.0)
-        for index in [i for i, p in enumerate(self.parameters) if p.grad is None]:
-            flags[index] = 0.0
-
-    def unpack(self) -> None:
-        """Into `.grad` of every parameter for which some worker had a gradient."""
-        *views, flags = self._views()
-        complete = all(p.grad is not None for p in self.parameters)  # then the flags needn't be fetched
-        some = [True] * len(views) if complete else [bool(flag) for flag in flags.tolist()]
-        for parameter, view, used in zip(self.parameters, views, some, strict=True):
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad.copy_(view)
-            elif used:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
-
-    def _views(self) -> list[Tensor]:
-        *parts, flags = self.flat.split(self._sizes)
-        return [*(part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)), flags]
-
-
 class Reducer:
     """Averages gradients segment by segment, from the top, as soon as the backward has made them.
 
@@ -107,7 +52,8 @@ class Reducer:
     Args:
         segments: parameters of each segment from the bottom.
         group: makes a group of workers; every worker calls it at the same point.
-        bucket_bytes: gradients that travel together, at most, unless one parameter is larger.
+        bucket_bytes: gradients that travel together, at most, unless one parameter is larger; by default
+            `bucket_bytes_of` them.
 
     Attributes:
         sent_bytes: this worker's part of what travelled so far (the mean over the workers of a collective).
@@ -118,15 +64,16 @@ class Reducer:
         segments: Sequence[Sequence[nn.Parameter]],
         place: Rank,
         group: Group,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         self.sent_bytes = 0.0
         self._segments, self._place = segments, place
         self._bucket_bytes = bucket_bytes
         self._groups = Groups(place.size, group)
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._buckets: list[_Bucket] = []
-        self._of: dict[nn.Parameter, _Bucket] = {}
+        self._packing = Packing([], bucket_bytes)
+        self._buckets: list[Bucket] = []
+        self._of: dict[nn.Parameter, Bucket] = {}
         self._contributors: Sequence[tuple[int, ...]] = ()
         self._next = 0
         self._open = False
@@ -138,9 +85,8 @@ class Reducer:
         if {p for segment in trained for p in segment} == set(self._hooks):
             return
         self.close()
-        self._buckets = [b for s in reversed(range(len(trained))) for b in self._pack(s, trained[s])]
-        self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for p in self._of}
+        self._packing = Packing(trained, self._bucket_bytes)
+        self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for segment in trained for p in segment}
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -148,27 +94,14 @@ class Reducer:
             hook.remove()
         self._hooks = {}
 
-    def _pack(self, segment: int, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-        """The last parameters first, as backward meets them."""
-        chunks: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-        room: dict[tuple[torch.dtype, torch.device], int] = {}
-        for parameter in reversed(list(parameters)):
-            key, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
-            if room.get(key, -1) < size:
-                chunks.setdefault(key, []).append([])
-                room[key] = self._bucket_bytes
-            chunks[key][-1].append(parameter)
-            room[key] -= size
-        return [_Bucket(segment, members) for rows in chunks.values() for members in rows]
-
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def begin(self, contributors: Sequence[tuple[int, ...]]) -> None:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
         self._contributors = contributors
         self._groups.prepare(contributors)
-        for bucket in self._buckets:
-            bucket.reset()
+        self._buckets = self._packing.buckets(contributors)
+        self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next, self._open = 0, True
 
     def _ready(self, parameter: nn.Parameter) -> None:
@@ -181,14 +114,13 @@ class Reducer:
         """Skips what this worker doesn't contribute to."""
         bucket = self._buckets[self._next]
         self._next += 1
-        ranks = self._contributors[bucket.segment]
-        if self._place.rank not in ranks:
+        if self._place.rank not in bucket.ranks:
             return
         bucket.pack(self._place.shares[self._place.rank])
-        if len(ranks) == self._place.size:
+        if len(bucket.ranks) == self._place.size:
             bucket.pending = self._groups.world.all_reduce(bucket.flat)
-        elif len(ranks) > 1:
-            bucket.pending = self._groups.of(ranks).reduce(bucket.flat, target=0)
+        elif len(bucket.ranks) > 1:
+            bucket.pending = self._groups.of(bucket.ranks).reduce(bucket.flat, target=0)
 
     def finish(self) -> None:
         """After the backward: start what is left, hand on, wait, and put the means into `.grad`.
@@ -200,32 +132,30 @@ class Reducer:
         while self._next < len(self._buckets):
             self._launch_next()
         self._open = False
-        trained = [bucket for bucket in self._buckets if self._contributors[bucket.segment]]
+        trained = [bucket for bucket in self._buckets if bucket.ranks]
         for bucket in trained:
             self._hand_on(bucket)
         for bucket in trained:
             if bucket.pending is not None:
                 bucket.pending.wait()
             bucket.unpack()
-            contributors = len(self._contributors[bucket.segment])
-            self.sent_bytes += sent_bytes(bucket.bytes, contributors, self._place.size)
+            self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), self._place.size)
 
-    def _hand_on(self, bucket: _Bucket) -> None:
+    def _hand_on(self, bucket: Bucket) -> None:
         """From the first of the contributors to all, where not all are contributors."""
-        ranks = self._contributors[bucket.segment]
-        if len(ranks) == self._place.size:
+        if len(bucket.ranks) == self._place.size:
             return
         if bucket.pending is not None:
             bucket.pending.wait()
-        bucket.pending = self._groups.world.broadcast(bucket.flat, source=ranks[0])
+        bucket.pending = self._groups.world.broadcast(bucket.flat, source=bucket.ranks[0])
 
     def _refuse_strays(self) -> None:
-        for bucket in self._buckets:
-            if self._place.rank in self._contributors[bucket.segment]:
+        for piece in self._packing.pieces:
+            if self._place.rank in self._contributors[piece.segment]:
                 continue
-            if any(p.grad is not None and bool(p.grad.any()) for p in bucket.parameters):
+            if any(p.grad is not None and bool(p.grad.any()) for p in piece.parameters):
                 raise RuntimeError(
-                    f"a gradient appeared below the cut, in segment {bucket.segment}: the network runs in another way "
+                    f"a gradient appeared below the cut, in segment {piece.segment}: the network runs in another way "
                     "than in the first step; keep its forward the same, or train this part with strategy='ddp'"
                 )
 
@@ -262,7 +192,3 @@ def _norm(gradients: Sequence[Tensor]) -> float:
     if not gradients:
         return 0.0
     return float(torch.stack([g.float().square().sum() for g in gradients]).sum().sqrt())
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -14,7 +14,7 @@ from lightning_decentral.partial.absent import Absent, Skip, settle
 from lightning_decentral.partial.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.driver import Driver
 from lightning_decentral.partial.forecast import Balance, SavedBytes
-from lightning_decentral.partial.reducer import BUCKET_BYTES, Rank, Reducer, norms
+from lightning_decentral.partial.reducer import Rank, Reducer, norms
 from lightning_decentral.partial.running import RunningBuffers
 from lightning_decentral.partial.search import CutPlan, Cuts, check_wish, search
 from lightning_decentral.partial.shares import shared
@@ -37,7 +37,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         cuts: "auto", a number of cuts along the chain of blocks found, or names of modules before whose inputs to cut.
         balance: what the segments of automatic cuts have equally much of.
         absent: what the optimizer does to parameters that no worker trained at a step.
-        bucket_bytes: gradients that travel together, at most.
+        bucket_bytes: gradients that travel together, at most; by default an eighth of the model, 2 to 256 MiB.
         sigterm_every: steps between two looks whether some worker got a SIGTERM.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
@@ -57,13 +57,13 @@ class PartialBackpropStrategy(ReplicaStrategy):
         cuts: Cuts = "auto",
         balance: Balance | None = None,
         absent: Absent | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         sigterm_every: int = 10,
         **ddp: Any,
     ) -> None:
         super().__init__(sigterm_every=sigterm_every, **ddp)
         check_wish(cuts)
-        if bucket_bytes <= 0:
+        if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         self.depth = depth or Temporal()
         self.cuts = cuts

@@ -185,7 +185,8 @@ def test_buckets_leave_while_backward_still_runs() -> None:
         def make(ranks: Sequence[int] | None) -> Transport:
             return Noted(transport(dist.ProcessGroupGloo(store, group.rank(), group.size()), CPU), log)
 
-        reducer = Reducer([list(b.parameters()) for b in blocks], Rank(group.rank(), (0.5, 0.5)), make)
+        block_bytes = 4 * sum(p.numel() for p in blocks[0].parameters())
+        reducer = Reducer([list(b.parameters()) for b in blocks], Rank(group.rank(), (0.5, 0.5)), make, block_bytes)
         reducer.begin([(0, 1)] * SEGMENTS)
         x = inputs(0)
         for index, block in enumerate(blocks):
