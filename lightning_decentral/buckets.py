@@ -97,8 +97,10 @@ class Pool:
 
     def take_new(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The same, described."""
-        free = self._free.get((shape, dtype, device))
-        return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
+        try:
+            return self._free[shape, dtype, device].pop()
+        except (KeyError, IndexError):  # not a look first: two threads may take from one pool
+            return torch.empty(shape, dtype=dtype, device=device)
 
     def give(self, buffers: Iterable[Tensor]) -> None:
         """Hand back what was taken; each once."""

@@ -27,6 +27,9 @@ class Coder(ABC):
     estimates: bool = False
     """Whether it keeps estimates, which start at the references."""
 
+    learns: bool = False
+    """Whether landing changes what is encoded next."""
+
     @abstractmethod
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """More buckets. `references` are as long, and where there are estimates equal on all workers; the rule says how

@@ -130,6 +130,11 @@ class PeerExchange(Exchange):
         """The length of the row but one."""
         return number(len(self._plan(step)[0]) - 1, self.device)
 
+    @property
+    def learns(self) -> bool:
+        """As the codec."""
+        return self._coder.learns
+
     def copies_sent(self, step: int) -> float:
         """One for each that hears me."""
         return float(len(self._plan(step)[1]))

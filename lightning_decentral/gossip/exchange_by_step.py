@@ -56,6 +56,11 @@ class ExchangeByStep(Exchange):
         for part in self._parts:
             part.depart()
 
+    def settle(self) -> None:
+        """Each."""
+        for part in self._parts:
+            part.settle()
+
     def traffic(self) -> Traffic:
         """The sum."""
         return sum((part.traffic() for part in self._parts), Traffic())

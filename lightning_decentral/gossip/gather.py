@@ -70,6 +70,7 @@ class GatherExchange(Exchange):
     def _start(self, message: Sequence[Tensor], step: int, first: int) -> Land:
         inner_land = self.inner.start([self._part(m) for m in message], step, first)
         if self.encoded:  # every device must believe what the island said
+            self.inner.settle()
             self._share(message, [self._part(m).clone() for m in message])
 
         def land() -> list[Tensor]:
@@ -84,6 +85,10 @@ class GatherExchange(Exchange):
     def depart(self) -> None:
         """The parts."""
         self.inner.depart()
+
+    def settle(self) -> None:
+        """The inner exchange."""
+        self.inner.settle()
 
     def _share(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """wholes <- every device's parts."""

@@ -162,7 +162,11 @@ class Mixer:
         sent = self.exchange.pool.take(message).copy_(message)
         flight.sent.append(sent)
         flight.lands.append(self.exchange.start([sent], flight.round, place))
-        self._combine.launched(x, sent, state, self.turn(flight.round))
+        self._combine.launched(x, partial(self._settled, sent), state, self.turn(flight.round))
+
+    def _settled(self, sent: Tensor) -> Tensor:
+        self.exchange.settle()
+        return sent
 
     def _due(self, last: int) -> list[Flight]:
         """Those launched in round `last` or before, no longer in flight."""

@@ -26,6 +26,8 @@ class Paired(Coder):
         rank: of this worker.
     """
 
+    learns = True  # bases follow from what both ends heard
+
     def __init__(self, codec: PowerGossip, rank: int, pool: Pool) -> None:
         self._codec, self._rank, self._pool = codec, rank, pool
         self._buckets: list[tuple[int, Sequence[Matrix]]] = []

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.gossip.beside import beside
 from lightning_decentral.gossip.combine import Combine, Gossip
 from lightning_decentral.gossip.exchange import PeerExchange
 from lightning_decentral.gossip.members import Member
@@ -71,7 +72,7 @@ class Gossiping(Replicas):
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:
         """One optimizer's, over a group of its own. Collective."""
         exchange = PeerExchange(self.topology.placed(per_node), self._weights, group(), device)
-        return Mixer([], self.combine, exchange, self.delay)
+        return Mixer([], self.combine, beside(exchange, device, self.delay), self.delay)
 
 
 class _Mixing(Bond):

@@ -10,6 +10,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral import names
 from lightning_decentral.buckets import Bucket
+from lightning_decentral.gossip.beside import beside
 from lightning_decentral.gossip.card import all_reduce_copies, copies_through_card
 from lightning_decentral.gossip.clique_exchange import CliqueExchange
 from lightning_decentral.gossip.cliques import Partition, partitions
@@ -123,13 +124,17 @@ class GossipStrategy(IslandStrategy):
     def _exchange(self) -> Exchange:
         cliques = partitions(self.topology, self.weights, self.workers) if self.codec == Plain() else None
         if cliques is None:
-            return self._member.exchange(self._peers(), encoded=self.codec != Plain())
+            return self._member.exchange(self._beside(self._peers()), encoded=self.codec != Plain())
         if all(cliques):
-            return self._member.exchange(self._cliques([step for step in cliques if step]), encoded=False)
+            by_clique = self._cliques([step for step in cliques if step])
+            return self._member.exchange(self._beside(by_clique), encoded=False)
         alone = tuple((rank,) for rank in range(self.workers))
         by_clique, by_peers = self._cliques([step or alone for step in cliques]), self._peers()
         by_step = ExchangeByStep([by_clique if step else by_peers for step in cliques])
-        return self._member.exchange(by_step, encoded=False)
+        return self._member.exchange(self._beside(by_step), encoded=False)
+
+    def _beside(self, exchange: Exchange) -> Exchange:
+        return beside(exchange, self.root_device, self.delay)
 
     def _gauge(self) -> Gauge:
         assert self._wire is not None

@@ -56,6 +56,11 @@ class Exchange(ABC):
     def silent(self, step: int) -> bool:
         """Whether this worker neither sends nor hears anything at this step."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether what lands changes what is made ready next, so that the one must not run ahead of the other."""
+        return False
+
     def copies_sent(self, step: int) -> float:
         """Bytes sent at this step in units of the message's."""
         return 0.0
@@ -70,8 +75,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Make the buckets of `message` ready to leave with `depart`. They become what the others decode of them, and
-        belong to the exchange until landed.
+        """Make the buckets of `message` ready to leave with `depart`. They become what the others decode of them, by
+        the end of `settle`, and belong to the exchange until landed.
 
         Args:
             first: which of the admitted buckets `message` begins with. A round may be made ready in several calls, in
@@ -80,6 +85,10 @@ class Exchange(ABC):
 
     def depart(self) -> None:
         """Send all that `start` made ready, and begin to hear the others'."""
+        return
+
+    def settle(self) -> None:
+        """Wait until all that was started is ready to leave."""
         return
 
     def message_bytes(self, message: Sequence[Tensor]) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_decentral.gossip.beside import beside
 from lightning_decentral.gossip.clique_exchange import CliqueExchange
 from lightning_decentral.gossip.cliques import partitions
 from lightning_decentral.gossip.combine import Combine, Gossip
@@ -45,15 +46,16 @@ def gradient(x: Tensor, step: int) -> Tensor:
 
 
 def exchange_of(
-    transport: Transport, device: torch.device, topology: Topology, weights: Weights | None = None
+    transport: Transport, device: torch.device, topology: Topology, weights: Weights | None = None, delay: int = 0
 ) -> Exchange:
-    return PeerExchange(topology, weights or Own(), transport, device)
+    return beside(PeerExchange(topology, weights or Own(), transport, device), device, delay)
 
 
-def clique_exchange_of(transport: Transport, device: torch.device, topology: Topology) -> Exchange:
+def clique_exchange_of(transport: Transport, device: torch.device, topology: Topology, delay: int = 0) -> Exchange:
     cliques = partitions(topology, Own(), transport.size)
     assert cliques is not None
-    return CliqueExchange(cliques, {tuple(range(transport.size)): transport}, transport.rank, device)
+    exchange = CliqueExchange(cliques, {tuple(range(transport.size)): transport}, transport.rank, device)
+    return beside(exchange, device, delay)
 
 
 def descend(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any, transport: Transport) -> Tensor:
@@ -92,7 +94,7 @@ CASES = [*((*case, 1) for case in every_topology()), *((*c, d) for c in every_to
 def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int, delay: int) -> None:
     x0, rule = start(size), Gossip(rate=0.4 if delay > 1 else 1.0)
     expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)
-    measured = run(backend, x0, delay, rule, partial(exchange_of, topology=topology))
+    measured = run(backend, x0, delay, rule, partial(exchange_of, topology=topology, delay=delay))
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -103,7 +105,8 @@ def test_wire_equals_simulation_for_every_rule(
 ) -> None:
     x0 = start(size)
     expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)
-    measured = run(backend, x0, delay, rule, partial(exchange_of, topology=topology, weights=rule.weights))
+    build = partial(exchange_of, topology=topology, weights=rule.weights, delay=delay)
+    measured = run(backend, x0, delay, rule, build)
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -133,7 +136,7 @@ def test_simulation_is_the_written_recursion(delay: int) -> None:
 def test_cliques_equal_peers_and_simulation(backend: Backend, topology: Topology, delay: int) -> None:
     x0 = start(5)
     expected = simulate(topology, Gossip(), gradient, x0, STEPS, 0.1, delay)
-    measured = run(backend, x0, delay, Gossip(), partial(clique_exchange_of, topology=topology))
+    measured = run(backend, x0, delay, Gossip(), partial(clique_exchange_of, topology=topology, delay=delay))
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -172,18 +175,19 @@ def test_noise_identity_tells_overlapped_from_blocking() -> None:
     assert spread[1] - spread[0] == pytest.approx((1 - 1 / size) * eta**2, rel=0.05)
 
 
-def count(transport: Transport) -> Traffic:
-    exchange = exchange_of(transport, torch.device("cpu"), Ring())
-    mixer = Mixer([Row(torch.zeros(DIM, dtype=torch.float64))], Gossip(), exchange, 1)
+def count(delay: int, transport: Transport) -> Traffic:
+    exchange = exchange_of(transport, torch.device("cpu"), Ring(), delay=delay)
+    mixer = Mixer([Row(torch.zeros(DIM, dtype=torch.float64))], Gossip(), exchange, delay)
     for _ in range(STEPS):
         mixer.step()
     mixer.drain()
     return exchange.traffic()
 
 
-def test_bytes_are_counted_by_the_formula() -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+def test_bytes_are_counted_by_the_formula(delay: int) -> None:
     """Ring: two neighbours hear DIM float64 and a header of two int64 in every round."""
-    for traffic in CPU.world(4, count):
+    for traffic in CPU.world(4, partial(count, delay)):
         assert (traffic.bytes_sent, traffic.rounds) == (STEPS * 2 * (DIM * 8 + 16), STEPS)
         assert traffic.in_flight_seconds >= traffic.wait_seconds > 0
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.buckets import Matrix
+from lightning_decentral.gossip.beside import beside
 from lightning_decentral.gossip.codec import (
     BFloat16,
     DifferenceCompression,
@@ -63,7 +64,8 @@ def start(size: int, dim: int = DIM) -> Tensor:
 def mixer_of(
     transport: Transport, device: torch.device, topology: Topology, codec: Coding, flat: Tensor, delay: int, rule: Any
 ) -> Mixer:
-    mixer = Mixer([], rule, PeerExchange(topology, Own(), transport, device, codec), delay)
+    exchange = beside(PeerExchange(topology, Own(), transport, device, codec), device, delay)
+    mixer = Mixer([], rule, exchange, delay)
     mixer.extend([Row(flat)], [MATRICES])
     return mixer
 

@@ -1,5 +1,6 @@
 """As many rounds as the distance between the workers asks for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -94,7 +95,7 @@ class ConsensusControl(Combine):
         """The inner rule's."""
         return self.inner.values(message)
 
-    def launched(self, x: Tensor, sent: Tensor, state: State, turn: Turn) -> None:
+    def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
         """The inner rule's."""
         self.inner.launched(x, sent, state, turn)
 

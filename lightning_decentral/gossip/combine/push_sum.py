@@ -1,5 +1,6 @@
 """Push-sum: averages over graphs on which no weights sum to one both ways."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,9 +67,10 @@ class PushSum(Combine):
         """X / w."""
         return message[..., :-1] / message[..., -1:]
 
-    def launched(self, x: Tensor, sent: Tensor, state: State, turn: Turn) -> None:
+    def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
         """Keep p_ii of it: X -= (1 - p_ii) X."""
-        self._add(x, sent * (turn.own().to(sent) - 1), state)
+        mass = sent()
+        self._add(x, mass * (turn.own().to(mass) - 1), state)
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """X += what arrived from the others: mixed - p_ii sent."""

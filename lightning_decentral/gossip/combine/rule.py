@@ -96,8 +96,8 @@ class Combine(ABC):
         """The parameters that a message, or a mixture of messages, stands for."""
         return message
 
-    def launched(self, x: Tensor, sent: Tensor, state: State, turn: Turn) -> None:
-        """What was sent is on its way; a codec may have made `sent` differ from the message."""
+    def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
+        """The message is on its way. `sent` waits for a codec, which may have made it differ from the message."""
         return
 
     @abstractmethod

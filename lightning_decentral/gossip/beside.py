@@ -1,0 +1,153 @@
+"""The host's share of a round (encode, send, wait, decode, mix), done beside the training and not within it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.buckets import Matrix, Pool
+from lightning_decentral.gossip.combine.rule import Combine
+from lightning_decentral.gossip.wire import Exchange, Land, Traffic
+from lightning_decentral.lane import Errand, Lane
+from lightning_decentral.stopwatch import HostStopwatch
+
+
+@dataclass
+class _Part:
+    """Buckets between `start` and landing."""
+
+    started: Errand[Land]
+    first: int
+    landed: Errand[list[Tensor]] | None = None
+    departed: float = 0.0
+
+    def land(self) -> list[Tensor]:
+        """On the lane of arrivals."""
+        return self.started.result()()
+
+
+@dataclass
+class BesideExchange(Exchange):
+    """Another exchange on two threads of the host: one makes messages ready and sends them, one hears and mixes.
+
+        training    copy |      forward, backward, update         | correct x
+        leaving          | encode, send |
+        arriving                        | wait, decode, mix |
+
+    The step pays for a copy of the parameters and for the correction that landed; torch lets go of the interpreter
+    within its operations. The order of operations on every bucket is the inner exchange's own, so are the bits.
+
+    Two threads, since a message is to leave while the last buckets of the one before are still awaited.
+
+    Args:
+        inner: on the host, with nobody else on its transport.
+    """
+
+    inner: Exchange
+    _open: list[_Part] = field(default_factory=list, init=False)
+    _last: Errand[Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._leaving, self._arriving = Lane("gossip leaves"), Lane("gossip arrives")
+        self._waited, self._in_flight_seconds = HostStopwatch(), 0.0
+
+    @property
+    def pool(self) -> Pool:  # type: ignore[override]
+        """The inner exchange's."""
+        return self.inner.pool
+
+    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        """Once what is under way has left."""
+        self.settle()
+        self.inner.admit(buckets, matrices, combine)
+
+    def silent(self, step: int) -> bool:
+        """As the inner one."""
+        return self.inner.silent(step)
+
+    def own(self, step: int) -> Tensor:
+        """As the inner one."""
+        return self.inner.own(step)
+
+    def degree(self, step: int) -> Tensor:
+        """As the inner one."""
+        return self.inner.degree(step)
+
+    def copies_sent(self, step: int) -> float:
+        """As the inner one."""
+        return self.inner.copies_sent(step)
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+        """Memory until landed: the inner exchange's."""
+        part = _Part(self._leaving.send(lambda: self.inner.start(message, step, first)), first)
+        self._open.append(part)
+        self._last = part.started
+
+        def land() -> list[Tensor]:
+            assert part.landed is not None, "land only what has departed"
+            self._waited.start()
+            part.landed.wait()
+            self._waited.stop()
+            if not first:
+                self._in_flight_seconds += perf_counter() - part.departed
+            return part.landed.result()
+
+        return land
+
+    def depart(self) -> None:
+        """Send and hear, once all that was started is ready."""
+        parts, self._open = self._open, []
+        self._last = departed = self._leaving.send(self.inner.depart)
+        for part in parts:
+            part.departed = perf_counter()
+            part.landed = self._arriving.send(_after(departed, part))
+
+    def settle(self) -> None:
+        """Wait for what was started last."""
+        if self._last is not None:
+            self._last.wait()
+
+    def message_bytes(self, message: Sequence[Tensor]) -> int:
+        """As the inner one."""
+        return self.inner.message_bytes(message)
+
+    def codec_error(self) -> float | None:
+        """Of all that was started."""
+        self.settle()
+        return self.inner.codec_error()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner one's; call it when all has landed."""
+        self.settle()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """To the inner one."""
+        self.inner.load_state_dict(state)
+
+    def traffic(self) -> Traffic:
+        """With the seconds that the training waited: those of the threads are hidden."""
+        self.settle()
+        waited = self._waited.seconds()
+        return replace(self.inner.traffic(), wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
+
+
+def _after(departed: Errand[None], part: _Part) -> Land:
+    def land() -> list[Tensor]:
+        departed.result()
+        return part.land()
+
+    return land
+
+
+def beside(exchange: Exchange, device: torch.device, delay: int) -> Exchange:
+    """The same, beside the training where there is something beside which it could be done.
+
+    At delay 0 a round lands where it's launched. A device queues the work of a round by itself. With a delay over 1 a
+    round may arrive before others are encoded that leave before it lands: not where it would change them.
+    """
+    early = delay > 1 and exchange.learns
+    return BesideExchange(exchange) if delay and device.type == "cpu" and not early else exchange

@@ -1,0 +1,120 @@
+"""An exchange beside the training: nobody waits before landing, errors surface there, threads end with their owner."""
+
+import gc
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_decentral.buckets import Pool
+from lightning_decentral.gossip.beside import BesideExchange, beside
+from lightning_decentral.gossip.combine import Gossip
+from lightning_decentral.gossip.mixer import Mixer
+from lightning_decentral.gossip.wire import Exchange, Land, number
+from lightning_decentral.lane import Lane
+from tests.gossip.test_wire import Row
+
+pytestmark = pytest.mark.threads
+
+SECONDS = 10.0
+CPU = torch.device("cpu")
+
+
+class Slow(Exchange):
+    """Encodes as 10 times the message once `encode` is set, and has heard as much once `arrive` is."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.pool = Pool()
+        self.encode, self.arrive = threading.Event(), threading.Event()
+        self.calls: list[str] = []
+        self._error = error
+
+    def silent(self, step: int) -> bool:
+        return False
+
+    def own(self, step: int) -> Tensor:
+        return number(0.5, CPU)
+
+    def degree(self, step: int) -> Tensor:
+        return number(1, CPU)
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+        assert self.encode.wait(SECONDS)
+        if self._error:
+            raise self._error
+        self.calls.append(f"start {first}")
+        message[0].mul_(10)
+
+        def land() -> list[Tensor]:
+            assert self.arrive.wait(SECONDS)
+            self.calls.append(f"land {first}")
+            return [message[0] + 1]
+
+        return land
+
+    def depart(self) -> None:
+        self.calls.append("depart")
+
+
+def test_a_step_waits_for_nothing_but_what_it_lands() -> None:
+    """x <- x + (mixed - sent) = x + 1 one step later; encoding and hearing happen after the step has returned."""
+    inner = Slow()
+    rows = [Row(torch.ones(3)), Row(torch.ones(2))]
+    mixer = Mixer(rows, Gossip(), beside(inner, CPU, 1), 1)
+    mixer.step()
+    assert inner.calls == [], "nothing was encoded yet, and the step is over"
+    inner.encode.set()
+    inner.arrive.set()
+    mixer.drain()
+    assert inner.calls == ["start 0", "start 1", "depart", "land 0", "land 1"]
+    assert [row.flat.tolist() for row in rows] == [[2.0] * 3, [2.0] * 2]
+    assert mixer.exchange.traffic().in_flight_seconds > 0
+
+
+def test_settled_is_what_the_others_decode() -> None:
+    exchange = BesideExchange(inner := Slow())
+    message = torch.ones(2)
+    exchange.start([message], 0)
+    threading.Timer(0.05, inner.encode.set).start()
+    exchange.settle()
+    assert message.tolist() == [10.0, 10.0]
+
+
+def test_an_error_beside_the_training_surfaces_where_the_round_lands() -> None:
+    exchange = BesideExchange(inner := Slow(ConnectionError("lost neighbour 3")))
+    land = exchange.start([torch.ones(2)], 0)
+    exchange.depart()
+    inner.encode.set()
+    with pytest.raises(ConnectionError, match="lost neighbour 3"):
+        land()
+
+
+def test_at_delay_zero_and_on_a_device_the_exchange_stays_as_it_is() -> None:
+    inner = Slow()
+    assert beside(inner, CPU, 0) is inner
+    assert beside(inner, torch.device("cuda"), 1) is inner
+    assert beside(inner, CPU, 2) is not inner
+
+
+def test_what_learns_by_landing_does_not_land_early() -> None:
+    class Learning(Slow):
+        learns = True
+
+    inner = Learning()
+    assert beside(inner, CPU, 2) is inner
+    assert beside(inner, CPU, 1) is not inner
+
+
+def test_a_lane_keeps_the_order_records_no_graph_and_ends_with_its_owner() -> None:
+    lane, done = Lane("tested"), []
+    errands = [lane.send(lambda i=i: done.append((i, torch.is_grad_enabled()))) for i in range(100)]
+    errands[-1].wait()
+    assert done == [(i, False) for i in range(100)]
+    (thread,) = [t for t in threading.enumerate() if t.name == "tested"]
+    assert thread.daemon
+    del lane
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
