@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import matplotlib
 import torch
 from hardware import description, sentence, slug
-from hydra import compose as composed
-from hydra import initialize_config_module
-from hydra.utils import instantiate
-from lightning.pytorch import seed_everything
-
-from lightning_decentral.recipes.train import build_model, build_trainer
+from quiet_recipe import built, composed
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -98,18 +92,12 @@ def variants(steps: int) -> dict[str, Variant]:
 
 def train(words: list[str], metric: str, steps: int, rate: float, seed: int) -> float:
     """The test metric of one run."""
-    with initialize_config_module("lightning_decentral.conf", version_base="1.3"), tempfile.TemporaryDirectory() as out:
-        settings = [f"trainer.devices={WORKERS}", f"trainer.max_steps={steps}", "trainer.max_epochs=-1", "trainer=cpu"]
-        quiet = ["callbacks=none", "logger=none", "+trainer.enable_progress_bar=false", "strategy.start_method=fork"]
-        quiet += ["+trainer.enable_checkpointing=false", "+trainer.enable_model_summary=false"]
-        cfg = composed("train", [*words, *settings, *quiet, f"seed={seed}", f"trainer.default_root_dir={out}"])
-        cfg.optimizer.lr *= rate
-        seed_everything(seed, workers=True, verbose=False)
-        data = instantiate(cfg.data, _convert_="all")
-        model = build_model(cfg, data.sizes)
-        trainer = build_trainer(cfg)
-        trainer.fit(model, datamodule=data)
-        (row,) = trainer.test(model, datamodule=data, verbose=False)
+    settings = [f"trainer.devices={WORKERS}", f"trainer.max_steps={steps}", "trainer.max_epochs=-1"]
+    cfg = composed([*words, *settings, "strategy.start_method=fork"], seed)
+    cfg.optimizer.lr *= rate
+    data, model, trainer = built(cfg)
+    trainer.fit(model, datamodule=data)
+    (row,) = trainer.test(model, datamodule=data, verbose=False)
     return float(row[metric])
 
 

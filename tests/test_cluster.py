@@ -9,6 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from lightning_decentral.gossip.island import AllReduce
+from lightning_decentral.gossip.topology import Auto
+from tests import namespaces
+from tests.fresh import Script
+from tests.gossip.test_islands import expected
+from tests.tiny import recorded
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -55,6 +63,25 @@ point = Point()
 trainer.fit(point, DataLoader(TensorDataset(torch.zeros(200, 1))))
 torch.save((trainer.world_size, point.x.detach()), f"{sys.argv[1]}/{trainer.global_rank}.pt")
 """
+TORCHRUN = """
+import sys
+from torch.distributed.run import main
+from tests.namespaces import enter
+enter(sys.argv[1])
+main(sys.argv[2:])
+"""
+ISLANDS = """
+import os, sys
+from pathlib import Path
+from lightning_decentral.gossip.island import AllReduce
+from tests.gossip.test_islands import fit_quadratic
+from tests.namespaces import enter
+enter(sys.argv[1])
+options = {"island": AllReduce(2), "start_method": sys.argv[2]}
+if options["start_method"] == "fork":
+    del os.environ["LOCAL_RANK"]  # the second process of a host is Lightning's to start
+fit_quadratic(Path(__file__).parent, 2, options, {"num_nodes": 2})
+"""
 
 
 def reason() -> str:
@@ -96,13 +123,53 @@ def test_another_rate_takes_the_place_of_the_first(two: clusters.Cluster) -> Non
 
 @needs_cluster
 def test_lightnings_own_environment_makes_one_world_of_the_hosts(two: clusters.Cluster, tmp_path: Path) -> None:
-    import torch
-
     assert two.run([sys.executable, "-c", GOSSIPS, str(tmp_path)], seconds=100) == [0, 0]
     (size, first), (_, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert size == 2
     assert torch.equal(first, second), "training ends with all hosts at the mean"
     torch.testing.assert_close(first, torch.full((4,), 0.5), atol=0.01, rtol=0)
+
+
+def finished(scripts: list[Script]) -> None:
+    for code, output in [script.finish(60) for script in scripts]:
+        assert code == 0, output[-4000:]
+
+
+def assert_islands_equal_the_simulation(folder: Path) -> None:
+    rows = expected(4, AllReduce(2), Auto(), delay=1)
+    torch.testing.assert_close(recorded(folder, 4), rows, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def islands(tmp_path: Path) -> Path:
+    file = tmp_path / "islands.py"
+    file.write_text(ISLANDS)
+    return file
+
+
+@needs_cluster
+def test_lightning_starts_islands_of_two_processes_on_each_host(two: clusters.Cluster, islands: Path) -> None:
+    finished([Script(islands, (two.host(i), "fork"), two.environment(i, port=29500)) for i in range(2)])
+    assert_islands_equal_the_simulation(islands.parent)
+
+
+@needs_cluster
+def test_torchrun_starts_islands_of_two_processes_on_each_host(two: clusters.Cluster, islands: Path) -> None:
+    """No name leads to an address in there, so torchrun is told both: its own, and whether the others meet with it."""
+    folder = islands.parent
+    launcher = folder / "torchrun.py"
+    launcher.write_text(TORCHRUN)
+    words = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={two.address(0)}:29400"]
+    here = [(f"--rdzv-conf=is_host={int(i == 0)}", f"--local-addr={two.address(i)}", "--no-python") for i in range(2)]
+    worker = str(namespaces.stand_in(folder))
+    hosts = [Script(launcher, (two.host(i), *words, *here[i], worker), two.environment(i, port=1)) for i in range(2)]
+    ranks = namespaces.given(folder, 4)
+    assert [ranks[i]["NODE_RANK"] for i in (0, 2)] == [ranks[i]["NODE_RANK"] for i in (1, 3)]
+    finished([Script(islands, (two.host(int(rank["NODE_RANK"])), "popen"), rank) for rank in ranks])
+    for rank in range(4):
+        (folder / f"{rank}.code").write_text("0")
+    finished(hosts)
+    assert_islands_equal_the_simulation(folder)
 
 
 @needs_cluster

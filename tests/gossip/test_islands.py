@@ -23,7 +23,7 @@ STEPS = 7
 def fit_quadratic(folder: Path, size: int, options: dict[str, Any], trainer_options: dict[str, Any]) -> Tensor:
     """Train; returns what fork handed back."""
     module = Quadratic(dim=6)
-    strategy = GossipStrategy(start_method="fork", **options)
+    strategy = GossipStrategy(**{"start_method": "fork", **options})
     settings = {**QUIET, "max_steps": STEPS, **trainer_options}
     Trainer(**settings, devices=size, strategy=strategy, callbacks=[Record(folder)]).fit(module)
     return module.x.detach().clone()

@@ -1,0 +1,89 @@
+"""One host of `cluster_accuracy.py`: trains a recipe by one method after another and keeps its model at marks."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from cluster_worker import Clock, Plan, Sent, all_reduce_bytes
+from lightning.pytorch import Trainer
+from quiet_recipe import built, composed
+from torch import Tensor
+
+from lightning_decentral.mean import floating
+from lightning_decentral.recipes.learner import Learner
+from lightning_decentral.recipes.loaders import Loaders
+
+NO_END = ["trainer.max_epochs=-1", "+trainer.limit_val_batches=0"]
+"""Steps end a run, and nothing interrupts it."""
+
+
+def flat(model: Learner) -> Tensor:
+    """A copy of all that a mean model is made of, as one vector."""
+    return torch.cat([tensor.detach().flatten() for tensor in floating([model.network])])
+
+
+class Marks(Clock):
+    """The clock, and this host's model after every `every` steps: a copy in memory, so that training goes on.
+
+    Writes `{place}-{rank}.json` (begin, the end of each step, bytes sent per step, bytes of the parameters) and `.pt`
+    [marks, numbers].
+    """
+
+    def __init__(self, folder: Path, place: str, every: int, sent: Sent) -> None:
+        super().__init__()
+        self._path, self._every, self._sent = folder / place, every, sent
+        self._begin = 0.0
+        self._rows: list[Tensor] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self._begin = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Learner, *_: Any) -> None:
+        if trainer.global_step % self._every == 0:
+            self._rows.append(flat(pl_module))
+        self.tick()
+
+    def on_train_end(self, trainer: Trainer, pl_module: Learner) -> None:
+        path = f"{self._path}-{trainer.global_rank}"
+        torch.save(torch.stack(self._rows), f"{path}.pt")
+        size = sum(p.numel() * p.element_size() for p in pl_module.parameters())
+        record = {"begin": self._begin, "ends": self.ends, "sent": self._sent.per_step, "bytes": size}
+        Path(f"{path}.json").write_text(json.dumps(record))
+
+
+def train(plan: Plan, place: str, words: list[str], trainer_words: list[str]) -> tuple[Trainer, Learner, Loaders]:
+    """One method on all workers."""
+    settings = [f"trainer.max_steps={plan['steps']}", *NO_END, *trainer_words]
+    data, model, trainer = built(composed([*plan["words"], *words, *settings], plan["seed"]))
+    numbers = sum(p.numel() for p in model.parameters())
+    sent = Sent(all_reduce_bytes({"parameters": numbers, "hosts": trainer.world_size}))
+    trainer.callbacks += [sent, Marks(plan["folder"], place, plan["every"], sent)]
+    trainer.fit(model, datamodule=data)
+    return trainer, model, data
+
+
+def train_alone(plan: Plan, host: int) -> None:
+    """Every host by itself, all at once; writes `alone-{host}.json`: when each step ended."""
+    settings = ["strategy=auto", f"trainer.max_steps={plan['alone_steps']}", *NO_END]
+    data, model, trainer = built(composed([*plan["words"], *settings], plan["seed"]))
+    clock = Clock()
+    trainer.callbacks.append(clock)
+    trainer.fit(model, datamodule=data)
+    (plan["folder"] / f"alone-{host}.json").write_text(json.dumps(clock.ends))
+
+
+def main() -> None:
+    """By itself, then every method of the plan in turn, in one process group."""
+    folder = Path(sys.argv[1])
+    plan: Plan = json.loads((folder / "plan.json").read_text()) | {"folder": folder}
+    train_alone(plan, int(os.environ["NODE_RANK"]))
+    for place, words in enumerate(plan["methods"]):
+        train(plan, str(place), words, [f"trainer.num_nodes={plan['hosts']}"])
+
+
+if __name__ == "__main__":
+    main()
