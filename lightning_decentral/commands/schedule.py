@@ -2,8 +2,9 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -11,8 +12,8 @@ from rich.table import Table
 from lightning_decentral.hardware import Profile, read
 from lightning_decentral.multimodel import gantt
 from lightning_decentral.multimodel.dispatch import Device, Queue, devices
-from lightning_decentral.multimodel.policy import POLICIES
-from lightning_decentral.multimodel.rehearsal import STAND_INS, rehearse
+from lightning_decentral.multimodel.policy import POLICIES, Policy
+from lightning_decentral.multimodel.rehearsal import STAND_INS
 from lightning_decentral.multimodel.schedule import (
     Spans,
     busy_fraction,
@@ -23,20 +24,33 @@ from lightning_decentral.multimodel.schedule import (
     simulate,
 )
 from lightning_decentral.multimodel.traces import LAYOUTS, PIECES, queues, read_trace
-from lightning_decentral.multimodel.workload import read_jobs
+from lightning_decentral.multimodel.trainings import MEASURED, Trainings, recipes
+from lightning_decentral.multimodel.workload import Jobs, read_jobs
 from lightning_decentral.planning import units
 from lightning_decentral.timeline import chrome_trace, write_chrome_trace
 
 Choice = TypeVar("Choice")
 
+PROGRAM = recipes  # what the overrides of a job are words of
 SHOWN_JOBS = 30
 AIM = 0.1  # of the simulated makespan
+
+
+class Rehearsal(Protocol):
+    """How jobs run for real."""
+
+    @property
+    def said(self) -> str:
+        """What was real."""
+
+    def rehearse(self, queues: Sequence[Queue], devices: Sequence[Device], policy: Policy) -> Spans:
+        """When and where each piece ran."""
 
 
 def add(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("schedule", help="makespan of many jobs on few devices, simulated and for real")
-    parser.add_argument("jobs", nargs="?", help="YAML file of jobs: pieces in seconds or measured profiles")
+    parser.add_argument("jobs", nargs="?", help="YAML file of jobs: pieces in seconds, profiles, trainings")
     parser.add_argument(
         "--policy", default="lrtf", help=f"one or more of {','.join(POLICIES)}; the first is drawn and run"
     )
@@ -52,29 +66,56 @@ def add(commands: Any) -> None:
     parser.add_argument("--pieces", type=int, default=PIECES, help="of a job of the trace (default: %(default)s)")
     parser.add_argument("--first", type=int, help="so many jobs of the trace only")
     parser.add_argument("--seed", type=int, default=0, help="of the variation of the trace's steps")
-    parser.add_argument("--run", action="store_true", dest="rehearse", help="for real, too: each piece by a stand-in")
+    parser.add_argument("--run", action="store_true", dest="rehearse", help="for real, too: trainings; else stand-ins")
     parser.add_argument("--stand-in", default="compute", help=f"{', '.join(STAND_INS)} (default: %(default)s)")
+    parser.add_argument(
+        "--measured", type=int, default=MEASURED, help="steps of each training without a profile (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate, print, rehearse, draw."""
+    """Measure, simulate, print, rehearse, draw."""
     names = options.policy.split(",")
     policies = {name: chosen("policy", name, POLICIES) for name in names}
     stand_in = chosen("stand-in", options.stand_in, STAND_INS)
-    jobs, remarks = jobs_of(options)
     limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else float("inf")
     there = devices(options.devices, limit)
+    asked, remarks = jobs_of(options)
+    if options.rehearse:
+        refuse_unrunnable(asked, limit)
+    console = Console(highlight=False)
+    trainings = Trainings(asked.trainings, len(there), outputs(), PROGRAM(), options.measured)
+    for line in trainings.announced:
+        console.print(line, soft_wrap=True, markup=False)
+    jobs = [*asked.queues, *trainings.queues()]
     schedules = {name: simulate(jobs, there, policy) for name, policy in policies.items()}
     found = {"simulated": schedules[names[0]]}
-    console = Console(highlight=False)
     console.print(policies_table(jobs, there, schedules), jobs_table(jobs, found["simulated"]))
     if options.rehearse:
+        real: Rehearsal = trainings if asked.trainings else stand_in
         console.print(f"running for about {makespan_seconds(jobs, found['simulated']):.3g} s ...")
-        found["real"] = rehearse(jobs, there, policies[names[0]], stand_in)
-        remarks = [*remarks, verdict(jobs, found, options.stand_in)]
+        found["real"] = real.rehearse(jobs, there, policies[names[0]])
+        console.print(ends_table(jobs, found))
+        remarks = [*remarks, verdict(jobs, found, real.said)]
     for line in [*remarks, *written(options, found)]:
         console.print(line, soft_wrap=True, markup=False)
+
+
+def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:
+    """ValueError for what can be simulated only."""
+    if asked.queues and asked.trainings:
+        raise ValueError(
+            f"--run: job {asked.trainings[0].name} is a training, job {asked.queues[0].name} has a stand-in only: "
+            "put them into two files, or leave out --run"
+        )
+    if asked.trainings and limit_bytes < float("inf"):
+        raise ValueError("--run keeps all trainings in memory at once: leave out --memory-bytes, or --run")
+
+
+def outputs() -> Path:
+    """Where this run's trainings leave theirs."""
+    return Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def chosen(kind: str, name: str, known: Mapping[str, Choice]) -> Choice:
@@ -88,7 +129,7 @@ def chosen(kind: str, name: str, known: Mapping[str, Choice]) -> Choice:
     return known[name]
 
 
-def jobs_of(options: argparse.Namespace) -> tuple[list[Queue], list[str]]:
+def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
     """Of the file or the trace, and what must be said about them."""
     if (options.jobs is None) == (options.trace is None):
         raise ValueError("give either a file of jobs or --trace: lightning-decentral schedule jobs.yaml --policy lrtf")
@@ -101,7 +142,8 @@ def jobs_of(options: argparse.Namespace) -> tuple[list[Queue], list[str]]:
     if several:
         work = f"{several} of {len(lines)} jobs asked for several devices: they count as so many times the work on one"
         remarks.append(work)
-    return queues(lines, profiles_of(options.profile), options.pieces, options.seed), remarks
+    found = queues(lines, profiles_of(options.profile), options.pieces, options.seed)
+    return Jobs(tuple(found)), remarks
 
 
 def profiles_of(words: Sequence[str]) -> dict[str, Profile]:
@@ -137,14 +179,28 @@ def jobs_table(jobs: Sequence[Queue], spans: Spans) -> Table:
     return table
 
 
-def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], stand_in: str) -> str:
-    """How far the simulation was from what happened."""
+def ends_table(jobs: Sequence[Queue], found: Mapping[str, Spans]) -> Table:
+    """When each job ended, simulated and for real."""
+    simulated, real = (finish_seconds(found[name]) for name in ("simulated", "real"))
+    table = Table("job", "simulated end s", "real end s", "off")
+    for job in jobs[:SHOWN_JOBS]:
+        a, b = simulated[job.name], real[job.name]
+        table.add_row(job.name, f"{a:.4g}", f"{b:.4g}", f"{100 * off(a, b):+.1f} %")
+    return table
+
+
+def off(simulated: float, real: float) -> float:
+    """(real - simulated) / simulated"""
+    return (real - simulated) / simulated if simulated else 0.0
+
+
+def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], said: str) -> str:
+    """How far the simulation was from what happened, and what did happen."""
     simulated, real = (makespan_seconds(jobs, found[name]) for name in ("simulated", "real"))
-    off = (real - simulated) / simulated if simulated else 0.0
-    held = "within" if abs(off) <= AIM else "NOT within"
+    held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
     return (
-        f"makespan {simulated:.4g} s simulated, {real:.4g} s for real ({100 * off:+.1f} %, {held} {100 * AIM:.0f} %): "
-        f"processes that stand in for the pieces ({stand_in}), not the models themselves"
+        f"makespan {simulated:.4g} s simulated, {real:.4g} s for real "
+        f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {said}"
     )
 
 

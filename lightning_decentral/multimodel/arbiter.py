@@ -6,6 +6,7 @@ on the device, until somebody else needs the room.
     running on a device:  peak bytes of the one that runs + sum of the kept bytes of those that wait there <= memory
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -156,14 +157,18 @@ class Arbiter:
         """Who runs, leaves, prepares: to be asked after every event, or after all that came together."""
         return [*self._fill(now), *self._prepare()]
 
+    def rests_seconds(self, now: float) -> float:
+        """How long nothing changes here of itself: `settle` must be asked again then."""
+        return math.inf
+
     def jobs(self, *phases: Phase) -> list[Job]:
         """The members in these phases, as a policy sees them."""
         known = [m.turn.remaining_seconds for m in self.members.values() if m.turn.remaining_seconds is not None]
         expected = sum(known) / len(known) if known else 0.0
-        return [self._job(member, expected) for member in self.members.values() if member.phase in phases]
+        return [self.seen(member, expected) for member in self.members.values() if member.phase in phases]
 
-    def _job(self, member: Member, expected: float) -> Job:
-        """Before its first turn, a member is as long as the mean of the others."""
+    def seen(self, member: Member, expected: float) -> Job:
+        """As a policy sees it; before its first turn, a member is as long as is expected: the mean of the others."""
         known = member.turn.remaining_seconds
         remaining = expected if known is None else known
         piece = min(remaining, self.quantum_seconds)

@@ -74,6 +74,10 @@ class Device(ABC):
         """Start to copy to the host, with the strides of `like`."""
 
     @abstractmethod
+    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        """Start to copy into these tensors of the host; `settle` waits."""
+
+    @abstractmethod
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """What is on the host and what on the device before a step, for who counts; what is no tensor doesn't."""
 
@@ -134,6 +138,10 @@ class StandIn(Device):
         self.ledger.add(copies, HOST)
         return Leaving(copies, [])
 
+    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        """At once."""
+        _copy_into(hosts, tensors)
+
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """In the ledger."""
         self.ledger.add(hosts, HOST)
@@ -191,6 +199,10 @@ class Cuda(Device):
         copy = torch.empty_like(like, dtype=tensor.dtype, device="cpu", pin_memory=True, requires_grad=False)
         return copy.copy_(tensor, non_blocking=True)
 
+    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        """On the computing stream, behind what makes them."""
+        _copy_into(hosts, tensors)
+
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """The allocator knows."""
 
@@ -223,6 +235,12 @@ class Cuda(Device):
 def device_of(place: torch.device) -> Device:
     """The device there."""
     return Cuda(place) if place.type == "cuda" else StandIn()
+
+
+def _copy_into(hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for host, tensor in zip(hosts, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
 
 
 def _copy_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class Dispatch:
         self.queues, self.devices, self.policy = queues, devices, policy
         self._slots = [_Slot() for _ in devices]
         self._progress = [_Progress() for _ in queues]
-        self._remaining = [_remaining(queue) for queue in queues]
+        self._remaining = [remaining_seconds(queue) for queue in queues]
         places = sorted(range(len(queues)), key=lambda j: queues[j].arrival_seconds)
         self._place = {job: place for place, job in enumerate(places)}
         self._number = {queue.name: job for job, queue in enumerate(queues)}
@@ -219,7 +219,7 @@ class Dispatch:
         return known
 
 
-def _remaining(queue: Queue) -> list[float]:
+def remaining_seconds(queue: Queue) -> list[float]:
     """[piece] -> seconds of computing from this piece on."""
     sums = [0.0]
     for piece in reversed(queue.pieces):
@@ -227,15 +227,19 @@ def _remaining(queue: Queue) -> list[float]:
     return sums[:0:-1]
 
 
+def refuse_one_name_for_two(names: Sequence[str]) -> None:
+    """ValueError for a name that two jobs have."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two jobs are called {twice!r}: give each its own name")
+
+
 def _check(queues: Sequence[Queue], devices: Sequence[Device]) -> None:
     if not queues:
         raise ValueError("there is no job to schedule: give one or more")
     if not devices:
         raise ValueError("there is no device to schedule on: give one or more")
-    names = [queue.name for queue in queues]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two jobs are called {twice!r}: give each its own name")
+    refuse_one_name_for_two([queue.name for queue in queues])
     most = max(device.memory_bytes for device in devices)
     for queue in queues:
         if queue.memory_bytes > most:

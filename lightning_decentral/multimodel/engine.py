@@ -6,7 +6,7 @@ of a plan are loaded one ahead. Between steps the module is as it was: its param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -103,6 +103,11 @@ class Engine:
         for block in self._spilling:
             block.module._compiled_call_impl = None
         self._loader.end()
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The host's, by name."""
+        return self._loader.hosts
 
     # ---- steps --------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class Launch:
         for entrant in entrants:
             self._arbiter.refuse_wider(entrant.name, entrant.width)
         done = self._finished(entrants, Path(str(config.hydra.sweep.dir))) if self._resume else {}
-        starts = Spawn if _must_spawn(self._arbiter.devices) else Fork
+        starts = starts_on(self._arbiter.devices)
         outcomes = {**done, **self._run(entrants, done, starts(hydra_context, task_function))}
         self._report(entrants, outcomes, Path(str(config.hydra.sweep.dir)), initial_job_idx)
         return [outcomes[entrant.name] for entrant in entrants]
@@ -155,6 +155,11 @@ def told_apart(entrants: Sequence[Entrant]) -> list[Entrant]:
     shared = set.intersection(*(set(entrant.words) for entrant in entrants)) if len(entrants) > 1 else set()
     kept = [tuple(word for word in entrant.words if word not in shared) for entrant in entrants]
     return [replace(entrant, words=words) for entrant, words in zip(entrants, kept, strict=True)]
+
+
+def starts_on(devices: Sequence[str]) -> type[Fork] | type[Spawn]:
+    """How members on these devices come to be."""
+    return Spawn if _must_spawn(devices) else Fork
 
 
 def _must_spawn(devices: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from lightning_decentral.multimodel import stand_in
 from lightning_decentral.multimodel.dispatch import Device, Dispatch, Order, Queue
@@ -25,7 +26,13 @@ PROGRAM = [sys.executable, "-I", "-S", str(Path(stand_in.__file__))]
 
 
 class StandIn(ABC):
-    """What a piece does."""
+    """What a piece does.
+
+    Attributes:
+        said: what was real in a rehearsal.
+    """
+
+    said: ClassVar[str]
 
     @abstractmethod
     def words(self, devices: int) -> list[str]:
@@ -39,10 +46,25 @@ class StandIn(ABC):
         """On which it works; 0 where it doesn't matter."""
         return 0
 
+    def rehearse(self, queues: Sequence[Queue], devices: Sequence[Device], policy: Policy) -> Spans:
+        """When each piece really ran; seconds since the beginning, from the grant to the answer.
+
+        Raises:
+            ValueError: jobs that can't be scheduled, more devices than can be stood in for.
+            RuntimeError: a job's process ended.
+        """
+        run = _Run(Dispatch(queues, devices, policy), self)
+        try:
+            return run.through()
+        finally:
+            run.end()
+
 
 @dataclass(frozen=True)
 class Sleeping(StandIn):
     """Waits: as many devices as you like."""
+
+    said = "processes that stand in for the pieces (sleep), not the models themselves"
 
     def words(self, devices: int) -> list[str]:
         """Nothing to measure."""
@@ -52,6 +74,8 @@ class Sleeping(StandIn):
 @dataclass(frozen=True)
 class Computing(StandIn):
     """Hashes on one core for each device, as many rounds as took the piece's seconds when measured alone."""
+
+    said = "processes that stand in for the pieces (compute), not the models themselves"
 
     calibration_seconds: float = 0.3
 
@@ -75,21 +99,6 @@ STAND_INS: dict[str, StandIn] = {"compute": Computing(), "sleep": Sleeping()}
 def cores() -> list[int]:
     """That this process may use."""
     return sorted(os.sched_getaffinity(0))
-
-
-def rehearse(queues: Sequence[Queue], devices: Sequence[Device], policy: Policy, stand_in: StandIn) -> Spans:
-    """When each piece really ran; seconds since the beginning, from the grant to the answer.
-
-    Raises:
-        ValueError: jobs that can't be scheduled, more devices than can be stood in for.
-        RuntimeError: a job's process ended.
-    """
-    dispatch = Dispatch(queues, devices, policy)
-    run = _Run(dispatch, stand_in)
-    try:
-        return run.through()
-    finally:
-        run.end()
 
 
 class _Run:

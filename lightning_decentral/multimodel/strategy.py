@@ -16,6 +16,7 @@ from lightning_decentral.multimodel.device import device_of
 from lightning_decentral.multimodel.engine import Engine
 from lightning_decentral.multimodel.shards import Plan
 from lightning_decentral.multimodel.summary import summary
+from lightning_decentral.multimodel.update import OnHost, Update, Updating
 
 UNLIMITED = 2**63
 USABLE = 0.9  # of what is free on a CUDA device: the allocator's rounding and the libraries' own need some
@@ -27,13 +28,14 @@ class SpilledStrategy(SingleDeviceStrategy):
     Parameters, gradients and the optimizer's state live on the host. Consecutive blocks form shards, whose parameters
     come to the device for their forward and again for their backward, the next shard while this one computes; the
     backward runs each block's forward again from its input, with the same random numbers. The update runs on the host,
-    by any optimizer.
+    by any optimizer, or on the device, to which parameters, gradients and state then come a few at a time.
 
     Args:
         memory_bytes: of the device, for everything; by default 0.9 of what is free on a CUDA device, and no limit for
             the CPU, which only stands in for a device.
         blocks: "auto", or names of modules that are loaded by themselves.
         resident: names of modules and parameters whose copies stay on the device during a whole step.
+        update: `OnHost()` or `OnDevice()`; None: on the host.
         accelerator, checkpoint_io, precision_plugin: as for any of Lightning's strategies.
 
     Raises:
@@ -52,6 +54,7 @@ class SpilledStrategy(SingleDeviceStrategy):
         memory_bytes: int | None = None,
         blocks: str | Sequence[str] = "auto",
         resident: Sequence[str] = (),
+        update: Update | None = None,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
@@ -60,6 +63,8 @@ class SpilledStrategy(SingleDeviceStrategy):
         if memory_bytes is not None and memory_bytes <= 0:
             raise ValueError(f"memory_bytes must be positive, got {memory_bytes}: leave it out to use what is free")
         self.memory_bytes, self.blocks, self.resident = memory_bytes, blocks, resident
+        self.update = update or OnHost()
+        self._updating: Updating | None = None
         self.engine: Engine | None = None  # between set-up and teardown
         self._budget_bytes: int | None = None
 
@@ -95,6 +100,8 @@ class SpilledStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         _refuse_unserved(self.lightning_module)
         super().setup(trainer)
+        for optimizer in self.optimizers:
+            self.update.refuse(optimizer)
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = host_scaler(self.precision_plugin.scaler)
 
@@ -112,6 +119,7 @@ class SpilledStrategy(SingleDeviceStrategy):
         options: Any = {"blocks": self.blocks, "resident": self.resident, "announce": self._announce}
         self._budget_bytes = self.memory_bytes or _free_bytes(place)
         self.engine = Engine(module, device_of(place), self._budget_bytes or UNLIMITED, **options)
+        self._updating = self.update.begin(self.engine.device, self._budget_bytes or UNLIMITED)
 
     def _announce(self, kind: str, plan: Plan) -> None:
         where = {"device": "the CPU stands in for one, which saves nothing"} if self.root_device.type == "cpu" else {}
@@ -127,7 +135,7 @@ class SpilledStrategy(SingleDeviceStrategy):
         """The module as it was."""
         if self.engine is not None:
             self.engine.detach()
-        self.engine = None
+        self.engine = self._updating = None
         super().teardown()
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -148,6 +156,12 @@ class SpilledStrategy(SingleDeviceStrategy):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._running.finish()
         return loss
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Training step, backward, clipping and the update, where it is to run."""
+        assert self._updating is not None, "steps run between set-up and teardown"
+        with self._updating.taking(optimizer, self._running.parameters):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward only."""

@@ -96,7 +96,7 @@ class Sweep:
         while self._queue or self.processes:
             while self._queue and len(self.processes) < self._alive:
                 self._start(self._queue.pop(0))
-            for key, _ in self._selector.select(REFRESH_SECONDS):
+            for key, _ in self._selector.select(min(REFRESH_SECONDS, self.arbiter.rests_seconds(self.now))):
                 if self._selector.get_map().get(key.fd) is key:  # an event before it may have closed it
                     key.data(key.fileobj)
             self._obey(self.arbiter.settle(self.now))

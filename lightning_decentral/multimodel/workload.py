@@ -1,4 +1,4 @@
-"""Jobs as a file: pieces written out in seconds, or steps of a measured profile.
+"""Jobs as a file: pieces written out in seconds, steps of a measured profile, or real trainings.
 
     jobs:
       - name: small
@@ -10,12 +10,17 @@
         shards: 4
         load_bytes_per_second: 12e9
         arrival_seconds: 1.5
+      - name: wide
+        overrides: [recipe=vit, model.config.hidden_size=96, trainer.max_steps=40]
 
 A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward once more as only its
-input was kept. Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate.
+input was kept. Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate. A step of a training is
+one piece.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +29,50 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_decentral.hardware import Block, Model, read
-from lightning_decentral.multimodel.dispatch import Piece, Queue
+from lightning_decentral.multimodel.dispatch import Piece, Queue, refuse_one_name_for_two
 
 WHEN = ("arrival_seconds", "memory_bytes")
 WRITTEN = ("name", "pieces", "repeat", *WHEN)
 MEASURED = ("name", "profile", "steps", "shards", "load_bytes_per_second", *WHEN)
+TRAINED = ("name", "overrides", "profile", *WHEN)
 PIECE = ("compute_seconds", "load_seconds")
 
 
-def read_jobs(path: str | Path) -> list[Queue]:
+@dataclass(frozen=True)
+class Training:
+    """A job that is a real training; a step is a piece.
+
+    Args:
+        words: of the command line of `recipes/train.py`.
+        steps: `trainer.max_steps` among them.
+        step_seconds: of its profile; None: to be measured.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    steps: int
+    step_seconds: float | None = None
+    arrival_seconds: float = 0.0
+    memory_bytes: float = 0.0
+
+    def queue(self, seconds: Sequence[float]) -> Queue:
+        """With these seconds of its steps."""
+        return Queue(self.name, tuple(map(Piece, seconds)), self.arrival_seconds, self.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """What a file asks for, each in its order: pieces that nobody's training stands behind, and trainings."""
+
+    queues: tuple[Queue, ...]
+    trainings: tuple[Training, ...] = ()
+
+
+def read_jobs(path: str | Path) -> Jobs:
     """Of a YAML file as above; profiles are looked for beside it.
 
     Raises:
-        ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number.
+        ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number, two of one name.
     """
     try:
         found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -47,19 +83,56 @@ def read_jobs(path: str | Path) -> list[Queue]:
     jobs = found.get("jobs") if isinstance(found, dict) else None
     if not isinstance(jobs, list) or not jobs:
         raise ValueError(f"{path} must have a list of one or more `jobs`, got {jobs!r}")
-    return [queue_of(job, Path(path).parent, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
+    placed = [(_named(job, place), Path(path).parent, place) for job, place in _places(jobs, path)]
+    refuse_one_name_for_two([str(job["name"]) for job, *_ in placed])
+    queues = tuple(queue_of(*entry) for entry in placed if "overrides" not in entry[0])
+    return Jobs(queues, tuple(training_of(*entry) for entry in placed if "overrides" in entry[0]))
 
 
-def queue_of(job: Any, folder: Path, place: str) -> Queue:
-    """One entry.
+def _places(jobs: Sequence[Any], path: str | Path) -> list[tuple[Any, str]]:
+    return [(job, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
+
+
+def _named(job: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(job, dict) or "name" not in job:
+        raise ValueError(f"{place}: each job needs a name, got {job!r}")
+    return job
+
+
+def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
+    """An entry with overrides.
 
     Raises:
         ValueError: naming the place.
     """
-    if not isinstance(job, dict) or "name" not in job:
-        raise ValueError(f"{place}: each job needs a name, got {job!r}")
+    _known(job, TRAINED, place)
+    name, words = str(job["name"]), job["overrides"]
+    if "/" in name:
+        raise ValueError(f"{place}: {name!r} is the name of a folder, too: leave out the /")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{place}: overrides must be a list of words such as optimizer.lr=1e-3, got {words!r}")
+    seconds = read(folder / str(job["profile"])).model.seconds if "profile" in job else None
+    when = {key: _number(job, key, place, 0.0) for key in WHEN}
+    return Training(name, tuple(words), _steps(words, place), seconds, **when)
+
+
+def _steps(words: Sequence[str], place: str) -> int:
+    """The last word decides, as it does for Hydra."""
+    found = [match[1] for word in words if (match := re.fullmatch(r"\+{0,2}trainer\.max_steps=(.*)", word))]
+    if not found or not found[-1].isdecimal() or int(found[-1]) < 1:
+        got = f", got {found[-1]}" if found else ""
+        raise ValueError(f"{place}: how many steps?{got}: its overrides need a word such as trainer.max_steps=40")
+    return int(found[-1])
+
+
+def queue_of(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
+    """An entry without.
+
+    Raises:
+        ValueError: naming the place.
+    """
     if ("pieces" in job) == ("profile" in job):
-        raise ValueError(f"{place}: give either pieces or a profile")
+        raise ValueError(f"{place}: give either pieces, a profile, or overrides of a training")
     _known(job, MEASURED if "profile" in job else WRITTEN, place)
     when = {key: _number(job, key, place, 0.0) for key in WHEN}
     pieces = _measured(job, folder, place) if "profile" in job else _written(job, place)

@@ -16,6 +16,13 @@ jobs:
   - {name: short, pieces: [{compute_seconds: 0.01, load_seconds: 0.005}], repeat: 2}
 """
 
+TRAININGS = {
+    "TRAININGS": "jobs: [{name: m, overrides: [trainer.max_steps=4]}]",
+    "MIXED": "jobs: [{name: m, overrides: [trainer.max_steps=4]}, {name: n, pieces: [1]}]",
+    "WRONG": "jobs: [{name: m, overrides: [trainer.max_steps=4, optimizer.lrr=1]}]",
+    "WIDE": "jobs: [{name: m, overrides: [trainer.max_steps=4, trainer.devices=2]}]",
+}
+
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> str:
@@ -68,10 +75,27 @@ def test_a_public_trace_says_what_is_synthesised(jobs: str, tmp_path: Path, caps
         (["JOBS", "--trace", "t.csv"], "either a file of jobs or --trace"),
         ([], "either a file of jobs or --trace"),
         (["none.yaml"], "none.yaml can't be read"),
+        (["TRAININGS", "--run", "--memory-bytes", "1GB"], "--run keeps all trainings in memory at once"),
+        (["MIXED", "--run"], "--run: job m is a training, job n has a stand-in only: put them into two files"),
+        (["TRAININGS", "--devices", "99"], "99 devices that train need as many "),
+        (["TRAININGS", "--measured", "5"], "measured must be more than 5 steps, which are slower than others, got 5"),
+        (["WRONG"], "job m: no 'lrr' in optimizer"),
+        (["WIDE"], "job m trains on 2 devices, a piece runs on one: use trainer.devices=1"),
         (["--trace", "t.csv", "--layout", "philly"], "no layout 'philly': use one of tiresias, gavel"),
     ],
 )
 def test_mistakes_are_one_line(jobs: str, words: list[str], message: str) -> None:
+    files = {"JOBS": jobs, **{name: str(Path(jobs).with_name(f"{name}.yaml")) for name in TRAININGS}}
+    for name, text in TRAININGS.items():
+        Path(files[name]).write_text(text)
     with pytest.raises(SystemExit, match=r"^error: [^\n]*$") as error:
-        cli.main(["schedule", *(jobs if word == "JOBS" else word for word in words)])
+        cli.main(["schedule", *(files.get(word, word) for word in words)])
     assert message in str(error.value)
+
+
+def test_profiles_of_trainings_need_no_process(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(jobs).write_text(
+        "jobs: [{name: m, profile: m.json, overrides: [trainer.max_steps=4]}, {name: n, pieces: [1]}]"
+    )
+    cli.main(["schedule", jobs])
+    assert "2 jobs, 1 device: no makespan is under 7 s" in capsys.readouterr().out  # 4 steps of 1.5 s

@@ -13,6 +13,7 @@ from lightning_decentral import callbacks, replicas
 from lightning_decentral.gossip import codec, combine, island, weights
 from lightning_decentral.gossip import replicas as gossip_replicas
 from lightning_decentral.gossip.coding import Coding
+from lightning_decentral.multimodel import update
 from lightning_decentral.partial import absent, depth, forecast, freezing, order
 from lightning_decentral.partial import callbacks as partial_callbacks
 from lightning_decentral.pipeline import boundary, partition, schedule, slicing, stage
@@ -42,6 +43,7 @@ OBJECT_GROUPS = [
     "strategy/depth/order",
     "strategy/balance",
     "strategy/absent",
+    "strategy/update",
     "scheduler",
     "optimizer",
     "callback",
@@ -84,6 +86,7 @@ def test_file_is_named_as_its_object(group):
     ("strategy/island", island, island.Island),
     *((group, *found) for group, found in PIPELINE.items()),
     ("strategy/depth/order", order, order.Order),
+    ("strategy/update", update, update.Update),
 ])  # fmt: skip
 def test_group_lists_its_module(group, module, kind):
     assert choices(group) == {snake(name) for name in concrete_classes(module, kind)}

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_decentral.multimodel.dispatch import Piece, Queue, devices
 from lightning_decentral.multimodel.policy import FIFO, LRTF
-from lightning_decentral.multimodel.rehearsal import PROGRAM, Computing, Sleeping, StandIn, cores, rehearse
+from lightning_decentral.multimodel.rehearsal import PROGRAM, Computing, Sleeping, StandIn, cores
 from lightning_decentral.multimodel.schedule import Ran, computed, simulate
 
 
@@ -21,7 +21,7 @@ def test_pieces_really_run_one_at_a_time(stand_in: StandIn) -> None:
         Queue("c", (Piece(0.01, 0.01),) * 2, arrival_seconds=0.03),
     ]
     there = devices(min(2, len(cores())))
-    spans = rehearse(queues, there, LRTF(), stand_in)
+    spans = stand_in.rehearse(queues, there, LRTF())
     assert set(spans) == set(simulate(queues, there, LRTF()))
     for queue in queues:
         own = [spans[Ran(queue.name, i)] for i in range(len(queue.pieces))]
@@ -49,7 +49,7 @@ def children() -> set[str]:
 
 def test_no_process_stays() -> None:
     before = children()
-    rehearse([Queue("a", (Piece(0.0),))], devices(1), FIFO(), Sleeping())
+    Sleeping().rehearse([Queue("a", (Piece(0.0),))], devices(1), FIFO())
     assert len(children() - before) <= 1  # ps itself
 
 
@@ -69,7 +69,7 @@ def test_a_job_whose_process_ends_is_named() -> None:
 
     began = time.perf_counter()
     with pytest.raises(RuntimeError, match="the process of job a ended"):
-        rehearse([Queue("a", (Piece(60.0),))], devices(1), FIFO(), Failing())
+        Failing().rehearse([Queue("a", (Piece(60.0),))], devices(1), FIFO())
     assert time.perf_counter() - began < 30
 
 

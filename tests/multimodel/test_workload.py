@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from lightning_decentral.hardware import Block, Model, Profile, write
-from lightning_decentral.multimodel.dispatch import Piece
+from lightning_decentral.multimodel.dispatch import Piece, Queue
 from lightning_decentral.multimodel.traces import Gavel, Layout, Submitted, Tiresias, queues, read_trace
-from lightning_decentral.multimodel.workload import read_jobs, split, step_pieces
+from lightning_decentral.multimodel.workload import Training, read_jobs, split, step_pieces
 from tests.docs.pages import ROOT, blocks
 
 BLOCKS = tuple(Block(f"b{i}", 1.0 + i, 2.0, 0.5, parameter_bytes=100) for i in range(4))
@@ -30,18 +30,36 @@ jobs:
   - {name: small, pieces: [0.5, {compute_seconds: 1, load_seconds: 2e-1}], repeat: 2, memory_bytes: 1e9}
   - {name: model, profile: four.json, steps: 3, shards: 2, load_bytes_per_second: 400.0, arrival_seconds: 1.5}
 """)
-    small, model = read_jobs(tmp_path / "jobs.yaml")
+    small, model = read_jobs(tmp_path / "jobs.yaml").queues
     assert small.pieces == (Piece(0.5), Piece(1.0, 0.2)) * 2
     assert (small.memory_bytes, small.arrival_seconds) == (1e9, 0)
     assert model.pieces == (Piece(3, 0.5), Piece(7, 0.5), Piece(12, 0.5), Piece(8, 0.5)) * 3
     assert model.arrival_seconds == 1.5
 
 
+def test_trainings_have_words_and_steps(tmp_path: Path) -> None:
+    write(Profile(MODEL), tmp_path / "four.json")
+    (tmp_path / "jobs.yaml").write_text("""
+jobs:
+  - {name: a, overrides: [lr=1, trainer.max_steps=3, +trainer.max_steps=4], arrival_seconds: 1.5}
+  - {name: b, pieces: [1]}
+  - {name: c, overrides: [trainer.max_steps=2], profile: four.json}
+""")
+    found = read_jobs(tmp_path / "jobs.yaml")
+    assert [queue.name for queue in found.queues] == ["b"]
+    words = ("lr=1", "trainer.max_steps=3", "+trainer.max_steps=4")
+    assert found.trainings == (
+        Training("a", words, 4, None, 1.5),
+        Training("c", ("trainer.max_steps=2",), 2, MODEL.seconds),
+    )
+    assert found.trainings[0].queue([0.5, 0.25]) == Queue("a", (Piece(0.5), Piece(0.25)), 1.5)
+
+
 def test_the_page_shows_a_file_that_is_read(tmp_path: Path) -> None:
     (text,) = blocks(ROOT / "docs" / "scheduling.md", "yaml")
     (tmp_path / "jobs.yaml").write_text(text)
     write(Profile(MODEL), tmp_path / "vit.json")
-    small, vit = read_jobs(tmp_path / "jobs.yaml")
+    small, vit = read_jobs(tmp_path / "jobs.yaml").queues
     assert [len(small.pieces), len(vit.pieces)] == [15, 400]
 
 
@@ -74,7 +92,16 @@ def test_equal_blocks_are_cut_evenly() -> None:
         ("[1]", "must have a list of one or more `jobs`"),
         ("jobs: [", "is no YAML of jobs"),
         ("jobs: [{pieces: [1]}]", "job 1: each job needs a name"),
-        ("jobs: [{name: a}]", "job 1: give either pieces or a profile"),
+        ("jobs: [{name: a}]", "job 1: give either pieces, a profile, or overrides of a training"),
+        ("jobs: [{name: a, pieces: [1]}, {name: a, pieces: [2]}]", "two jobs are called 'a'"),
+        ("jobs: [{name: a, overrides: [lr=1], steps: 3}]", "job 1: no 'steps', there are name, overrides, profile"),
+        ("jobs: [{name: a, overrides: lr=1}]", "overrides must be a list of words such as optimizer.lr=1e-3, got 'lr"),
+        (
+            "jobs: [{name: a, overrides: [lr=1]}]",
+            "how many steps?: its overrides need a word such as trainer.max_steps",
+        ),
+        ("jobs: [{name: a, overrides: [trainer.max_steps=-1]}]", "job 1: how many steps?, got -1: its overrides need"),
+        ("jobs: [{name: a/b, overrides: [trainer.max_steps=1]}]", "'a/b' is the name of a folder, too"),
         ("jobs: [{name: a, pieces: [1], stepps: 3}]", "job 1: no 'stepps', there are name, pieces"),
         ("jobs: [{name: a, pieces: [1, two]}]", "job 1, piece 2: compute_seconds must be a number, got 'two'"),
         ("jobs: [{name: a, pieces: [-1]}]", "compute_seconds of a piece must be 0 or more, got -1"),
