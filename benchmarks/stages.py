@@ -1,7 +1,9 @@
 """One stage of a pipeline of two as a process of a benchmark: what it runs in turns, and what autograd holds on it."""
 
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +22,37 @@ from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedul
 from lightning_decentral.pipeline.stage import Keep
 from lightning_decentral.transport import GlooTransport
 
-LENGTH, BLOCKS, WIDTH, STAGES = 1024, 8, 192, 2
+STAGES, HEAD = 2, 64
 Step = Callable[[], None]
 
 
-def whole() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_embd=WIDTH, n_layer=BLOCKS, n_head=4, n_positions=LENGTH, **options)
-    )
+@dataclass(frozen=True)
+class Size:
+    """Of the model, and of the sequences it learns from."""
+
+    width: int
+    blocks: int
+    length_tokens: int
+
+    @classmethod
+    def options(cls, parser: ArgumentParser) -> None:
+        """What a benchmark takes on its command line."""
+        parser.add_argument("--width", type=int, default=512, help="of the residual stream, a multiple of 64")
+        parser.add_argument("--blocks", type=int, default=4, help="of the whole model, a multiple of 2")
+        parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+
+    @classmethod
+    def of(cls, options: Namespace) -> "Size":
+        """What was said there."""
+        return cls(options.width, options.blocks, options.length)
+
+    def model(self) -> GPT2LMHeadModel:
+        """GPT-2 over bytes, the same at each call."""
+        torch.manual_seed(0)
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        sizes = {"n_embd": self.width, "n_layer": self.blocks, "n_head": self.width // HEAD}
+        tokens = {"vocab_size": 256, "n_positions": self.length_tokens, "bos_token_id": None, "eos_token_id": None}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **dropout))
 
 
 def token_mean(logits: Tensor, ids: Tensor) -> Tensor:
@@ -39,15 +62,15 @@ def token_mean(logits: Tensor, ids: Tensor) -> Tensor:
 class Bench:
     """One of the two processes."""
 
-    def __init__(self, rank: int, length: int) -> None:
+    def __init__(self, rank: int, size: Size) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=STAGES)
         self.over = GlooTransport(dist.new_group())
-        self.rank, self.length = rank, length
+        self.rank, self.length = rank, size.length_tokens
         self.own_seconds: dict[str, float] = {}
-        self.alone_model = whole()
-        half = BLOCKS // STAGES
+        self.alone_model = size.model()
+        half = size.blocks // STAGES
         self.place = Place(rank * half, (rank + 1) * half, rank == 0, rank == STAGES - 1)
-        self.model = CausalModel(whole())
+        self.model = CausalModel(size.model())
         self.model.keep(self.place)
 
     def ids(self, batch: int) -> Tensor:
@@ -68,11 +91,12 @@ class Bench:
 
         return step
 
-    def alone(self, batch: int) -> Step:
+    def alone(self, batch: int, workers: int = 1) -> Step:
+        """The whole model on this many workers at once, each for itself."""
         ids = self.ids(batch)
 
         def step() -> None:
-            if self.rank == 0:
+            if self.rank < workers:
                 token_mean(self.alone_model(input_ids=ids).logits, ids).backward()
 
         return step
@@ -89,6 +113,10 @@ class Bench:
                 schedule.step(target=ids, losses=[])
 
         return step
+
+    def turns(self, steps: dict[str, Step], count: int) -> list[dict[str, tuple[float, float, dict[str, float]]]]:
+        """`count` turns after one that warms."""
+        return [self.turn(steps) for _ in range(count + 1)][1:] if count else []
 
     def turn(self, steps: dict[str, Step]) -> dict[str, tuple[float, float, dict[str, float]]]:
         """(seconds, processor seconds, those of each action) of one step each."""
