@@ -1,9 +1,11 @@
 """One stage of a pipeline of two as a process of a benchmark: what it runs in turns, and what autograd holds on it."""
 
+import os
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from lightning_decentral.transport import GlooTransport
 
 STAGES, HEAD = 2, 64
 Step = Callable[[], None]
+Taken = dict[str, Any]
+"""seconds; own: processor seconds of this thread; others: those of other work on the machine; actions: own, of each."""
 
 
 @dataclass(frozen=True)
@@ -114,24 +118,35 @@ class Bench:
 
         return step
 
-    def turns(self, steps: dict[str, Step], count: int) -> list[dict[str, tuple[float, float, dict[str, float]]]]:
+    def turns(self, steps: dict[str, Step], count: int) -> list[dict[str, Taken]]:
         """`count` turns after one that warms."""
         return [self.turn(steps) for _ in range(count + 1)][1:] if count else []
 
-    def turn(self, steps: dict[str, Step]) -> dict[str, tuple[float, float, dict[str, float]]]:
-        """(seconds, processor seconds, those of each action) of one step each."""
-        found = {}
-        for name, step in steps.items():
-            dist.barrier()
-            self.own_seconds = {}
-            begin, own = time.perf_counter(), time.thread_time()
-            step()
-            own = time.thread_time() - own
-            dist.barrier()
-            found[name] = time.perf_counter() - begin, own, self.own_seconds
-            self.model.module.zero_grad()
-            self.alone_model.zero_grad()
-        return found
+    def turn(self, steps: dict[str, Step]) -> dict[str, Taken]:
+        """One step of each."""
+        return {name: self.taken(step) for name, step in steps.items()}
+
+    def taken(self, step: Step) -> Taken:
+        """What a step took."""
+        self.own_seconds = {}
+        dist.barrier()
+        begin, own, process, machine = time.perf_counter(), time.thread_time(), time.process_time(), machine_seconds()
+        step()
+        own = time.thread_time() - own
+        dist.barrier()
+        seconds, machine = time.perf_counter() - begin, machine_seconds() - machine
+        ours = torch.tensor(time.process_time() - process, dtype=torch.float64)
+        dist.all_reduce(ours)
+        self.model.module.zero_grad()
+        self.alone_model.zero_grad()
+        others = max(0.0, machine - float(ours))
+        return {"seconds": seconds, "own": own, "others": others, "actions": self.own_seconds}
+
+
+def machine_seconds() -> float:
+    """Processor seconds that the whole machine has spent so far, and that its host took from it (Linux)."""
+    counts = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(counts) - counts[3] - counts[4]) / os.sysconf("SC_CLK_TCK")
 
 
 class _Half(nn.Module):

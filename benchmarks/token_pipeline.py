@@ -3,8 +3,8 @@
     python benchmarks/token_pipeline.py
 
 Two processes of one thread each; GPT-2 over bytes, of the size that the options say. In every turn all variants take
-one step each and worker 0 takes the same step of the whole model alone, while worker 1 waits; a ratio is that of
-medians over the turns.
+one step each and worker 0 takes the same step of the whole model alone, while worker 1 waits. A ratio is that of
+medians over the half of the turns in which other work on the machine took least.
 
 A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore the same is told
 once more in processor time, which waiting doesn't add to: "replayed" is the timeline of the real step with the measured
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from hardware import description, sentence, slug
 from rich.console import Console
 from rich.table import Table
-from stages import STAGES, Bench, Size, Step, saved_bytes
+from stages import STAGES, Bench, Size, Step, Taken, saved_bytes
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_decentral.pipeline.forecast import forecast
@@ -85,24 +85,35 @@ def beside_torch(bench: Bench, planned: list[int]) -> dict[str, Step]:
     return steps | {f"{name} {b}": bench.torch_pipelining(kind, b) for name, kind in kinds.items() for b in BATCHES[1:]}
 
 
-def median(rows: list[dict[str, Any]], name: str, index: int = 0) -> float:
-    return statistics.median(row[name][index] for row in rows if name in row)
+def undisturbed(rows: list[dict[str, Taken]], name: str) -> list[Taken]:
+    """The half of the steps in which other work took least."""
+    steps = sorted((row[name] for row in rows if name in row), key=lambda step: step["others"] / step["seconds"])
+    return steps[: (len(steps) + 1) // 2]
+
+
+def median(rows: list[dict[str, Taken]], name: str, what: str = "seconds") -> float:
+    return statistics.median(step[what] for step in undisturbed(rows, name))
+
+
+def actions(rows: list[dict[str, Taken]], name: str) -> dict[str, float]:
+    """Processor seconds of each action of a stage."""
+    steps = [step["actions"] for step in undisturbed(rows, name)]
+    return {action: statistics.median(step[action] for step in steps) for action in steps[0]}
 
 
 def replayed(found: list[dict[str, Any]], name: str, slices: int) -> float:
-    """Makespan of the step if every action took the median of its processor seconds."""
-    rows = [row[name][2] for stage in found for row in stage["rows"] if name in row]
-    seconds: dict[str, float] = {
-        action: statistics.median(row[action] for row in rows if action in row) for action in set().union(*rows)
-    }
+    """Makespan of the step if every action took its processor seconds."""
+    seconds = {action: own for stage in found for action, own in actions(stage["rows"], name).items()}
     return forecast(OneForwardOneBackward(), STAGES, 1, slices, lambda action: seconds[str(action)]).seconds
 
 
 def report(found: list[dict[str, Any]]) -> None:
     console, rows = Console(width=190), found[0]["rows"]
     console.print(bounded(found))
-    speed, own = (median(rows, "two at once", i) / median(rows, "alone 1", i) for i in (0, 1))
+    speed, own = (median(rows, "two at once", what) / median(rows, "alone 1", what) for what in ("seconds", "own"))
     print(f"two at once: {STAGES / speed:.2f} x one process in seconds, {own:.2f} x its processor time for each")
+    others = max(step["others"] / step["seconds"] for name in rows[0] for step in undisturbed(rows, name))
+    print(f"other work took at most {others:.0%} of a core during the steps that count")
     if "GPipe 1" in rows[-1]:
         console.print(compared(rows))
     console.print(held(found))
@@ -112,7 +123,7 @@ def report(found: list[dict[str, Any]]) -> None:
 
 def bounded(found: list[dict[str, Any]]) -> Table:
     rows = found[0]["rows"]
-    whole_seconds, whole_own = median(rows, "alone 1"), median(rows, "alone 1", 1)
+    whole_seconds, whole_own = median(rows, "alone 1"), median(rows, "alone 1", "own")
     table = Table(
         "batch 1", "bound 2S/(S+1)", "x one process, replayed", "share", "x one process, seconds", "share", "slicing",
         "unevenness", "seconds / replayed", "predicted / replayed", "predicted / seconds",
@@ -120,18 +131,12 @@ def bounded(found: list[dict[str, Any]]) -> Table:
     for name, predicted in found[0]["predicted"].items():
         count = len(found[0]["planned"]) if name == "planned" else int(name.split()[1])
         step, seconds, bound = replayed(found, name, count), median(rows, name), 2 * count / (count + 1)
-        stages = [own_seconds(stage["rows"], name) for stage in found]
+        stages = [sum(actions(stage["rows"], name).values()) for stage in found]
         gains = [x for gain in (whole_own / step, whole_seconds / seconds) for x in (gain, gain / bound)]
         shares = [sum(stages) / whole_own, STAGES * max(stages) / sum(stages), seconds / step]
         cells = [bound, *gains, *shares, predicted / step, predicted / seconds]
         table.add_row(f"{name} ({count} slices)", *(f"{cell:.2f}" for cell in cells))
     return table
-
-
-def own_seconds(rows: list[dict[str, Any]], name: str) -> float:
-    """Processor time of all actions of a stage."""
-    steps = [row[name][2] for row in rows if name in row]
-    return sum(statistics.median(step[action] for step in steps) for action in steps[0])
 
 
 def compared(rows: list[dict[str, Any]]) -> Table:
