@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from rich.console import Console
 from rich.table import Table
-from stages import BLOCKS, LENGTH, token_mean, whole
+from stages import Size, token_mean
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_decentral.pipeline.causal import CausalModel
@@ -29,10 +29,11 @@ from lightning_decentral.pipeline.stage import Keep, Stage
 
 Step = Callable[[], None]
 Account = dict[str, tuple[float, int]]
+BETWEEN = "Python, between operations"
 
 
-def alone(ids: torch.Tensor) -> Step:
-    model = whole()
+def alone(size: Size, ids: torch.Tensor) -> Step:
+    model = size.model()
 
     def step() -> None:
         token_mean(model(input_ids=ids).logits, ids).backward()
@@ -41,12 +42,12 @@ def alone(ids: torch.Tensor) -> Step:
     return step
 
 
-def sliced(ids: torch.Tensor, count: int) -> Step:
-    model, tokens = CausalModel(whole()), ids.shape[1]
+def sliced(size: Size, ids: torch.Tensor, count: int) -> Step:
+    model, tokens = CausalModel(size.model()), ids.shape[1]
     actions = OneForwardOneBackward().actions(1, 1, count)[0]
 
     def step() -> None:
-        stage = Stage(model, Place(0, BLOCKS, True, True), [Call(ids)], [tokens // count] * count, Keep())
+        stage = Stage(model, Place(0, size.blocks, True, True), [Call(ids)], [tokens // count] * count, Keep())
         Executor(stage, Nowhere(), lambda m, logits: token_mean(logits, ids)).run(actions)
         model.module.zero_grad()
 
@@ -63,7 +64,12 @@ def account(step: Step) -> Account:
     """(own milliseconds, calls) of each operation of one step."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         step()
-    return {event.key: (event.self_cpu_time_total / 1e3, event.count) for event in found.key_averages()}
+    rows: Account = {}
+    for event in found.key_averages():
+        key = BETWEEN if "micro-batch" in event.key else event.key  # what an action does outside any operation
+        ms, calls = rows.get(key, (0.0, 0))
+        rows[key] = ms + event.self_cpu_time_total / 1e3, calls + event.count
+    return rows
 
 
 def report(steps: dict[str, Step], turns: int, rows: int) -> None:
@@ -85,12 +91,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slices", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of the sequence, a multiple of each number")
+    Size.options(parser)
     parser.add_argument("--rows", type=int, default=20, help="operations shown")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ids = torch.randint(0, 256, (1, options.length), generator=torch.Generator().manual_seed(1))
-    steps = {"whole": alone(ids), **{f"{n} slices": sliced(ids, n) for n in options.slices}}
+    size = Size.of(options)
+    ids = torch.randint(0, 256, (1, size.length_tokens), generator=torch.Generator().manual_seed(1))
+    steps = {"whole": alone(size, ids), **{f"{n} slices": sliced(size, ids, n) for n in options.slices}}
     report(steps, options.turns, options.rows)
 
 

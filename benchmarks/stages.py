@@ -1,7 +1,11 @@
 """One stage of a pipeline of two as a process of a benchmark: what it runs in turns, and what autograd holds on it."""
 
+import os
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +24,39 @@ from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedul
 from lightning_decentral.pipeline.stage import Keep
 from lightning_decentral.transport import GlooTransport
 
-LENGTH, BLOCKS, WIDTH, STAGES = 1024, 8, 192, 2
+STAGES, HEAD = 2, 64
 Step = Callable[[], None]
+Taken = dict[str, Any]
+"""seconds; own: processor seconds of this thread; others: those of other work on the machine; actions: own, of each."""
 
 
-def whole() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_embd=WIDTH, n_layer=BLOCKS, n_head=4, n_positions=LENGTH, **options)
-    )
+@dataclass(frozen=True)
+class Size:
+    """Of the model, and of the sequences it learns from."""
+
+    width: int
+    blocks: int
+    length_tokens: int
+
+    @classmethod
+    def options(cls, parser: ArgumentParser) -> None:
+        """What a benchmark takes on its command line."""
+        parser.add_argument("--width", type=int, default=512, help="of the residual stream, a multiple of 64")
+        parser.add_argument("--blocks", type=int, default=4, help="of the whole model, a multiple of 2")
+        parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+
+    @classmethod
+    def of(cls, options: Namespace) -> "Size":
+        """What was said there."""
+        return cls(options.width, options.blocks, options.length)
+
+    def model(self) -> GPT2LMHeadModel:
+        """GPT-2 over bytes, the same at each call."""
+        torch.manual_seed(0)
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        sizes = {"n_embd": self.width, "n_layer": self.blocks, "n_head": self.width // HEAD}
+        tokens = {"vocab_size": 256, "n_positions": self.length_tokens, "bos_token_id": None, "eos_token_id": None}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **dropout))
 
 
 def token_mean(logits: Tensor, ids: Tensor) -> Tensor:
@@ -39,15 +66,15 @@ def token_mean(logits: Tensor, ids: Tensor) -> Tensor:
 class Bench:
     """One of the two processes."""
 
-    def __init__(self, rank: int, length: int) -> None:
+    def __init__(self, rank: int, size: Size) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=STAGES)
         self.over = GlooTransport(dist.new_group())
-        self.rank, self.length = rank, length
+        self.rank, self.length = rank, size.length_tokens
         self.own_seconds: dict[str, float] = {}
-        self.alone_model = whole()
-        half = BLOCKS // STAGES
+        self.alone_model = size.model()
+        half = size.blocks // STAGES
         self.place = Place(rank * half, (rank + 1) * half, rank == 0, rank == STAGES - 1)
-        self.model = CausalModel(whole())
+        self.model = CausalModel(size.model())
         self.model.keep(self.place)
 
     def ids(self, batch: int) -> Tensor:
@@ -68,11 +95,12 @@ class Bench:
 
         return step
 
-    def alone(self, batch: int) -> Step:
+    def alone(self, batch: int, workers: int = 1) -> Step:
+        """The whole model on this many workers at once, each for itself."""
         ids = self.ids(batch)
 
         def step() -> None:
-            if self.rank == 0:
+            if self.rank < workers:
                 token_mean(self.alone_model(input_ids=ids).logits, ids).backward()
 
         return step
@@ -90,20 +118,35 @@ class Bench:
 
         return step
 
-    def turn(self, steps: dict[str, Step]) -> dict[str, tuple[float, float, dict[str, float]]]:
-        """(seconds, processor seconds, those of each action) of one step each."""
-        found = {}
-        for name, step in steps.items():
-            dist.barrier()
-            self.own_seconds = {}
-            begin, own = time.perf_counter(), time.thread_time()
-            step()
-            own = time.thread_time() - own
-            dist.barrier()
-            found[name] = time.perf_counter() - begin, own, self.own_seconds
-            self.model.module.zero_grad()
-            self.alone_model.zero_grad()
-        return found
+    def turns(self, steps: dict[str, Step], count: int) -> list[dict[str, Taken]]:
+        """`count` turns after one that warms."""
+        return [self.turn(steps) for _ in range(count + 1)][1:] if count else []
+
+    def turn(self, steps: dict[str, Step]) -> dict[str, Taken]:
+        """One step of each."""
+        return {name: self.taken(step) for name, step in steps.items()}
+
+    def taken(self, step: Step) -> Taken:
+        """What a step took."""
+        self.own_seconds = {}
+        dist.barrier()
+        begin, own, process, machine = time.perf_counter(), time.thread_time(), time.process_time(), machine_seconds()
+        step()
+        own = time.thread_time() - own
+        dist.barrier()
+        seconds, machine = time.perf_counter() - begin, machine_seconds() - machine
+        ours = torch.tensor(time.process_time() - process, dtype=torch.float64)
+        dist.all_reduce(ours)
+        self.model.module.zero_grad()
+        self.alone_model.zero_grad()
+        others = max(0.0, machine - float(ours))
+        return {"seconds": seconds, "own": own, "others": others, "actions": self.own_seconds}
+
+
+def machine_seconds() -> float:
+    """Processor seconds that the whole machine has spent so far, and that its host took from it (Linux)."""
+    counts = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(counts) - counts[3] - counts[4]) / os.sysconf("SC_CLK_TCK")
 
 
 class _Half(nn.Module):

@@ -113,6 +113,10 @@ class CausalModel(Pipelined):
             config.num_hidden_layers = place.stop_block - place.first_block
         return config
 
+    def structure(self) -> str:
+        """See `Pipelined.structure`; the configuration says what modules don't show, and names the version."""
+        return f"{super().structure()}\n{self._config.to_json_string()}\n{self._config._attn_implementation}"
+
     def restore(self) -> None:
         """See `Pipelined.restore`."""
         super().restore()

@@ -1,8 +1,11 @@
 """The slices of a run: planned for each length of sequence when it first comes, the same on every stage."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from lightning_decentral.pipeline.forecast import Forecast, forecast
+from lightning_decentral.pipeline.measurements import Measurements, Unkept, conditions
 from lightning_decentral.pipeline.models import Call
 from lightning_decentral.pipeline.pipe import Pipe
 from lightning_decentral.pipeline.profile import Profile, action_seconds, profile, slowest
@@ -16,13 +19,16 @@ class Plans:
 
     Args:
         schedule: what the slices are planned for.
+        measurements: of earlier runs, and for later ones.
     """
 
-    def __init__(self, schedule: Schedule, microbatches: int) -> None:
+    def __init__(self, schedule: Schedule, microbatches: int, measurements: Measurements | None = None) -> None:
         self._schedule, self._microbatches = schedule, microbatches
+        self._measurements = measurements or Unkept()
         self.slices: dict[str, list[int]] = {}
         self.profiles: list[Profile] = []
         """Of the stages, where the slicing measures."""
+        self._origin = ""
         self._measured = (0, 0)
         self.stages: list[str] = []
         """What each stage holds, in words."""
@@ -41,12 +47,25 @@ class Plans:
         length = pipe.model.length(call)
         batch, longest = self._measured
         if slicing.measures and (call.inputs.shape[0] != batch or length > longest):
-            own = profile(pipe.model, pipe.place, call)
-            self.profiles = ([own] if world is None else gather_objects(world, own))[: pipe.size]
+            self.profiles = self._profiles(call, pipe, world)
             self._measured = call.inputs.shape[0], length
         slices = list(slicing.slices(length, self.situation(pipe.size)))
         self.slices[_key(call, length)] = slices
         return slices
+
+    def _profiles(self, call: Call, pipe: Pipe, world: Transport | None) -> list[Profile]:
+        """All stages' of earlier runs, or all measured now: every worker sees the same and goes the same way."""
+        everyones: Callable[[Any], list[Any]] = (lambda own: [own]) if world is None else partial(gather_objects, world)
+        asked = conditions(pipe.model, pipe.place, call)
+        kept = everyones(self._measurements.find(asked))[: pipe.size]
+        if None not in kept:
+            self._origin = "an earlier run"
+            return kept
+        own = profile(pipe.model, pipe.place, call)
+        found = everyones(own)[: pipe.size]
+        self._measurements.keep(asked, own)
+        self._origin = "this run"
+        return found
 
     def situation(self, num_stages: int) -> Situation:
         """What is planned for; without measurements a slice costs its length."""
@@ -77,7 +96,8 @@ class Plans:
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)
         measured = f"; {found.bubble:.1%} and {found.seconds:.4g} s a step by measured costs" if found else ""
         errors = [cost.error for profile in self.profiles for cost in (profile.forward, profile.backward)]
-        fitted = {"fit of the costs": f"at most {max(errors):.1%} off (root mean square)"} if errors else {}
+        off = f"at most {max(errors, default=0):.1%} off (root mean square), measured by {self._origin}"
+        fitted = {"fit of the costs": off} if errors else {}
         held = ", ".join(map(str, equal.chunks_in_flight))
         return {
             **{f"stage {r}": text for r, text in enumerate(self.stages)},

@@ -23,6 +23,7 @@ from lightning_decentral.pipeline.find import find
 from lightning_decentral.pipeline.forecast import Forecast
 from lightning_decentral.pipeline.holdings import Holdings
 from lightning_decentral.pipeline.loss import deliver
+from lightning_decentral.pipeline.measurements import Kept, Measurements
 from lightning_decentral.pipeline.models import Call, Pipelined, Place
 from lightning_decentral.pipeline.partition import Even, Partition
 from lightning_decentral.pipeline.pipe import Pipe
@@ -60,6 +61,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         schedule: the order of chunks.
         partition: which blocks stand on which stage.
         microbatches: parts that each batch is cut into, along its first axis.
+        measurements: of the stages' costs: `Kept()` from one run to the next, `Renewed()` by this one, or `Unkept()`.
         activations: `Keep()` them, or `Recompute()` them at the backward.
         boundary: of hidden states and their gradients on the wire; anything but `Exact()` isn't exact.
         replicas: what equal stages of several pipelines do together: `AllReduce()` of gradients, or
@@ -81,6 +83,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         schedule: Schedule | None = None,
         partition: Partition | None = None,
         microbatches: int = 1,
+        measurements: Measurements | None = None,
         activations: Activations | None = None,
         boundary: Boundary | None = None,
         replicas: Replicas | None = None,
@@ -94,6 +97,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         self.schedule = schedule or OneForwardOneBackward()
         self.partition = partition or Even()
         self.microbatches = microbatches
+        self.measurements = measurements or Kept()
         self.activations = activations or Keep()
         self.boundary = boundary or Exact()
         self._holdings: Holdings | None = None
@@ -101,7 +105,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         self._spans: dict[Action, Span] = {}
         self.step_seconds = 0.0
         """Of the latest step's forward and backward on this stage, its waits included."""
-        self.plans = Plans(self.schedule, microbatches)
+        self.plans = Plans(self.schedule, microbatches, self.measurements)
         """Slices of each length that came, and the measurements they rest on."""
 
     # ---- set-up -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lightning_decentral.gossip.coding import Coding
 from lightning_decentral.multimodel import update
 from lightning_decentral.partial import absent, depth, forecast, freezing, order
 from lightning_decentral.partial import callbacks as partial_callbacks
-from lightning_decentral.pipeline import boundary, partition, schedule, slicing, stage
+from lightning_decentral.pipeline import boundary, measurements, partition, schedule, slicing, stage
 from lightning_decentral.recipes import schedules
 from tests.conf.groups import CONF, FILES, choices, nodes, parameters, read, unowned
 from tests.gossip.topologies import classes
@@ -25,6 +25,7 @@ PIPELINE = {
     "strategy/slicing": (slicing, slicing.Slicing),
     "strategy/schedule": (schedule, schedule.Schedule),
     "strategy/partition": (partition, partition.Partition),
+    "strategy/measurements": (measurements, measurements.Measurements),
     "strategy/activations": (stage, stage.Activations),
     "strategy/boundary": (boundary, boundary.Boundary),
 }

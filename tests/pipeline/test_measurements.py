@@ -1,0 +1,192 @@
+"""What stages cost, kept from one run to the next: found under the same conditions only, and by all stages or none."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_decentral.pipeline import plans as planning
+from lightning_decentral.pipeline.boundary import Exact
+from lightning_decentral.pipeline.causal import CausalModel
+from lightning_decentral.pipeline.cost import CostModel
+from lightning_decentral.pipeline.measurements import Kept, Renewed, Unkept, conditions
+from lightning_decentral.pipeline.models import Call, Place
+from lightning_decentral.pipeline.pipe import Pipe
+from lightning_decentral.pipeline.plans import Plans
+from lightning_decentral.pipeline.profile import Profile
+from lightning_decentral.pipeline.schedule import OneForwardOneBackward
+from lightning_decentral.pipeline.slicing import Planned
+from lightning_decentral.pipeline.stage import Keep
+from lightning_decentral.transport import GlooTransport
+from tests.pipeline.causal import built
+from tests.world import world
+
+CALL = Call(torch.zeros(2, 24, dtype=torch.int64))
+WHOLE = Place(0, 4, True, True)
+COSTS = CostModel(((8, 1e-3 / 3), (16, 2e-3 / 3)), (1e-5, 1e-7, 0.0, 1e-9 / 7), 0.01)
+PROFILE = Profile(COSTS, COSTS.times(2), 1e-4)
+
+
+def model(name="llama", dtype=torch.float32):
+    return CausalModel(built(name, dtype))
+
+
+def pipe(place=WHOLE, over=None):
+    options = {"activations": Keep(), "boundary": Exact(), "device": torch.device("cpu")}
+    return Pipe(model(), place, over, over, schedule=OneForwardOneBackward(), **options)
+
+
+def made(measurements, pipe, over=None):
+    plans = Plans(OneForwardOneBackward(), 1, measurements)
+    plans.stages = ["one"] * pipe.size
+    plans.make(Planned(), CALL, pipe, over)
+    return plans
+
+
+def test_a_second_run_reads_what_the_first_measured(tmp_path):
+    first, second = (made(Kept(str(tmp_path)), pipe()) for _ in range(2))
+    assert second.profiles == first.profiles
+    assert second.slices == first.slices
+    assert first.summary()["fit of the costs"].endswith("measured by this run")
+    assert second.summary()["fit of the costs"].endswith("measured by an earlier run")
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    assert (found["format"], found["conditions"]["model"]) == (1, "LlamaForCausalLM")
+
+
+def frozen():
+    found = model()
+    next(found.module.parameters()).requires_grad_(False)
+    return found
+
+
+DIFFERENT = {
+    "another type": lambda: (model(dtype=torch.float64), WHOLE, CALL),
+    "another attention": lambda: (model("qwen2, sliding from block 2"), WHOLE, CALL),
+    "frozen": lambda: (frozen(), WHOLE, CALL),
+    "another place": lambda: (model(), replace(WHOLE, last=False), CALL),
+    "a longer sequence": lambda: (model(), WHOLE, Call(torch.zeros(2, 32, dtype=torch.int64))),
+    "a mask": lambda: (model(), WHOLE, replace(CALL, attention_mask=torch.ones(2, 24))),
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
+def test_other_work_is_measured_itself(tmp_path, change):
+    kept = Kept(str(tmp_path))
+    kept.keep(conditions(model(), WHOLE, CALL), PROFILE)
+    assert kept.find(conditions(model(), WHOLE, CALL)) == PROFILE
+    assert kept.find(conditions(*change())) is None
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    ("torch", "__version__"), ("torch", "get_num_threads"), ("torch", "get_float32_matmul_precision"),
+    ("lightning_decentral.pipeline.measurements", "device_name"),
+])  # fmt: skip
+def test_another_machine_measures_itself(monkeypatch, owner, name):
+    llama = model()
+    here = conditions(llama, WHOLE, CALL)
+    monkeypatch.setattr(f"{owner}.{name}", "2.99" if name == "__version__" else lambda *_: "another")
+    assert Kept().path(conditions(llama, WHOLE, CALL)) != Kept().path(here)
+
+
+def test_half_precision_is_measured_itself():
+    llama = model()
+    here = conditions(llama, WHOLE, CALL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Kept().path(conditions(llama, WHOLE, CALL)) != Kept().path(here)
+
+
+def changed(file, *path, to):
+    whole = found = json.loads(file.read_text())
+    for key in path[:-1]:
+        found = found[key]
+    found[path[-1]] = to
+    file.write_text(json.dumps(whole))
+
+
+DAMAGES = {
+    "empty": lambda file: file.write_text(""),
+    "cut short": lambda file: file.write_text(file.read_text()[:-40]),
+    "binary": lambda file: file.write_bytes(b"\xff\xfe\x00"),
+    "a list": lambda file: file.write_text("[1, 2]"),
+    "another format": lambda file: changed(file, "format", to=2),
+    "of other work": lambda file: changed(file, "conditions", "threads", to=99),
+    "not a number": lambda file: changed(file, "costs", "forward", "alone", to=[[8, float("nan")], [16, 1.0]]),
+    "infinite": lambda file: changed(file, "costs", "forward", "alone", to=[[8, 1.0], [float("inf"), 1.0]]),
+    "no time": lambda file: changed(file, "costs", "backward", "alone", to=[[8, 0.0], [16, 1.0]]),
+    "one length": lambda file: changed(file, "costs", "backward", "alone", to=[[8, 1.0]]),
+    "descending": lambda file: changed(file, "costs", "backward", "alone", to=[[16, 1.0], [8, 1.0]]),
+    "three coefficients": lambda file: changed(file, "costs", "forward", "coefficients", to=[0.0, 0.0, 0.0]),
+    "words": lambda file: changed(file, "costs", "loss_seconds", to="0.1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_counts_as_none_and_is_written_anew(tmp_path, damage):
+    kept, asked = Kept(str(tmp_path)), conditions(model(), WHOLE, CALL)
+    kept.keep(asked, PROFILE)
+    damage(kept.path(asked))
+    assert kept.find(asked) is None
+    kept.keep(asked, PROFILE)
+    assert kept.find(asked) == PROFILE
+    assert list(tmp_path.iterdir()) == [kept.path(asked)]
+
+
+def test_renewed_measures_and_keeps_unkept_does_neither(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "profile", lambda *_: PROFILE)
+    asked, kept = conditions(model(), WHOLE, CALL), Kept(str(tmp_path))
+    kept.keep(asked, replace(PROFILE, loss_seconds=1.0))
+    assert made(Renewed(str(tmp_path)), pipe()).profiles == [PROFILE]
+    assert kept.find(asked) == PROFILE
+    kept.path(asked).unlink()
+    assert made(Unkept(), pipe()).profiles == [PROFILE]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.warns(UserWarning, match="can't be kept in .*file.*LIGHTNING_DECENTRAL_CACHE"):
+        Kept(str(file)).keep({}, PROFILE)
+    assert Kept(str(file)).find({}) is None
+
+
+def test_the_folder_is_the_users(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_DECENTRAL_CACHE", "/own")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setenv("HOME", "/home")
+    found = [str(Kept().path({}).parent)]
+    for name in ("LIGHTNING_DECENTRAL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name)
+        found.append(str(Kept().path({}).parent))
+    shared = "lightning_decentral/stage-costs"
+    assert found == ["/own/stage-costs", f"/caches/{shared}", f"/home/.cache/{shared}"]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(("known", "measuring"), [
+    ((), [0, 1, 2, 3]), ((0, 1, 2, 3), []), ((0,), [0, 1, 2, 3]), ((0, 1), []), ((2, 3), [0, 1, 2, 3]),
+])  # fmt: skip
+def test_all_stages_measure_or_none(tmp_path, monkeypatch, known, measuring):
+    """Two pipelines of two stages, each worker on a host of its own. The first pipeline's stages decide for all."""
+    measured = []
+
+    def worker(group):
+        over, rank = GlooTransport(group), group.rank()
+        own = pipe(Place(2 * (rank % 2), 2 * (rank % 2) + 2, rank % 2 == 0, rank % 2 == 1))
+        own.size = 2
+        kept = Kept(str(tmp_path / str(rank)))
+        if rank in known:
+            kept.keep(conditions(own.model, own.place, CALL), replace(PROFILE, loss_seconds=float(rank)))
+        return made(kept, own, over).profiles
+
+    def profile(model, place, call):
+        measured.append(place.first_block // 2)
+        return replace(PROFILE, loss_seconds=10.0 + place.first_block // 2)
+
+    monkeypatch.setattr(planning, "profile", profile)
+    wanted = [10.0, 11.0] if measuring else [0.0, 1.0]
+    assert [[p.loss_seconds for p in profiles] for profiles in world(4, worker)] == [wanted] * 4
+    assert sorted(measured) == sorted(rank % 2 for rank in measuring)
+    assert sorted(int(f.name) for f in tmp_path.iterdir()) == sorted({*known, *measuring})
