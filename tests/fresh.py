@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 
 class Script:
@@ -46,7 +47,8 @@ class Script:
 
     def status(self, seconds: float) -> int | None:
         """Its exit status, for which it has so long; None while it runs."""
-        return _ask("join", self.pid, seconds)
+        status: int | None = _ask("join", self.pid, seconds)
+        return status
 
     def finish(self, seconds: float) -> tuple[int, str]:
         """(exit status, output); 124 where the whole group had to be killed because the time was over."""
@@ -59,10 +61,9 @@ class Script:
         return (124, f"killed after {seconds} s\n{printed}") if status is None else (status, printed)
 
 
-def _ask(*question: object) -> int | None:
+def _ask(*question: object) -> Any:
     server().send(question)
-    answer: int | None = server().recv()
-    return answer
+    return server().recv()
 
 
 @cache
@@ -76,16 +77,15 @@ def server() -> Connection:
         os.setsid()  # what a terminal sends to the tests' group is not for it
         gc.freeze()  # a collection in a child would touch, and so copy, all that it shares
         ours.close()
-        with suppress(EOFError):
-            _serve(its)
+        _serve(its)
         os._exit(0)
     its.close()
-    Finalize(None, _end, (ours, pid), exitpriority=0)
+    Finalize(None, _end, (pid,), exitpriority=0)
     return ours
 
 
-def _end(questions: Connection, pid: int) -> None:
-    questions.close()
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
@@ -104,9 +104,13 @@ def _serve(questions: Connection) -> None:
         return scripts[pid].exitcode
 
     answers = {"start": start, "join": join}
-    while True:
-        name, *words = questions.recv()
-        questions.send(answers[name](*words))
+    with suppress(EOFError):
+        while True:
+            name, *words = questions.recv()
+            questions.send(answers[name](*words))
+    for pid, process in scripts.items():
+        if process.is_alive():  # the tests were killed
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _main(output: str, words: list[str], environment: dict[str, str], folder: Path) -> None:
