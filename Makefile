@@ -7,6 +7,9 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": name one with make PYTHON=python3.11"
 
+# The tests start many processes: each would compile the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-pipeline demo-partial demo-sweep test lint checks pytest docs clean
 
 demo: $(STAMP)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import world
+from tests import fresh, world
 
 torch.set_num_threads(1)
 
@@ -30,6 +30,11 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 DEVICES = {"gpu": 1, "multigpu": 2}
+
+
+def pytest_collectstart() -> None:
+    """Before any test is imported."""
+    fresh.server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

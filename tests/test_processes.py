@@ -3,13 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 
 from tests.fresh import Script
 
@@ -41,28 +40,9 @@ if __name__ == "__main__":
 """
 
 
-def start(command: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 100.0) -> tuple[int, str]:
-    """(exit code, output); kills the whole session of a process that does not end."""
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {seconds} s:\n{output[-4000:]}") from None
-    return process.returncode, output
+def start(script: Path, *words: str, environment: dict[str, str] | None = None) -> Script:
+    """In a process that has the package imported; those that it starts itself don't."""
+    return Script(script, words, {"PYTHONPATH": str(ROOT), **(environment or {})}, folder=ROOT)
 
 
 @pytest.fixture
@@ -81,10 +61,10 @@ def assert_mean_of_own(folder: Path, size: int, handed_back: list[int]) -> None:
         torch.testing.assert_close(state["head.weight"], mean)
 
 
-def run_again_if_torch_aborts(command: list[str]) -> tuple[int, str]:
+def run_again_if_torch_aborts(script: Path, *words: str) -> tuple[int, str]:
     """Spawned processes of torch 2.13 sometimes abort in gloo's destructor as they end, under `ddp_spawn` as well."""
     for _ in range(3):
-        code, output = finish(start(command))
+        code, output = start(script, *words).finish(100)
         if "terminate called without an active exception" not in output:
             break
     return code, output
@@ -93,15 +73,15 @@ def run_again_if_torch_aborts(command: list[str]) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "handed_back"), [("gossip", [0, 1]), ("gossip_spawn", [0])])
 def test_lightning_starts_the_processes(tmp_path: Path, script: Path, strategy: str, handed_back: list[int]) -> None:
-    code, output = run_again_if_torch_aborts([sys.executable, str(script), str(tmp_path), strategy, "2", "5"])
+    code, output = run_again_if_torch_aborts(script, str(tmp_path), strategy, "2", "5")
     assert code == 0, output[-4000:]
     assert_mean_of_own(tmp_path, 2, handed_back)
 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_processes(tmp_path: Path, script: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    code, output = finish(start([*launcher, str(script), str(tmp_path), "gossip", "2", "5"]))
+    words = ("--standalone", "--nproc-per-node=2", str(script), str(tmp_path), "gossip", "2", "5")
+    code, output = start(Path(torch.distributed.run.__file__), *words).finish(100)
     assert code == 0, output[-4000:]
     assert_mean_of_own(tmp_path, 2, [0, 1])
 
@@ -123,7 +103,7 @@ def test_slurm_starts_the_processes(tmp_path: Path, script: Path) -> None:
     }
     words = (str(tmp_path), "gossip", "2", "5")
     ranks = [{**slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
-    tasks = [Script(script, words, environment) for environment in ranks]
+    tasks = [start(script, *words, environment=environment) for environment in ranks]
     for code, output in [task.finish(100) for task in tasks]:
         assert code == 0, output[-4000:]
     assert_mean_of_own(tmp_path, 2, [0, 1])
@@ -131,16 +111,17 @@ def test_slurm_starts_the_processes(tmp_path: Path, script: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sigterm_to_the_command_ends_every_worker(tmp_path: Path, script: Path) -> None:
-    process = start([sys.executable, str(script), str(tmp_path), "gossip", "2", "100000"])
+    process = start(script, str(tmp_path), "gossip", "2", "100000")
     deadline = time.monotonic() + 60
-    while not (tmp_path / "1.pt").exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process, 60)
-    assert code == 128 + signal.SIGTERM, output[-4000:]
+    while not (tmp_path / "1.pt").exists() and time.monotonic() < deadline and process.status(0.1) is None:
+        pass
+    os.kill(process.pid, signal.SIGTERM)
+    code = process.status(60)
     deadline = time.monotonic() + 10
     while (left := alive(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    _, output = process.finish(0)
+    assert code == 128 + signal.SIGTERM, output[-4000:]
     assert not left, "a worker outlived the command"
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral.optim import AccumAdamW, QuasiGlobalAdam
 from lightning_decentral.shards import full_tensor
-from tests import world
+from tests import forking, world
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -78,6 +78,7 @@ def in_processes(function: Callable[..., Any], *args: Any, seconds: float = 60.0
     Returns what the function returns; what it raises comes as a RuntimeError "Type: text", with the output behind it.
     """
     assert not world.made, "this process has had a world of threads: mark the test that made it with threads"
+    forking.prepare()
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder) / "result", Path(folder) / "output"
         process = multiprocessing.get_context("fork").Process(target=_child, args=(function, args, result, output))

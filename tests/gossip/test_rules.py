@@ -419,11 +419,13 @@ def keeps_the_mean(rule: Combine, topology: Topology, size: int) -> bool:
 
 @pytest.mark.parametrize(("rule", "topology", "size", "delay"), every_rule((0, 1, 3)), ids=str)
 def test_mixing_alone_keeps_the_mean_and_reaches_it(rule: Combine, topology: Topology, size: int, delay: int) -> None:
-    """Push-sum: the mean of what all have and of what is under way, sum_i w_i z_i / n once all has landed."""
+    """Within 800 steps. Push-sum: the mean of what all have and of what is under way, sum_i w_i z_i / n once all has
+    landed."""
     rows = Rows(start(size))
     mean = rows.flat.mean(0)
+    near = 1e-2 * float((rows.flat - mean).norm())
     mixer = Mixer([rows], rule, MatrixExchange(topology, rule.weights, size), delay)
-    for steps in (7, 800):
+    for steps in (7, 100, 100, 600):
         for _ in range(steps):
             mixer.step(1.0)
         mixer.drain()
@@ -431,7 +433,9 @@ def test_mixing_alone_keeps_the_mean_and_reaches_it(rule: Combine, topology: Top
         if keeps_the_mean(rule, topology, size):
             torch.testing.assert_close((share * rows.flat).mean(0), mean, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(share.mean(), torch.ones((), dtype=share.dtype), rtol=1e-10, atol=1e-10)
-    assert float((rows.flat - rows.flat.mean(0)).norm()) < 1e-2 * float((start(size) - mean).norm())
+        if steps >= 100 and float((rows.flat - rows.flat.mean(0)).norm()) < near:
+            return
+    pytest.fail("the workers are still apart")
 
 
 @pytest.mark.parametrize(("rule", "topology", "size", "delay"), every_rule((0, 1, 3)), ids=str)
@@ -461,11 +465,11 @@ def test_a_resumed_mixer_goes_on_bit_for_bit(rule: Combine, topology: Topology, 
 
 
 def growth(rule: Combine, topology: Topology, size: int, delay: int) -> float:
-    """By running it without gradients: distance to the mean after 1200 steps over that after 600."""
+    """By running it without gradients: distance to the mean after 600 steps over that after 300."""
     x0 = start(size)
-    path = simulate(topology, rule, lambda x, _: torch.zeros_like(x), x0 - x0.mean(0), 1200, 1.0, delay)
+    path = simulate(topology, rule, lambda x, _: torch.zeros_like(x), x0 - x0.mean(0), 600, 1.0, delay)
     far = path.square().sum((1, 2)).sqrt()
-    return float(far[1150:].max() / far[550:600].max().clamp(min=1e-12))
+    return float(far[550:].max() / far[250:300].max().clamp(min=1e-12))
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3, 4])

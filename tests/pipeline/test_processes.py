@@ -1,11 +1,10 @@
 """The command line: stages as processes of their own, fit and test in one run."""
 
 import json
-import sys
 
 import pytest
 
-from tests.test_processes import finish, start
+from tests.test_processes import ROOT, start
 
 
 @pytest.mark.slow
@@ -13,8 +12,8 @@ from tests.test_processes import finish, start
 def test_the_recipe_trains_in_a_pipeline(tmp_path):
     small = "data.length=64 model.config.n_embd=16 +trainer.limit_train_batches=4 +trainer.limit_val_batches=2"
     words = f"recipe=gpt strategy=token_pipeline callbacks=pipeline trainer=cpu trainer.devices=2 {small}"
-    command = [sys.executable, "recipes/train.py", *words.split(), "trainer.max_epochs=1", "logger=none"]
-    code, output = finish(start([*command, "+trainer.limit_test_batches=2", f"hydra.run.dir={tmp_path}"]), seconds=250)
+    more = ("trainer.max_epochs=1", "logger=none", "+trainer.limit_test_batches=2", f"hydra.run.dir={tmp_path}")
+    code, output = start(ROOT / "recipes" / "train.py", *words.split(), *more).finish(250)
     assert code == 0, output
     assert "1 of 2 stages" in output
     assert "test/nats_per_token" in output

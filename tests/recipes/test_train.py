@@ -2,8 +2,6 @@
 
 import csv
 import os
-import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -13,10 +11,11 @@ import torch
 import yaml
 
 from lightning_decentral.recipes import train
+from tests.fresh import Script
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = [sys.executable, str(ROOT / "recipes" / "train.py")]
-INSTALLED = [str(Path(sys.executable).with_name("lightning-decentral-train"))]
+SCRIPT = ROOT / "recipes" / "train.py"
+INSTALLED = Path(sys.executable).with_name("lightning-decentral-train")
 TINY = [
     "trainer=cpu",
     "trainer.max_epochs=1",
@@ -52,18 +51,10 @@ def message(*words, monkeypatch):
     return ended.value.code
 
 
-def started(*words, seconds=110):
-    """The finished command with its output; killed with all its workers when it takes longer."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PL_")} | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"hung: {process.communicate()[0][-2000:]}")
-    return process.returncode, output
+def started(command, *words, seconds=110):
+    """Exit status and output of the command in a process that has the package imported; its workers don't."""
+    unseeded = {name: None for name in os.environ if name.startswith("PL_")}
+    return Script(command, words, unseeded, folder=Path()).finish(seconds)
 
 
 def only(pattern):
@@ -158,7 +149,7 @@ def test_sweep_with_scripts_as_workers_is_refused(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "strategy"), [(SCRIPT, "ddp"), (INSTALLED, "gossip")], ids=["script", "installed"])
 def test_two_workers_as_a_user_starts_them(command, strategy):
-    code, output = started(*command, *TINY_VIT, *SHORT, f"strategy={strategy}", *TWO_WORKERS)
+    code, output = started(command, *TINY_VIT, *SHORT, f"strategy={strategy}", *TWO_WORKERS)
     assert code == 0, output
     assert "Starting with 2 processes" in output
     rows = list(csv.DictReader(only("outputs/vit-*/csv/metrics.csv").open()))
@@ -171,12 +162,12 @@ def test_two_workers_as_a_user_starts_them(command, strategy):
 @pytest.mark.timeout(500)
 def test_sweep_with_two_workers_ends():
     sweep = ["strategy=gossip", "trainer.devices=2", "optimizer.lr=1e-3"]
-    code, output = started(*SCRIPT, "-m", *TINY_VIT, *SHORT, *sweep, seconds=300)
+    code, output = started(SCRIPT, "-m", *TINY_VIT, *SHORT, *sweep, seconds=300)
     assert code == 0, output
     assert len(list(Path().glob("outputs/sweep-*/*/csv/metrics.csv"))) == 1
 
 
 @pytest.mark.slow
 def test_the_installed_command_ends_with_one_line():
-    code, output = started(*INSTALLED, "recipe=bert")
+    code, output = started(INSTALLED, "recipe=bert")
     assert (code, output.splitlines()[0][:10]) == (1, "error: In ")
