@@ -1,4 +1,4 @@
-"""Which gradients share a message: neighbours in backward with the same contributors, one type, as far as it has room."""
+"""Which gradients share a message: neighbours in backward with the same contributors and one type, if there is room."""
 
 import torch
 from torch import nn
