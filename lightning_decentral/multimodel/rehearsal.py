@@ -12,6 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -168,8 +169,9 @@ class _Run:
     def _ask(self, job: int, device: int, seconds: float) -> None:
         stdin = self._jobs[job].stdin
         assert stdin is not None
-        stdin.write(f"{self._cores[device]} {seconds!r}\n".encode())
-        stdin.flush()
+        with suppress(BrokenPipeError):  # it ended: whoever reads its answer names it
+            stdin.write(f"{self._cores[device]} {seconds!r}\n".encode())
+            stdin.flush()
 
     def _answer(self, job: int) -> None:
         stdout = self._jobs[job].stdout

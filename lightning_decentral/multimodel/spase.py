@@ -17,6 +17,8 @@ from math import isfinite
 from lightning_decentral.multimodel.solver import NoSolution, Program, Solution
 from lightning_decentral.timeline import Span
 
+TOLERANCE = 1e-5  # of a gap: the solver's own is 1e-6 for each of the constraints that add up to a makespan
+
 
 @dataclass(frozen=True)
 class Table:
@@ -229,4 +231,4 @@ def _judged(granted: Sequence[Granted], bound: float, how: str) -> Plan:
     """With its gap; what is within the solver's tolerance is none."""
     makespan = max(job.start + job.seconds for job in granted)
     gap = (makespan - bound) / makespan
-    return Plan(tuple(granted), gap if gap > 1e-6 else 0.0, how)
+    return Plan(tuple(granted), gap if gap > TOLERANCE else 0.0, how)
