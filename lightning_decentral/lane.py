@@ -1,6 +1,8 @@
 """Host work beside the training: a thread that does what it's given, one thing after the other."""
 
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -9,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Result = TypeVar("Result")
+END_SECONDS = 1.0
 
 
 class Errand(Generic[Result]):
@@ -50,8 +53,8 @@ class Errand(Generic[Result]):
 class Lane:
     """Begins with its first errand and ends when nobody holds it any more.
 
-    A daemon: at the end of a program that failed, a transfer that never ends doesn't keep it alive. That is why it's no
-    `ThreadPoolExecutor`, which joins its threads.
+    A daemon: at the end of a program that failed, a transfer that never ends doesn't keep it alive for more than a
+    second. That is why it's no `ThreadPoolExecutor`, which joins its threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,11 +65,27 @@ class Lane:
         """Do it after all that was sent before."""
         if self._errands is None:
             self._errands = SimpleQueue()
-            threading.Thread(target=_work, args=(self._errands,), name=self._name, daemon=True).start()
+            thread = threading.Thread(target=_work, args=(self._errands,), name=self._name, daemon=True)
+            thread.start()
+            _alive[thread] = self._errands
             weakref.finalize(self, self._errands.put, None)
         errand = Errand(call)
         self._errands.put(errand)
         return errand
+
+
+_alive: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Errand[Any] | None]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end() -> None:
+    """A thread that comes back from torch when the interpreter is gone would end the program by a signal."""
+    lanes = list(_alive.items())
+    for _, errands in lanes:
+        errands.put(None)
+    end = time.monotonic() + END_SECONDS
+    for thread, _ in lanes:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _work(errands: "SimpleQueue[Errand[Any] | None]") -> None:

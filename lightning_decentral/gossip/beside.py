@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -53,6 +54,7 @@ class BesideExchange(Exchange):
     def __post_init__(self) -> None:
         self._leaving, self._arriving = Lane("gossip leaves"), Lane("gossip arrives")
         self._waited, self._in_flight_seconds = HostStopwatch(), 0.0
+        self._rounds = 0
 
     @property
     def pool(self) -> Pool:  # type: ignore[override]
@@ -81,7 +83,7 @@ class BesideExchange(Exchange):
         return self.inner.copies_sent(step)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Memory until landed: the inner exchange's."""
+        """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""
         part = _Part(self._leaving.send(lambda: self.inner.start(message, step, first)), first)
         self._open.append(part)
         self._last = part.started
@@ -93,22 +95,26 @@ class BesideExchange(Exchange):
             self._waited.stop()
             if not first:
                 self._in_flight_seconds += perf_counter() - part.departed
+                self._rounds += 1
             return part.landed.result()
 
         return land
 
     def depart(self) -> None:
-        """Send and hear, once all that was started is ready."""
+        """Send and hear, once all that was started is ready; nothing, if something couldn't be made ready."""
         parts, self._open = self._open, []
-        self._last = departed = self._leaving.send(self.inner.depart)
+        self._last = departed = self._leaving.send(partial(_leave, parts, self.inner))
         for part in parts:
             part.departed = perf_counter()
             part.landed = self._arriving.send(_after(departed, part))
 
     def settle(self) -> None:
-        """Wait for what was started last."""
+        """Wait for what was started last, or raise its error."""
         if self._last is not None:
+            self._waited.start()
             self._last.wait()
+            self._waited.stop()
+            self._last.result()
 
     def message_bytes(self, message: Sequence[Tensor]) -> int:
         """As the inner one."""
@@ -129,10 +135,16 @@ class BesideExchange(Exchange):
         self.inner.load_state_dict(state)
 
     def traffic(self) -> Traffic:
-        """With the seconds that the training waited: those of the threads are hidden."""
-        self.settle()
-        waited = self._waited.seconds()
-        return replace(self.inner.traffic(), wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
+        """Bytes that have left so far; rounds that have landed, and the seconds that the training waited: those of the
+        threads are hidden."""
+        seconds = {"wait_seconds": self._waited.seconds(), "in_flight_seconds": self._in_flight_seconds}
+        return replace(self.inner.traffic(), rounds=self._rounds, **seconds)
+
+
+def _leave(parts: Sequence[_Part], inner: Exchange) -> None:
+    for part in parts:
+        part.started.result()
+    inner.depart()
 
 
 def _after(departed: Errand[None], part: _Part) -> Land:

@@ -54,6 +54,11 @@ class Gathered(Arbiter):
         self._asking.append(name)
         return []
 
+    def give_back(self, name: str, turn: Turn, now: float) -> None:
+        """What it asked for before is over: it may have ended without a word."""
+        super().give_back(name, turn, now)
+        self._asking = [other for other in self._asking if other != name]
+
     def leave(self, name: str, now: float) -> None:
         """The others don't wait for one that failed at its start."""
         super().leave(name, now)

@@ -113,6 +113,7 @@ def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
         raise ValueError(f"{place}: overrides must be a list of words such as optimizer.lr=1e-3, got {words!r}")
     seconds = read(folder / str(job["profile"])).model.seconds if "profile" in job else None
     when = {key: _number(job, key, place, 0.0) for key in WHEN}
+    Queue(name, (Piece(0.0),), **when)  # refuses what can't be scheduled, before anything is measured
     return Training(name, tuple(words), _steps(words, place), seconds, **when)
 
 

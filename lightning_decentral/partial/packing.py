@@ -106,15 +106,16 @@ class Packing:
         return [Piece(segment, tuple(members)) for rows in chunks.values() for members in rows]
 
     def buckets(self, contributors: Sequence[tuple[int, ...]]) -> list[Bucket]:
-        """In the order in which backward completes them.
+        """In the order in which backward completes them; what nobody contributes to is in none.
 
         Segments share a bucket as far as it has room: a message for each would cost a worker more than its bytes do.
         """
         last: dict[Bucket, int] = {}
-        for kind in dict.fromkeys(piece.kind for piece in self.pieces):
-            members = [piece for piece in self.pieces if piece.kind == kind]
-            rows = self._joined(members, contributors)
-            flats = self._store(kind, members).split([sum(piece.numel for piece in row) for row in rows])
+        trained = [piece for piece in self.pieces if contributors[piece.segment]]
+        for kind in dict.fromkeys(piece.kind for piece in trained):
+            rows = self._joined([piece for piece in trained if piece.kind == kind], contributors)
+            sizes = [sum(piece.numel for piece in row) for row in rows]
+            flats = self._store(kind, sum(sizes)).split(sizes)
             for row, flat in zip(rows, flats, strict=True):
                 last[Bucket(contributors[row[0].segment], row, flat)] = self.pieces.index(row[-1])
         return sorted(last, key=lambda bucket: last[bucket])
@@ -130,12 +131,12 @@ class Packing:
                 rows.append([piece])
         return rows
 
-    def _store(self, kind: Kind, pieces: Sequence[Piece]) -> Tensor:
-        """Made when it's first needed, then kept."""
-        if kind not in self._stores:
+    def _store(self, kind: Kind, numel: int) -> Tensor:
+        """As large as was needed so far."""
+        if kind not in self._stores or self._stores[kind].numel() < numel:
             dtype, device = kind
-            self._stores[kind] = torch.empty(sum(piece.numel for piece in pieces), dtype=dtype, device=device)
-        return self._stores[kind]
+            self._stores[kind] = torch.empty(numel, dtype=dtype, device=device)
+        return self._stores[kind][:numel]
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class Reducer:
         self._next, self._open = 0, True
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        if self._open:
+        if self._open and parameter in self._of:
             self._of[parameter].waiting.discard(parameter)
             while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
                 self._launch_next()
@@ -132,10 +132,9 @@ class Reducer:
         while self._next < len(self._buckets):
             self._launch_next()
         self._open = False
-        trained = [bucket for bucket in self._buckets if bucket.ranks]
-        for bucket in trained:
+        for bucket in self._buckets:
             self._hand_on(bucket)
-        for bucket in trained:
+        for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
             bucket.unpack()

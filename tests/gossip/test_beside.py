@@ -91,6 +91,17 @@ def test_an_error_beside_the_training_surfaces_where_the_round_lands() -> None:
         land()
 
 
+def test_nothing_leaves_when_a_bucket_could_not_be_made_ready() -> None:
+    """The others would take the next bucket for it."""
+    exchange = BesideExchange(inner := Slow(MemoryError("no room")))
+    exchange.start([torch.ones(2)], 0)
+    exchange.depart()
+    inner.encode.set()
+    with pytest.raises(MemoryError, match="no room"):
+        exchange.settle()
+    assert inner.calls == []
+
+
 def test_at_delay_zero_and_on_a_device_the_exchange_stays_as_it_is() -> None:
     inner = Slow()
     assert beside(inner, CPU, 0) is inner

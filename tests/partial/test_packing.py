@@ -42,3 +42,10 @@ def test_another_step_with_other_depths_uses_the_same_memory() -> None:
     upper, lower = packing.buckets([FIRST, BOTH])
     whole.flat.fill_(1.0)
     assert float(upper.flat.sum() + lower.flat.sum()) == 4 + 1 + 6 + 1
+
+
+def test_what_nobody_trains_takes_no_memory() -> None:
+    packing = Packing([segment(1000), segment(6)], None)
+    (upper,) = packing.buckets([(), BOTH])
+    assert upper.flat.untyped_storage().nbytes() == 4 * (6 + 1)
+    assert sum(b.flat.numel() for b in packing.buckets([BOTH, BOTH])) == 1008
