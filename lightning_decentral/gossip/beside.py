@@ -137,8 +137,8 @@ class BesideExchange(Exchange):
     def traffic(self) -> Traffic:
         """Bytes that have left so far; rounds that have landed, and the seconds that the training waited: those of the
         threads are hidden."""
-        seconds = {"wait_seconds": self._waited.seconds(), "in_flight_seconds": self._in_flight_seconds}
-        return replace(self.inner.traffic(), rounds=self._rounds, **seconds)
+        left, waited = self.inner.traffic(), self._waited.seconds()
+        return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
 
 
 def _leave(parts: Sequence[_Part], inner: Exchange) -> None:
