@@ -28,8 +28,9 @@ def bars_of_schedule(spans: Mapping[Ran, Span]) -> list[Bar]:
 
 
 def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:
-    """Of a sweep: a member's name stands before the last slash."""
-    return [Bar(name.rpartition("/")[0] or name, span) for name, span in spans.items()]
+    """Of a sweep, by member: its name stands before the last slash."""
+    bars = [Bar(name.rpartition("/")[0] or name, span) for name, span in spans.items()]
+    return sorted(bars, key=lambda bar: _place(bar.job))
 
 
 def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
