@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import JobStatus, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
@@ -30,7 +30,7 @@ from lightning_decentral.multimodel.policy import Policy
 from lightning_decentral.multimodel.schedule import Spans
 from lightning_decentral.multimodel.scheduled import Scheduled, Timing
 from lightning_decentral.multimodel.slots import slots
-from lightning_decentral.multimodel.sweep import Sweep
+from lightning_decentral.multimodel.sweep import Sweep, Watcher
 from lightning_decentral.multimodel.workload import Training
 
 # So many steps and nothing else: an end of the epochs before them would end the training.
@@ -139,14 +139,8 @@ class Trainings:
         with self._composing() as context:
             entrants = self._entrants(trainings, folder, words)
             starts = starts_on(arbiter.devices)(context, self._program.task)
-            with table.LiveTable() as watcher:
-                outcomes = Sweep(entrants, arbiter, starts, watcher, len(entrants)).run()
-        for entrant in entrants:
-            outcome = outcomes[entrant.name]
-            if outcome.status is JobStatus.FAILED:
-                error = outcome._return_value
-                said = f"{type(error).__name__}: {_one_line(error)}"
-                raise ValueError(f"job {entrant.name} failed, {said}; its log: {entrant.log}")
+            with table.LiveTable() as live:
+                Sweep(entrants, arbiter, starts, _Strict(live), len(entrants)).run()
 
     @contextmanager
     def _composing(self) -> Iterator[HydraContext]:
@@ -175,6 +169,23 @@ class Trainings:
             return compose(self._program.name, words, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(f"job {training.name}: {_one_line(error)}") from None
+
+
+@dataclass(frozen=True)
+class _Strict:
+    """A training that fails ends all at once: what the others take without it says nothing about the schedule."""
+
+    inner: Watcher
+
+    def show(self, sweep: Sweep) -> None:
+        self.inner.show(sweep)
+
+    def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
+        self.inner.ended(entrant, outcome)
+        if outcome.status is JobStatus.FAILED:
+            error = outcome._return_value
+            said = f"{type(error).__name__}: {_one_line(error)}"
+            raise ValueError(f"job {entrant.name} failed, {said}; its log: {entrant.log}")
 
 
 def _one_line(error: BaseException) -> str:
