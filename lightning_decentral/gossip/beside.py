@@ -1,6 +1,6 @@
 """The host's share of a round (encode, send, wait, decode, mix), done beside the training and not within it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_decentral.buckets import Matrix, Pool
 from lightning_decentral.gossip.combine.rule import Combine
-from lightning_decentral.gossip.wire import Exchange, Land, Traffic
+from lightning_decentral.gossip.wire import Around, Exchange, Land, Traffic
 from lightning_decentral.lane import Errand, Lane
 from lightning_decentral.stopwatch import HostStopwatch
 
@@ -31,7 +31,7 @@ class _Part:
 
 
 @dataclass
-class BesideExchange(Exchange):
+class BesideExchange(Around):
     """Another exchange on two threads of the host: one makes messages ready and sends them, one hears and mixes.
 
         training    copy |      forward, backward, update         | correct x
@@ -47,7 +47,6 @@ class BesideExchange(Exchange):
         inner: on the host, with nobody else on its transport.
     """
 
-    inner: Exchange
     _open: list[_Part] = field(default_factory=list, init=False)
     _last: Errand[Any] | None = field(default=None, init=False)
 
@@ -65,22 +64,6 @@ class BesideExchange(Exchange):
         """Once what is under way has left."""
         self.settle()
         self.inner.admit(buckets, matrices, combine)
-
-    def silent(self, step: int) -> bool:
-        """As the inner one."""
-        return self.inner.silent(step)
-
-    def own(self, step: int) -> Tensor:
-        """As the inner one."""
-        return self.inner.own(step)
-
-    def degree(self, step: int) -> Tensor:
-        """As the inner one."""
-        return self.inner.degree(step)
-
-    def copies_sent(self, step: int) -> float:
-        """As the inner one."""
-        return self.inner.copies_sent(step)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
         """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""
@@ -116,10 +99,6 @@ class BesideExchange(Exchange):
             self._waited.stop()
             self._last.result()
 
-    def message_bytes(self, message: Sequence[Tensor]) -> int:
-        """As the inner one."""
-        return self.inner.message_bytes(message)
-
     def codec_error(self) -> float | None:
         """Of all that was started."""
         self.settle()
@@ -129,10 +108,6 @@ class BesideExchange(Exchange):
         """The inner one's; call it when all has landed."""
         self.settle()
         return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """To the inner one."""
-        self.inner.load_state_dict(state)
 
     def traffic(self) -> Traffic:
         """Bytes that have left so far; rounds that have landed, and the seconds that the training waited: those of the

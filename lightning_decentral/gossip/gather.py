@@ -1,8 +1,7 @@
 """One worker of several devices with equal parameters: each exchanges a part, then they share what they heard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +9,13 @@ from torch import Tensor
 from lightning_decentral.buckets import Matrix, Pool
 from lightning_decentral.gossip.aside import aside
 from lightning_decentral.gossip.combine.rule import Combine
-from lightning_decentral.gossip.wire import Exchange, Land, Traffic
+from lightning_decentral.gossip.wire import Around, Land, Traffic
 from lightning_decentral.stopwatch import stopwatch
 from lightning_decentral.transport import Transport
 
 
 @dataclass
-class GatherExchange(Exchange):
+class GatherExchange(Around):
     """mixed[p] = sum_j w_ij sent_j[p] for this device's part p; then every device gets every part.
 
     A bucket of n elements has L equal parts for L devices: every byte of a message crosses the network card of the
@@ -32,7 +31,6 @@ class GatherExchange(Exchange):
     Source: the two-level scheme of the parameters' exchange, Wang et al. 2410.11998, section 4.
     """
 
-    inner: Exchange
     inside: Transport
     device: torch.device
     encoded: bool = False
@@ -45,18 +43,6 @@ class GatherExchange(Exchange):
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """This device's parts. No codec sees matrices: a part cuts through them."""
         self.inner.admit([self._part(bucket) for bucket in buckets], [()] * len(buckets), combine)
-
-    def own(self, step: int) -> Tensor:
-        """The island's."""
-        return self.inner.own(step)
-
-    def degree(self, step: int) -> Tensor:
-        """Islands heard."""
-        return self.inner.degree(step)
-
-    def silent(self, step: int) -> bool:
-        """Where the island is."""
-        return self.inner.silent(step)
 
     def copies_sent(self, step: int) -> float:
         """This device's part of the island's."""
@@ -82,14 +68,6 @@ class GatherExchange(Exchange):
 
         return land
 
-    def depart(self) -> None:
-        """The parts."""
-        self.inner.depart()
-
-    def settle(self) -> None:
-        """The inner exchange."""
-        self.inner.settle()
-
     def _share(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """wholes <- every device's parts."""
         self._waited.start()
@@ -106,18 +84,6 @@ class GatherExchange(Exchange):
         return sum(
             self.inner.message_bytes([self._part(m)]) * (self.inside.size if self._split(m) else 1) for m in message
         )
-
-    def codec_error(self) -> float | None:
-        """Of this device's parts."""
-        return self.inner.codec_error()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner exchange's."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """To the inner exchange."""
-        self.inner.load_state_dict(state)
 
     def _split(self, message: Tensor) -> bool:
         return message.numel() % self.inside.size == 0

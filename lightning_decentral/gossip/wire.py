@@ -116,6 +116,58 @@ class Exchange(ABC):
         return Traffic()
 
 
+@dataclass
+class Around(Exchange):
+    """Another exchange and something more: what a subclass doesn't say is as the inner one does it."""
+
+    inner: Exchange
+
+    @property
+    def learns(self) -> bool:
+        """The inner one's."""
+        return self.inner.learns
+
+    def silent(self, step: int) -> bool:
+        """The inner one's."""
+        return self.inner.silent(step)
+
+    def copies_sent(self, step: int) -> float:
+        """The inner one's."""
+        return self.inner.copies_sent(step)
+
+    def own(self, step: int) -> Tensor:
+        """The inner one's."""
+        return self.inner.own(step)
+
+    def degree(self, step: int) -> Tensor:
+        """The inner one's."""
+        return self.inner.degree(step)
+
+    def depart(self) -> None:
+        """The inner one's."""
+        self.inner.depart()
+
+    def settle(self) -> None:
+        """The inner one's."""
+        self.inner.settle()
+
+    def message_bytes(self, message: Sequence[Tensor]) -> int:
+        """The inner one's."""
+        return self.inner.message_bytes(message)
+
+    def codec_error(self) -> float | None:
+        """The inner one's."""
+        return self.inner.codec_error()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner one's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """To the inner one."""
+        self.inner.load_state_dict(state)
+
+
 def number(value: float, device: torch.device) -> Tensor:
     """A scalar, filled on the device: copying it there would make the host wait."""
     return torch.full((), value, dtype=torch.float64, device=device)
