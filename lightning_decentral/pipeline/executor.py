@@ -17,6 +17,9 @@ from lightning_decentral.timeline import Span
 Close = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices together) -> the scalar that goes back."""
 
+Clock = Callable[[], float]
+"""Seconds since any moment."""
+
 AHEAD = 2  # receives posted beyond the current action: one that is needed next, one that travels meanwhile
 
 
@@ -25,17 +28,20 @@ class Executor:
 
     Args:
         close: of the last stage; called once for each micro-batch, when its last slice has come through.
+        own: what `own_seconds` are read from; by default the processor time of this thread.
     """
 
-    def __init__(self, stage: Stage, channel: Channel, close: Close) -> None:
-        self._stage, self._channel, self._close = stage, channel, close
+    def __init__(self, stage: Stage, channel: Channel, close: Close, own: Clock = time.thread_time) -> None:
+        self._stage, self._channel, self._close, self._own = stage, channel, close, own
         self._grads: dict[int, list[Tensor]] = {}
         self._due: list[tuple[int, int]] = []
         self.most_chunks_held = 0
         self.spans: dict[Action, Span] = {}
         """When each action computed, without its wait for what comes in; on a device, when it was launched."""
         self.own_seconds: dict[Action, float] = {}
-        """Processor time of each action: less than its span where the machine does something else meanwhile."""
+        """Of each action: less than its span where the machine does something else meanwhile."""
+        self.loss_seconds = 0.0
+        """Of `own_seconds`, what the loss took, there and back."""
 
     def run(self, actions: Sequence[Action]) -> None:
         """Take all actions in order.
@@ -57,10 +63,10 @@ class Executor:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        start, own = time.perf_counter(), time.thread_time()
+        start, own = time.perf_counter(), self._own()
         yield
+        self.own_seconds[action] = self._own() - own
         self.spans[action] = Span(f"stage {action.stage}", start, time.perf_counter())
-        self.own_seconds[action] = time.thread_time() - own
 
     def _expect(self, actions: Iterator[Action]) -> None:
         for action in actions:
@@ -72,7 +78,9 @@ class Executor:
             output = self._stage.forward(action.microbatch, action.slice, hidden)
             self._due.append((action.microbatch, action.slice))
             if self._stage.place.last and action.slice == len(self._stage.bounds) - 1 and torch.is_grad_enabled():
+                own = self._own()
                 self._finish(action.microbatch)
+                self.loss_seconds += self._own() - own
         if not self._stage.place.last:
             self._channel.send(action, output)
 

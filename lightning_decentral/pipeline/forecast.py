@@ -20,20 +20,29 @@ class Forecast:
     """The most that each stage holds at once."""
 
 
-def tasks(stages: Sequence[Sequence[Action]], num_slices: int, seconds: Costs, link_seconds: float) -> list[Task[str]]:
+def always(seconds: float) -> Costs:
+    """The same, whatever the action."""
+    return lambda action: seconds
+
+
+AT_ONCE = always(0.0)
+
+
+def tasks(stages: Sequence[Sequence[Action]], num_slices: int, seconds: Costs, link: Costs) -> list[Task[str]]:
     """Actions as tasks named `str(action)`; between two stages lies a task of the link, if it takes time."""
     found: list[Task[str]] = []
     for actions in stages:
         for action in actions:
             needs = []
             for needed in action.needs(len(stages), num_slices):
-                if needed.stage == action.stage or link_seconds == 0:
+                link_seconds = 0.0 if needed.stage == action.stage else link(needed)
+                if link_seconds == 0:
                     needs.append(str(needed))
                     continue
-                link = f"{needed} -> stage {action.stage}"
-                # A message doesn't hold up the next one: latency, not occupancy, so each link task is its own worker.
-                found.append(Task(link, link, link_seconds, (str(needed),)))
-                needs.append(link)
+                message = f"{needed} -> stage {action.stage}"
+                # A message doesn't hold up the next one: latency, not occupancy, so each message is its own worker.
+                found.append(Task(message, message, link_seconds, (str(needed),)))
+                needs.append(message)
             found.append(Task(str(action), f"stage {action.stage}", seconds(action), tuple(needs)))
     return found
 
@@ -44,16 +53,16 @@ def forecast(
     num_microbatches: int,
     num_slices: int,
     seconds: Costs,
-    link_seconds: float = 0.0,
+    link: Costs = AT_ONCE,
 ) -> Forecast:
     """The run of a schedule.
 
     Args:
         seconds: of one action; a schedule that splits the backward gets half of it for each part.
-        link_seconds: from the end of an action to when the next stage has its result.
+        link: from the end of an action to when the next stage has its result.
     """
     stages = schedule.actions(num_stages, num_microbatches, num_slices)
-    spans = run(tasks(stages, num_slices, halved(seconds) if schedule.splits else seconds, link_seconds))
+    spans = run(tasks(stages, num_slices, halved(seconds) if schedule.splits else seconds, link))
     workers = [f"stage {r}" for r in range(num_stages)]
     shown = {name: span for name, span in spans.items() if span.worker in workers}
     return Forecast(shown, makespan(shown), bubble(shown, workers), tuple(in_flight(actions) for actions in stages))

@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import torch
 
 from lightning_decentral.machine import device_name
 from lightning_decentral.pipeline.cost import CostModel
-from lightning_decentral.pipeline.models import Call, Pipelined, Place
-from lightning_decentral.pipeline.profile import Profile
+from lightning_decentral.pipeline.models import Call
+from lightning_decentral.pipeline.pipe import Pipe
+from lightning_decentral.pipeline.profile import Link, Profile
 
-FORMAT = 1  # another one whenever a file, or what a measurement means, changes
+FORMAT = 2  # another one whenever a file, or what a measurement means, changes
 Conditions = Mapping[str, str | int | bool]
 
 
@@ -101,15 +102,17 @@ class Unkept(Measurements):
         """Nowhere."""
 
 
-def conditions(model: Pipelined, place: Place, call: Call) -> Conditions:
-    """What a stage's costs depend on."""
-    device = call.inputs.device
+def conditions(pipe: Pipe, call: Call, hosts: Sequence[str]) -> Conditions:
+    """What a stage's costs depend on; of the hosts of all stages, only which stages share one."""
+    model, device = pipe.model, call.inputs.device
     autocast = torch.is_autocast_enabled(device.type)
     return {
         "model": type(model.module).__name__,
         "parameters": sum(p.numel() for p in model.module.parameters()),
         "structure": hashlib.sha256(model.structure().encode()).hexdigest(),
-        **asdict(place),
+        **asdict(pipe.place),
+        "pipeline": pipe.words,
+        "hosts": " ".join(str(hosts.index(host)) for host in hosts),
         "inputs": f"{tuple(call.inputs.shape)} {call.inputs.dtype}",
         "attention_mask": call.attention_mask is not None,
         "position_ids": call.position_ids is not None,
@@ -140,7 +143,11 @@ def _write(path: Path, text: str) -> None:
 def _profile(costs: Any) -> Profile:
     """Read back; an exception for what no measurement can be."""
     return Profile(
-        _cost_model(costs["forward"]), _cost_model(costs["backward"]), _number(costs["loss_seconds"], least=0)
+        _cost_model(costs["forward"]),
+        _cost_model(costs["backward"]),
+        _number(costs["loss_seconds"], least=0),
+        Link(**{name: _number(costs["link"][name], least=0) for name in ("latency_seconds", "token_seconds")}),
+        _number(costs["stretch"], least=0),
     )
 
 

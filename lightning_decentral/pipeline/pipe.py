@@ -1,5 +1,6 @@
 """A stage that runs step after step: its channel, its shapes, and what the stages tell each other when a step ends."""
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from lightning_decentral.evaluating import evaluating
 from lightning_decentral.pipeline.boundary import Boundary
 from lightning_decentral.pipeline.channel import Channel, Links, Nowhere
-from lightning_decentral.pipeline.executor import Close, Executor
+from lightning_decentral.pipeline.executor import Clock, Close, Executor
 from lightning_decentral.pipeline.memory import Memory
 from lightning_decentral.pipeline.models import Call, Pipelined, Place, Shape
 from lightning_decentral.pipeline.schedule import Action, Kind, Schedule
@@ -42,18 +43,25 @@ class Pipe:
         device: torch.device,
     ) -> None:
         self.model, self.place, self.over = model, place, over
-        self._back, self._schedule, self._activations = back, schedule, activations
+        self._back, self.schedule, self._activations = back, schedule, activations
         self._boundary, self._device = boundary, device
         self._shapes: dict[torch.Size, list[Shape]] = {}
         self.rank = 0 if over is None else over.rank
         self.size = 1 if over is None else over.size
 
-    def train(self, calls: Sequence[Call], slices: Sequence[int], close: Close) -> Executor:
+    @property
+    def words(self) -> str:
+        """What its speed depends on beside the model."""
+        return f"stage {self.rank} of {self.size}, {self.schedule!r}, {self._activations!r}, {self._boundary!r}"
+
+    def train(
+        self, calls: Sequence[Call], slices: Sequence[int], close: Close, own: Clock = time.thread_time
+    ) -> Executor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`. Collective."""
-        return self._run(calls, slices, close, self._actions(len(calls), len(slices)))[0]
+        return self._run(calls, slices, close, self._actions(len(calls), len(slices)), own)[0]
 
     def _actions(self, microbatches: int, slices: int) -> list[Action]:
-        return self._schedule.actions(self.size, microbatches, slices)[self.rank]
+        return self.schedule.actions(self.size, microbatches, slices)[self.rank]
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
         """The model's output, on every stage. Collective."""
@@ -64,15 +72,25 @@ class Pipe:
         return self._from_last(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None)
 
     def _run(
-        self, calls: Sequence[Call], slices: Sequence[int], close: Close, actions: Sequence[Action]
+        self,
+        calls: Sequence[Call],
+        slices: Sequence[int],
+        close: Close,
+        actions: Sequence[Action],
+        own: Clock = time.thread_time,
     ) -> tuple[Executor, Stage]:
-        weights = Apart() if self._schedule.splits else AtOnce()
+        weights = Apart() if self.schedule.splits else AtOnce()
         stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
-        executor = Executor(stage, self._channel(stage), close)
+        executor = Executor(stage, self.channel(stage), close, own)
         executor.run(actions)
         return executor, stage
 
-    def _channel(self, stage: Stage) -> Channel:
+    def empty(self, call: Call, slices: Sequence[int]) -> Stage:
+        """The stage before its first chunk."""
+        return Stage(self.model, self.place, [call], slices, self._activations)
+
+    def channel(self, stage: Stage) -> Channel:
+        """The way to the neighbours for one step of this stage."""
         if self.over is None or self._back is None:
             return Nowhere()
         for call in stage.calls:

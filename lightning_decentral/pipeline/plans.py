@@ -1,5 +1,6 @@
 """The slices of a run: planned for each length of sequence when it first comes, the same on every stage."""
 
+import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,9 +9,10 @@ from lightning_decentral.pipeline.forecast import Forecast, forecast
 from lightning_decentral.pipeline.measurements import Measurements, Unkept, conditions
 from lightning_decentral.pipeline.models import Call
 from lightning_decentral.pipeline.pipe import Pipe
-from lightning_decentral.pipeline.profile import Profile, action_seconds, profile, slowest
+from lightning_decentral.pipeline.profile import Profile, expected, priced
 from lightning_decentral.pipeline.schedule import Schedule
 from lightning_decentral.pipeline.slicing import Situation, Slicing
+from lightning_decentral.pipeline.timing import profile
 from lightning_decentral.transport import Transport, gather_objects
 
 
@@ -38,7 +40,7 @@ class Plans:
         return self.slices.get(_key(call, length))
 
     def make(self, slicing: Slicing, call: Call, pipe: Pipe, world: Transport | None) -> list[int]:
-        """Plan for such calls; may leave gradients behind.
+        """Plan for such calls; a measurement takes gradients away.
 
         A measurement, where the slicing asks for one, serves all sequences that aren't longer, of this batch size.
 
@@ -56,12 +58,12 @@ class Plans:
     def _profiles(self, call: Call, pipe: Pipe, world: Transport | None) -> list[Profile]:
         """All stages' of earlier runs, or all measured now: every worker sees the same and goes the same way."""
         everyones: Callable[[Any], list[Any]] = (lambda own: [own]) if world is None else partial(gather_objects, world)
-        asked = conditions(pipe.model, pipe.place, call)
+        asked = conditions(pipe, call, everyones(platform.node())[: pipe.size])
         kept = everyones(self._measurements.find(asked))[: pipe.size]
         if None not in kept:
             self._origin = "an earlier run"
             return kept
-        own = profile(pipe.model, pipe.place, call)
+        own = profile(pipe, call)
         found = everyones(own)[: pipe.size]
         self._measurements.keep(asked, own)
         self._origin = "this run"
@@ -69,22 +71,20 @@ class Plans:
 
     def situation(self, num_stages: int) -> Situation:
         """What is planned for; without measurements a slice costs its length."""
-        seconds, ratio = slowest(self.profiles) if self.profiles else (lambda tokens, context: float(tokens), 2.0)
+        if self.profiles:
+            return priced(self.profiles, self._schedule, self._microbatches)
         return Situation(
             num_stages=num_stages,
-            seconds=seconds,
+            seconds=lambda tokens, context: float(tokens),
             num_microbatches=self._microbatches,
             schedule=self._schedule,
-            backward_over_forward=ratio,
         )
 
     def expected(self) -> Forecast | None:
         """What the timeline says of a step with the latest plan; None where nothing was measured."""
         if not self.slices or not self.profiles:
             return None
-        slices = self._latest()
-        costs = partial(action_seconds, self.profiles, slices)
-        return forecast(self._schedule, len(self.profiles), self._microbatches, len(slices), costs)
+        return expected(self.profiles, self._schedule, self._microbatches, self._latest())
 
     def _latest(self) -> list[int]:
         return list(self.slices.values())[-1] if self.slices else []
@@ -96,7 +96,11 @@ class Plans:
         equal = forecast(self._schedule, *sizes, lambda action: 1.0)
         measured = f"; {found.bubble:.1%} and {found.seconds:.4g} s a step by measured costs" if found else ""
         errors = [cost.error for profile in self.profiles for cost in (profile.forward, profile.backward)]
-        off = f"at most {max(errors, default=0):.1%} off (root mean square), measured by {self._origin}"
+        stretch = max((profile.stretch for profile in self.profiles), default=1.0)
+        off = (
+            f"at most {max(errors, default=0):.1%} off (root mean square), steps up to {stretch:.2f} times the "
+            f"timeline of their parts, measured by {self._origin}"
+        )
         fitted = {"fit of the costs": off} if errors else {}
         held = ", ".join(map(str, equal.chunks_in_flight))
         return {

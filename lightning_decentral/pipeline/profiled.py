@@ -12,7 +12,7 @@ from lightning_decentral.forecast.method import Method, Setting, synchronous
 from lightning_decentral.forecast.network import Price
 from lightning_decentral.forecast.stragglers import Floats
 from lightning_decentral.hardware import Block
-from lightning_decentral.pipeline.forecast import Forecast, forecast, halved, tasks
+from lightning_decentral.pipeline.forecast import Costs, Forecast, always, forecast, halved, tasks
 from lightning_decentral.pipeline.partition import NOTHING, Even, Load, Partition
 from lightning_decentral.pipeline.schedule import Action, Kind, OneForwardOneBackward, Schedule
 from lightning_decentral.timeline import Task
@@ -59,8 +59,8 @@ class Pipelining(Method):
         """One step of one pipeline, without the update."""
         stages = self._stages(setting)
         actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
-        seconds, link_seconds = self._costs(setting, 1.0)
-        return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link_seconds)
+        seconds, link = self._costs(setting, 1.0)
+        return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link)
 
     def card_bytes(self, setting: Setting) -> float:
         """2 (r - 1) / r of the bytes of the parameters on a node, in r pipelines; hidden states on to the next node, as
@@ -91,11 +91,11 @@ class Pipelining(Method):
         counts = stages, self.microbatches or stages, self.slices
         return forecast(self.schedule, *counts, *self._costs(setting, factor))
 
-    def _costs(self, setting: Setting, factor: float) -> tuple["_Seconds", float]:
+    def _costs(self, setting: Setting, factor: float) -> tuple["_Seconds", Costs]:
         parts = self._parts(setting)
         chunk = self._chunk(setting)
         hidden = max(part[-1].output_bytes for part in parts) * chunk
-        return _Seconds(tuple(parts), factor * chunk), self.prices(setting)[0].seconds(hidden)
+        return _Seconds(tuple(parts), factor * chunk), always(self.prices(setting)[0].seconds(hidden))
 
     def _chunk(self, setting: Setting) -> float:
         """A slice of a micro-batch, as a share of a profiled batch."""

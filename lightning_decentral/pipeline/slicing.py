@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
-from lightning_decentral.pipeline.forecast import by_slice, forecast
+from lightning_decentral.pipeline.forecast import always, by_slice, forecast
 from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedule, in_flight
 from lightning_decentral.pipeline.search import Bounded, Cuts, cheapest, over_bounds, smallest_bound, table
 
@@ -138,7 +139,7 @@ class Situation:
         backward = [self.backward_over_forward * t for t in forward]
         costs = by_slice(forward, backward)
         sizes = (self.num_stages, self.num_microbatches, len(slices))
-        return forecast(self.schedule, *sizes, costs, self.link_seconds).seconds
+        return forecast(self.schedule, *sizes, costs, always(self.link_seconds)).seconds
 
     def fits(self, slices: Sequence[int]) -> bool:
         """Whether the first stage, which holds most, stays within the bound."""
@@ -153,14 +154,16 @@ def plan_for(
 ) -> tuple[int, ...]:
     """The slices with the shortest simulated step within the memory bound.
 
-    Tried are `balance` for every number of slices up to `max_slices`, and `plan`. Not proven to be optimal under one
-    forward one backward, whose makespan has no closed form for unequal slices; never worse than what was tried.
+    Tried are slices of equal cost (`balance`) and of equal length for every number up to `max_slices`, and `plan`. Not
+    proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
+    worse than what was tried.
 
     Raises:
         ValueError: nothing that was tried fits into the memory bound.
     """
     most = min(max_slices, len(_boundaries(length_tokens, granularity)) - 1)
     tried = [balance(length_tokens, n, situation.seconds, granularity=granularity) for n in range(1, most + 1)]
+    tried += [equal(length_tokens, n, granularity=granularity) for n in range(1, most + 1)]
     unbounded = plan(length_tokens, situation.num_stages, situation.seconds, granularity=granularity, max_slices=most)
     fitting = [slices for slices in dict.fromkeys([*tried, unbounded]) if situation.fits(slices)]
     if not fitting:
@@ -169,6 +172,21 @@ def plan_for(
             "first stage: allow more tokens or slices, or take the one-forward-one-backward schedule"
         )
     return min(fitting, key=situation.step_seconds)
+
+
+def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:
+    """Slices of equal length; where that can't be, the first ones are longer by `granularity`.
+
+    Raises:
+        ValueError: more slices than pieces of this granularity.
+    """
+    boundaries = _boundaries(length_tokens, granularity)
+    _at_least_1(num_slices=num_slices)
+    short, longer = divmod(len(boundaries) - 1, num_slices)
+    if short == 0:
+        raise ValueError(f"{length_tokens} tokens can't be cut into {num_slices} slices: ask for fewer")
+    at = [boundaries[k * short + min(k, longer)] for k in range(num_slices + 1)]
+    return tuple(b - a for a, b in pairwise(at))
 
 
 class Slicing(ABC):
@@ -193,10 +211,7 @@ class Uniform(Slicing):
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
         """See `Slicing.slices`."""
-        if self.n > length_tokens:
-            raise ValueError(f"{length_tokens} tokens can't be cut into {self.n} slices: ask for fewer")
-        short, longer = divmod(length_tokens, self.n)
-        return (short + 1,) * longer + (short,) * (self.n - longer)
+        return equal(length_tokens, self.n)
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,6 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
             return known
         slicing = self.slicing or (Planned() if model.sliceable else Uniform(1))
         slices = self.plans.make(slicing, calls[0], self._pipe, None if self._wire is None else self._wire.roll)
-        for parameter in self._module.parameters():
-            parameter.grad = None  # of the measurement
         rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
         return slices
 

@@ -1,23 +1,24 @@
 """What stages cost, kept from one run to the next: found under the same conditions only, and by all stages or none."""
 
 import json
+import platform
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_decentral.pipeline import plans as planning
-from lightning_decentral.pipeline.boundary import Exact
+from lightning_decentral.pipeline.boundary import Bfloat16, Exact
 from lightning_decentral.pipeline.causal import CausalModel
 from lightning_decentral.pipeline.cost import CostModel
 from lightning_decentral.pipeline.measurements import Kept, Renewed, Unkept, conditions
 from lightning_decentral.pipeline.models import Call, Place
 from lightning_decentral.pipeline.pipe import Pipe
 from lightning_decentral.pipeline.plans import Plans
-from lightning_decentral.pipeline.profile import Profile
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward
+from lightning_decentral.pipeline.profile import Link, Profile
+from lightning_decentral.pipeline.schedule import OneForwardOneBackward, ZeroBubble
 from lightning_decentral.pipeline.slicing import Planned
-from lightning_decentral.pipeline.stage import Keep
+from lightning_decentral.pipeline.stage import Keep, Recompute
 from lightning_decentral.transport import GlooTransport
 from tests.pipeline.causal import built
 from tests.world import world
@@ -25,16 +26,20 @@ from tests.world import world
 CALL = Call(torch.zeros(2, 24, dtype=torch.int64))
 WHOLE = Place(0, 4, True, True)
 COSTS = CostModel(((8, 1e-3 / 3), (16, 2e-3 / 3)), (1e-5, 1e-7, 0.0, 1e-9 / 7), 0.01)
-PROFILE = Profile(COSTS, COSTS.times(2), 1e-4)
+PROFILE = Profile(COSTS, COSTS.times(2), 1e-4, Link(1e-4 / 3, 1e-7 / 3), 1.1)
 
 
-def model(name="llama", dtype=torch.float32):
+def built_model(name="llama", dtype=torch.float32):
     return CausalModel(built(name, dtype))
 
 
-def pipe(place=WHOLE, over=None):
-    options = {"activations": Keep(), "boundary": Exact(), "device": torch.device("cpu")}
-    return Pipe(model(), place, over, over, schedule=OneForwardOneBackward(), **options)
+def pipe(place=WHOLE, over=None, model=None, **changes):
+    options = {"activations": Keep(), "boundary": Exact(), "schedule": OneForwardOneBackward(), **changes}
+    return Pipe(model or built_model(), place, over, over, device=torch.device("cpu"), **options)
+
+
+def asked(own=None, call=CALL, hosts=("here",)):
+    return conditions(own or pipe(), call, hosts)
 
 
 def made(measurements, pipe, over=None):
@@ -52,31 +57,39 @@ def test_a_second_run_reads_what_the_first_measured(tmp_path):
     assert second.summary()["fit of the costs"].endswith("measured by an earlier run")
     (file,) = tmp_path.iterdir()
     found = json.loads(file.read_text())
-    assert (found["format"], found["conditions"]["model"]) == (1, "LlamaForCausalLM")
+    assert (found["format"], found["conditions"]["model"]) == (2, "LlamaForCausalLM")
 
 
 def frozen():
-    found = model()
+    found = built_model()
     next(found.module.parameters()).requires_grad_(False)
     return found
 
 
 DIFFERENT = {
-    "another type": lambda: (model(dtype=torch.float64), WHOLE, CALL),
-    "another attention": lambda: (model("qwen2, sliding from block 2"), WHOLE, CALL),
-    "frozen": lambda: (frozen(), WHOLE, CALL),
-    "another place": lambda: (model(), replace(WHOLE, last=False), CALL),
-    "a longer sequence": lambda: (model(), WHOLE, Call(torch.zeros(2, 32, dtype=torch.int64))),
-    "a mask": lambda: (model(), WHOLE, replace(CALL, attention_mask=torch.ones(2, 24))),
+    "another type": lambda: asked(pipe(model=built_model(dtype=torch.float64))),
+    "another attention": lambda: asked(pipe(model=built_model("qwen2, sliding from block 2"))),
+    "frozen": lambda: asked(pipe(model=frozen())),
+    "another place": lambda: asked(pipe(replace(WHOLE, last=False))),
+    "a longer sequence": lambda: asked(call=Call(torch.zeros(2, 32, dtype=torch.int64))),
+    "a mask": lambda: asked(call=replace(CALL, attention_mask=torch.ones(2, 24))),
+    "recomputation": lambda: asked(pipe(activations=Recompute())),
+    "smaller messages": lambda: asked(pipe(boundary=Bfloat16())),
+    "another order": lambda: asked(pipe(schedule=ZeroBubble())),
+    "stages on two hosts": lambda: asked(hosts=("here", "there")),
 }
 
 
 @pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
 def test_other_work_is_measured_itself(tmp_path, change):
     kept = Kept(str(tmp_path))
-    kept.keep(conditions(model(), WHOLE, CALL), PROFILE)
-    assert kept.find(conditions(model(), WHOLE, CALL)) == PROFILE
-    assert kept.find(conditions(*change())) is None
+    kept.keep(asked(), PROFILE)
+    assert kept.find(asked()) == PROFILE
+    assert kept.find(change()) is None
+
+
+def test_hosts_are_known_by_who_shares_one_not_by_name():
+    assert asked(hosts=("a", "a", "b")) == asked(hosts=("c", "c", "d")) != asked(hosts=("a", "b", "b"))
 
 
 @pytest.mark.parametrize(("owner", "name"), [
@@ -84,17 +97,17 @@ def test_other_work_is_measured_itself(tmp_path, change):
     ("lightning_decentral.pipeline.measurements", "device_name"),
 ])  # fmt: skip
 def test_another_machine_measures_itself(monkeypatch, owner, name):
-    llama = model()
-    here = conditions(llama, WHOLE, CALL)
+    own = pipe()
+    here = asked(own)
     monkeypatch.setattr(f"{owner}.{name}", "2.99" if name == "__version__" else lambda *_: "another")
-    assert Kept().path(conditions(llama, WHOLE, CALL)) != Kept().path(here)
+    assert Kept().path(asked(own)) != Kept().path(here)
 
 
 def test_half_precision_is_measured_itself():
-    llama = model()
-    here = conditions(llama, WHOLE, CALL)
+    own = pipe()
+    here = asked(own)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert Kept().path(conditions(llama, WHOLE, CALL)) != Kept().path(here)
+        assert Kept().path(asked(own)) != Kept().path(here)
 
 
 def changed(file, *path, to):
@@ -110,7 +123,7 @@ DAMAGES = {
     "cut short": lambda file: file.write_text(file.read_text()[:-40]),
     "binary": lambda file: file.write_bytes(b"\xff\xfe\x00"),
     "a list": lambda file: file.write_text("[1, 2]"),
-    "another format": lambda file: changed(file, "format", to=2),
+    "another format": lambda file: changed(file, "format", to=1),
     "of other work": lambda file: changed(file, "conditions", "threads", to=99),
     "not a number": lambda file: changed(file, "costs", "forward", "alone", to=[[8, float("nan")], [16, 1.0]]),
     "infinite": lambda file: changed(file, "costs", "forward", "alone", to=[[8, 1.0], [float("inf"), 1.0]]),
@@ -119,27 +132,28 @@ DAMAGES = {
     "descending": lambda file: changed(file, "costs", "backward", "alone", to=[[16, 1.0], [8, 1.0]]),
     "three coefficients": lambda file: changed(file, "costs", "forward", "coefficients", to=[0.0, 0.0, 0.0]),
     "words": lambda file: changed(file, "costs", "loss_seconds", to="0.1"),
+    "a message before it was sent": lambda file: changed(file, "costs", "link", "latency_seconds", to=-1.0),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_counts_as_none_and_is_written_anew(tmp_path, damage):
-    kept, asked = Kept(str(tmp_path)), conditions(model(), WHOLE, CALL)
-    kept.keep(asked, PROFILE)
-    damage(kept.path(asked))
-    assert kept.find(asked) is None
-    kept.keep(asked, PROFILE)
-    assert kept.find(asked) == PROFILE
-    assert list(tmp_path.iterdir()) == [kept.path(asked)]
+    kept, own = Kept(str(tmp_path)), asked()
+    kept.keep(own, PROFILE)
+    damage(kept.path(own))
+    assert kept.find(own) is None
+    kept.keep(own, PROFILE)
+    assert kept.find(own) == PROFILE
+    assert list(tmp_path.iterdir()) == [kept.path(own)]
 
 
 def test_renewed_measures_and_keeps_unkept_does_neither(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "profile", lambda *_: PROFILE)
-    asked, kept = conditions(model(), WHOLE, CALL), Kept(str(tmp_path))
-    kept.keep(asked, replace(PROFILE, loss_seconds=1.0))
+    own, kept = conditions(pipe(), CALL, [platform.node()]), Kept(str(tmp_path))
+    kept.keep(own, replace(PROFILE, loss_seconds=1.0))
     assert made(Renewed(str(tmp_path)), pipe()).profiles == [PROFILE]
-    assert kept.find(asked) == PROFILE
-    kept.path(asked).unlink()
+    assert kept.find(own) == PROFILE
+    kept.path(own).unlink()
     assert made(Unkept(), pipe()).profiles == [PROFILE]
     assert list(tmp_path.iterdir()) == []
 
@@ -178,12 +192,12 @@ def test_all_stages_measure_or_none(tmp_path, monkeypatch, known, measuring):
         own.size = 2
         kept = Kept(str(tmp_path / str(rank)))
         if rank in known:
-            kept.keep(conditions(own.model, own.place, CALL), replace(PROFILE, loss_seconds=float(rank)))
+            kept.keep(asked(own, hosts=("here", "here")), replace(PROFILE, loss_seconds=float(rank)))
         return made(kept, own, over).profiles
 
-    def profile(model, place, call):
-        measured.append(place.first_block // 2)
-        return replace(PROFILE, loss_seconds=10.0 + place.first_block // 2)
+    def profile(pipe, call):
+        measured.append(pipe.place.first_block // 2)
+        return replace(PROFILE, loss_seconds=10.0 + pipe.place.first_block // 2)
 
     monkeypatch.setattr(planning, "profile", profile)
     wanted = [10.0, 11.0] if measuring else [0.0, 1.0]

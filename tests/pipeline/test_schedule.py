@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.pipeline import schedule as module
-from lightning_decentral.pipeline.forecast import by_slice, forecast, tasks
+from lightning_decentral.pipeline.forecast import always, by_slice, forecast, tasks
 from lightning_decentral.pipeline.schedule import (
     Action,
     Kind,
@@ -82,7 +82,7 @@ def test_chunks_in_flight(sizes):
 def test_tasks_start_after_what_they_need(schedule, sizes, generator):
     costs = {}
     spans = run(
-        tasks(schedule.actions(*sizes), sizes[2], lambda a: costs.setdefault(a, generator.random()), link_seconds=0.25)
+        tasks(schedule.actions(*sizes), sizes[2], lambda a: costs.setdefault(a, generator.random()), always(0.25))
     )
     for actions in schedule.actions(*sizes):
         for action in actions:

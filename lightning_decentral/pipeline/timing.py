@@ -1,0 +1,137 @@
+"""What every stage takes for its slices: a few real steps of all stages at once, in 1, 2, 4, 8 and 16 equal slices.
+
+    t = p w_S      p    processor seconds of a chunk among S slices, the mean of ROUNDS steps
+                   w_S  clock seconds of such a step, the median, / those of its timeline by p and the messages
+
+So a chunk is measured where it will stand: while the other stages compute and share memory with it (with a single
+slice: while they wait), its keys and values beside those of the whole sequence, gradients added to those of later
+slices. Processor seconds leave out what other work on the machine takes, and w_S is one number for a whole step. On a
+device p itself is read from the clock, when the device has finished.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_decentral.pipeline.cost import Measured, fit
+from lightning_decentral.pipeline.forecast import tasks
+from lightning_decentral.pipeline.models import Call
+from lightning_decentral.pipeline.ping import clock, ping
+from lightning_decentral.pipeline.pipe import Pipe
+from lightning_decentral.pipeline.profile import Link, Profile, message_seconds
+from lightning_decentral.pipeline.schedule import Action, Kind, Schedule
+from lightning_decentral.pipeline.slicing import equal
+from lightning_decentral.timeline import makespan, run
+from lightning_decentral.transport import gather_objects
+
+ROUNDS = 3
+COUNTS = (1, 2, 4, 8, 16)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all stages.
+
+    Args:
+        own: processor seconds of each action.
+        loss_seconds: of them, those of the loss.
+    """
+
+    seconds: float
+    own: Mapping[Action, float]
+    loss_seconds: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The same step several times."""
+
+    slices: tuple[int, ...]
+    rounds: Sequence[Step]
+
+    def own(self, action: Action) -> float:
+        """Processor seconds of an action."""
+        return statistics.mean(step.own[action] for step in self.rounds)
+
+    @property
+    def loss_seconds(self) -> float:
+        """Processor seconds of the loss."""
+        return statistics.mean(step.loss_seconds for step in self.rounds)
+
+    def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
+        """w_S."""
+        chunks = tasks(actions, len(self.slices), self.own, partial(message_seconds, links, self.slices))
+        return statistics.median(step.seconds for step in self.rounds) / makespan(run(chunks))
+
+
+def profile(pipe: Pipe, call: Call) -> Profile:
+    """Measure this stage with one micro-batch, all stages together; changes no random state. Collective.
+
+    The gradients of the model's parameters are gone afterwards.
+
+    Raises:
+        ValueError: the sequence is too short to fit anything.
+    """
+    device, length = call.inputs.device, pipe.model.length(call)
+    if length < max(COUNTS):
+        raise ValueError(f"{length} tokens are too few to measure slices of: use slicing=Uniform(n) or Given(lengths)")
+    cut = [equal(length, n) for n in COUNTS]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        rounds = [[_step(pipe, call, slices) for slices in cut] for _ in range(ROUNDS + 1)][1:]  # the first one warms
+        links = _everyones(pipe, ping(pipe, call))
+    measured = [Steps(slices, steps) for slices, steps in zip(cut, zip(*rounds, strict=True), strict=True)]
+    return fitted(measured, pipe.schedule, pipe.rank, links)
+
+
+def _step(pipe: Pipe, call: Call, slices: Sequence[int]) -> Step:
+    now = clock(call.inputs.device)
+    begin = now()
+    executor = pipe.train([call], slices, _loss, time.thread_time if call.inputs.device.type == "cpu" else now)
+    seconds = now() - begin
+    for parameter in pipe.model.module.parameters():
+        parameter.grad = None
+    rows = _everyones(pipe, (seconds, executor.own_seconds, executor.loss_seconds))
+    own = {action: taken for _, stage, _ in rows for action, taken in stage.items()}
+    return Step(max(taken for taken, _, _ in rows), own, rows[-1][-1])
+
+
+def _loss(_: int, logits: Tensor) -> Tensor:
+    """Of the first token everywhere: as long as any targets take."""
+    flat = logits.flatten(0, -2).float()
+    return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
+
+
+def fitted(measured: Sequence[Steps], schedule: Schedule, stage: int, links: Sequence[Link]) -> Profile:
+    """A stage's costs from steps in several numbers of slices."""
+    there, back, losses, stretches = [], [], [], []
+    for steps in measured:
+        actions = schedule.actions(len(links), 1, len(steps.slices))
+        stretches.append(steps.stretch(actions, links))
+        losses.append(stretches[-1] * steps.loss_seconds if stage == len(links) - 1 else 0.0)
+        for place, (forward, backward) in _chunks(steps, actions[stage]).items():
+            closing = losses[-1] if sum(place) == sum(steps.slices) else 0.0
+            there.append(Measured(*place, stretches[-1] * forward - closing))
+            back.append(Measured(*place, stretches[-1] * backward))
+    return Profile(fit(there), fit(back), statistics.mean(losses), links[stage], max(stretches))
+
+
+def _chunks(steps: Steps, actions: Sequence[Action]) -> dict[tuple[int, int], tuple[float, float]]:
+    """{(tokens, context): processor seconds (forward, backward)} of a stage; a split backward in one."""
+    found = {}
+    for index, tokens in enumerate(steps.slices):
+        own = [(action.kind is Kind.FORWARD, steps.own(action)) for action in actions if action.slice == index]
+        sums = sum(t for forward, t in own if forward), sum(t for forward, t in own if not forward)
+        found[tokens, sum(steps.slices[:index])] = sums
+    return found
+
+
+def _everyones(pipe: Pipe, value: T) -> list[T]:
+    return [value] if pipe.over is None else gather_objects(pipe.over, value)
