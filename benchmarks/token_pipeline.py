@@ -12,17 +12,20 @@ once more in processor time, which waiting doesn't add to: "replayed" is the tim
 processor seconds of each action, against the whole model's. And where the rest of the bound 2 S / (S + 1) goes:
 "slicing" is what all slices cost on both stages against the whole model alone, "unevenness" what the slower stage costs
 against the mean, "seconds / replayed" what messages, waiting and other work on the machine add. "predicted" is the
-forecast from the measured costs of slices, as training prints it. "Two at once" is the whole model on both processes,
-each for itself, against one process: what the machine has for two, which no pipeline of two can exceed.
+forecast from the costs measured before the first turn, as training prints it; 1, 2, 4, 8 and 16 equal slices are what
+these were measured with, other slices aren't. "Two at once" is the whole model on both processes, each for itself,
+against one process: what the machine has for two, which no pipeline of two can exceed.
 
 Against `torch.distributed.pipelining`: the same stages, its GPipe and 1F1B schedules with one micro-batch per sequence
-(1F1B refuses fewer micro-batches than stages).
+(1F1B refuses fewer micro-batches than stages). Ours has one, too, in slices planned for so many.
 """
 
 import argparse
 import json
 import os
 import statistics
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,49 +42,56 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_decentral.pipeline.forecast import forecast
 from lightning_decentral.pipeline.models import Call
-from lightning_decentral.pipeline.profile import action_seconds, profile, slowest
+from lightning_decentral.pipeline.profile import Priced, expected, priced
 from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, in_flight
-from lightning_decentral.pipeline.slicing import Planned, Situation, Uniform
+from lightning_decentral.pipeline.slicing import Balanced, Planned, equal
+from lightning_decentral.pipeline.timing import profile
 from lightning_decentral.transport import gather_objects
 
 BATCHES = (1, 2, 8)
+BALANCED = (8, 16)
 
 
 def work(rank: int, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port))
     bench, length = Bench(rank, Size.of(options)), options.length
-    uniform = {n: list(Uniform(n).slices(length, Situation(num_stages=STAGES, seconds=lambda i, j: i))) for n in
-               (1, 2, 4, 8, 16)}  # fmt: skip
-    profiles = gather_objects(bench.over, profile(bench.model, bench.place, Call(bench.ids(1))))
-    seconds, ratio = slowest(profiles)
-    situation = Situation(num_stages=STAGES, seconds=seconds, backward_over_forward=ratio)
-    planned = list(Planned().slices(length, situation))
+    order, began = OneForwardOneBackward(), time.perf_counter()
+    profiles = gather_objects(bench.over, profile(bench.pipe(order), Call(bench.ids(1))))
+    profile_seconds = time.perf_counter() - began
+    situations = {batch: priced(profiles, order, batch) for batch in BATCHES}
+    cut = slicings(length, situations[1], options.equal)
     steps: dict[str, Step] = {"alone 1": bench.alone(1), "two at once": bench.alone(1, STAGES)}
-    steps |= {f"uniform {n}": bench.sliced(1, slices) for n, slices in uniform.items()}
-    steps |= {"planned": bench.sliced(1, planned)}
+    steps |= {name: bench.sliced(1, slices) for name, slices in cut.items()}
+    planned = {batch: list(Planned().slices(length, situation)) for batch, situation in situations.items()}
     rows = bench.turns(steps, options.turns) + bench.turns(beside_torch(bench, planned), options.torch_turns)
-    predicted = {}
-    for name, slices in {**{f"uniform {n}": s for n, s in uniform.items()}, "planned": planned}.items():
-        costs = lambda action, slices=slices: action_seconds(profiles, slices, action)  # noqa: E731
-        predicted[name] = forecast(OneForwardOneBackward(), STAGES, 1, len(slices), costs).seconds
+    predicted = {name: expected(profiles, order, 1, slices).seconds for name, slices in cut.items()}
+    predicted |= {f"sliced {b}": expected(profiles, order, b, slices).seconds for b, slices in planned.items()}
     memory = {
         f"{type(schedule).__name__} {m} x {n}": (
-            saved_bytes(bench, schedule, m, uniform[n]), in_flight(schedule.actions(STAGES, m, n)[rank])
+            saved_bytes(bench, schedule, m, list(equal(length, n))), in_flight(schedule.actions(STAGES, m, n)[rank])
         )
         for schedule in (TeraPipe(), OneForwardOneBackward())
         for m, n in ((4, 1), (4, 4), (4, 8))
     }  # fmt: skip
-    results[rank] = {"rows": rows, "planned": planned, "predicted": predicted, "memory": memory,
-                     "errors": [(p.forward.error, p.backward.error) for p in profiles]}  # fmt: skip
+    results[rank] = {"rows": rows, "slices": cut, "planned": planned, "predicted": predicted, "memory": memory,
+                     "profiles": [asdict(p) for p in profiles], "profile_seconds": profile_seconds}  # fmt: skip
     dist.destroy_process_group()
 
 
-def beside_torch(bench: Bench, planned: list[int]) -> dict[str, Step]:
+def slicings(length: int, situation: Priced, counts: Sequence[int]) -> dict[str, list[int]]:
+    """What a sequence is cut into, by name."""
+    found = {f"{n} equal": list(equal(length, n)) for n in counts}
+    found |= {f"{n} balanced": list(Balanced(n).slices(length, situation)) for n in BALANCED}
+    planned = list(Planned().slices(length, situation))
+    return found | {f"{len(planned)} planned": planned}
+
+
+def beside_torch(bench: Bench, planned: dict[int, list[int]]) -> dict[str, Step]:
     """Torch's own schedules, and ours and one process on the same batches."""
     steps: dict[str, Step] = {"GPipe 1": bench.torch_pipelining(ScheduleGPipe, 1)}
     steps |= {f"alone {b}": bench.alone(b) for b in BATCHES}
-    steps |= {"planned" if b == 1 else f"sliced {b}": bench.sliced(b, planned, b) for b in BATCHES}
+    steps |= {f"sliced {b}": bench.sliced(b, planned[b], b) for b in BATCHES}
     kinds = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
     return steps | {f"{name} {b}": bench.torch_pipelining(kind, b) for name, kind in kinds.items() for b in BATCHES[1:]}
 
@@ -117,10 +127,13 @@ def report(found: list[dict[str, Any]]) -> None:
     others = max(step["others"] / step["seconds"] for name in rows[0] for step in undisturbed(rows, name))
     print(f"other work took at most {others:.0%} of a core during the steps that count")
     if len(rows) < len(found[0]["rows"]):
-        console.print(compared(found[0]["rows"][len(rows) :]))
+        console.print(compared(found, found[0]["rows"][len(rows) :]))
     console.print(held(found))
-    errors = ", ".join(f"{forward:.1%} {backward:.1%}" for forward, backward in found[0]["errors"])
-    print(f"planned: {found[0]['planned']}; errors of the fit (forward, backward of each stage): {errors}")
+    costs = [profile[way] for profile in found[0]["profiles"] for way in ("forward", "backward")]
+    print(f"errors of the fit (forward, backward of each stage): {', '.join(format(c['error'], '.1%') for c in costs)}")
+    print(f"stretch {found[0]['profiles'][0]['stretch']:.2f}, link {found[0]['profiles'][0]['link']}, "
+          f"measured in {found[0]['profile_seconds']:.0f} s")  # fmt: skip
+    print(f"slices: {found[0]['slices']}, planned for a batch of {found[0]['planned']}")
 
 
 def bounded(found: list[dict[str, Any]]) -> Table:
@@ -130,23 +143,27 @@ def bounded(found: list[dict[str, Any]]) -> Table:
         "batch 1", "bound 2S/(S+1)", "x one process, replayed", "share", "x one process, seconds", "share", "slicing",
         "unevenness", "seconds / replayed", "predicted / replayed", "predicted / seconds",
     )  # fmt: skip
-    for name, predicted in found[0]["predicted"].items():
-        count = len(found[0]["planned"]) if name == "planned" else int(name.split()[1])
+    for name, slices in found[0]["slices"].items():
+        count, predicted = len(slices), found[0]["predicted"][name]
         step, seconds, bound = replayed(found, name, count), median(rows, name), 2 * count / (count + 1)
         stages = [sum(actions(stage["rows"], name).values()) for stage in found]
         gains = [x for gain in (whole_own / step, whole_seconds / seconds) for x in (gain, gain / bound)]
         shares = [sum(stages) / whole_own, STAGES * max(stages) / sum(stages), seconds / step]
         cells = [bound, *gains, *shares, predicted / step, predicted / seconds]
-        table.add_row(f"{name} ({count} slices)", *(f"{cell:.2f}" for cell in cells))
+        table.add_row(name, *(f"{cell:.2f}" for cell in cells))
     return table
 
 
-def compared(rows: list[dict[str, Any]]) -> Table:
-    table = Table("batch", "slices", "GPipe", "1F1B", title="x one process, seconds; the last two of torch")
+def compared(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Table:
+    title = "x one process, seconds; GPipe and 1F1B of torch"
+    table = Table("batch", "planned", "slices", "GPipe", "1F1B", "predicted / seconds", title=title)
     for batch in BATCHES:
-        one, ours = median(rows, f"alone {batch}"), f"sliced {batch}" if batch > 1 else "planned"
-        names = (ours, f"GPipe {batch}", f"1F1B {batch}")
-        table.add_row(str(batch), *(f"{one / median(rows, n):.2f}" if n in rows[0] else "refused" for n in names))
+        one, ours = median(rows, f"alone {batch}"), f"sliced {batch}"
+        names = (f"GPipe {batch}", f"1F1B {batch}")
+        torchs = [f"{one / median(rows, n):.2f}" if n in rows[0] else "refused" for n in names]
+        ratio = found[0]["predicted"][ours] / median(rows, ours)
+        slices = str(len(found[0]["planned"][batch]))
+        table.add_row(str(batch), f"{one / median(rows, ours):.2f}", slices, *torchs, f"{ratio:.2f}")
     return table
 
 
@@ -163,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--torch-turns", type=int, default=3, help="beside torch's schedules, which take longer")
+    parser.add_argument("--equal", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12, 16], help="numbers of equal slices")
     Size.options(parser)
     parser.add_argument("--port", type=int, default=29517)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results", help="where results go")
@@ -172,7 +190,7 @@ def main() -> None:
     found = [results[rank] for rank in range(STAGES)]
     print(f"{Size.of(options)}, {sentence()}")
     report(found)
-    path = options.folder / f"token-pipeline-width-{options.width}-{slug()}.json"
+    path = options.folder / f"token-pipeline-width-{options.width}-length-{options.length}-{slug()}.json"
     settings = {"size": asdict(Size.of(options)), "turns": options.turns, "torch_turns": options.torch_turns}
     path.write_text(json.dumps({"hardware": description(), **settings, "stages": found}, indent=1))
     print(f"raw results: {path}")

@@ -54,7 +54,7 @@ def test_known_costs_are_recovered(schedule, stretch):
 
 
 def test_a_step_is_the_sum_of_its_longest_way():
-    """Written out: stage 1 is slower and the first slice longer, so stage 0's second chunk hides behind it both ways."""
+    """Written out: stage 1 is slower and the first slice longer: stage 0's second chunk hides behind it both ways."""
     a, b = (412, 0), (100, 412)
     first, second = KNOWN
     link = first.link
