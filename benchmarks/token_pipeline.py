@@ -3,9 +3,10 @@
     python benchmarks/token_pipeline.py
 
 Two processes of one thread each; GPT-2 over bytes, of the size that the options say. In every turn all variants take
-one step each and worker 0 takes the same step of the whole model alone, while worker 1 waits. A ratio is that of
-medians over the turns in which other work took less than a tenth of a core, or over the half in which it took least
-(the system's work for our own messages is in there, too).
+one step each and worker 0 takes the same step of the whole model alone, while worker 1 waits. A step begins when the
+machine does nothing else, and is taken again where other work took a tenth of a core or more meanwhile, four times at
+most. A ratio is that of medians over the turns in which it took less, or over the half in which it took least (the
+system's work for our own messages is in there, too).
 
 A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore the same is told
 once more in processor time, which waiting doesn't add to: "replayed" is the timeline of the real step with the measured
@@ -57,7 +58,8 @@ def work(rank: int, options: argparse.Namespace, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port))
     bench, length = Bench(rank, Size.of(options)), options.length
     order, began = OneForwardOneBackward(), time.perf_counter()
-    profiles = gather_objects(bench.over, profile(bench.pipe(order), Call(bench.ids(1))))
+    mine, disturbance = bench.undisturbed(lambda: profile(bench.pipe(order), Call(bench.ids(1))))
+    profiles = gather_objects(bench.over, mine)
     profile_seconds = time.perf_counter() - began
     situations = {batch: priced(profiles, order, batch) for batch in BATCHES}
     cut = slicings(length, situations[1], options.equal)
@@ -75,7 +77,8 @@ def work(rank: int, options: argparse.Namespace, results: Any) -> None:
         for m, n in ((4, 1), (4, 4), (4, 8))
     }  # fmt: skip
     results[rank] = {"rows": rows, "slices": cut, "planned": planned, "predicted": predicted, "memory": memory,
-                     "profiles": [asdict(p) for p in profiles], "profile_seconds": profile_seconds}  # fmt: skip
+                     "profiles": [asdict(p) for p in profiles], "profile_seconds": profile_seconds,
+                     "disturbance": disturbance, "dropped": bench.dropped}  # fmt: skip
     dist.destroy_process_group()
 
 
@@ -132,7 +135,8 @@ def report(found: list[dict[str, Any]]) -> None:
     costs = [profile[way] for profile in found[0]["profiles"] for way in ("forward", "backward")]
     print(f"errors of the fit (forward, backward of each stage): {', '.join(format(c['error'], '.1%') for c in costs)}")
     print(f"stretch {found[0]['profiles'][0]['stretch']:.2f}, link {found[0]['profiles'][0]['link']}, "
-          f"measured in {found[0]['profile_seconds']:.0f} s")  # fmt: skip
+          f"measured in {found[0]['profile_seconds']:.0f} s while other work took {found[0]['disturbance']:.0%} "
+          f"of a core; {found[0]['dropped']} times something was disturbed and done again")  # fmt: skip
     print(f"slices: {found[0]['slices']}, planned for a batch of {found[0]['planned']}")
 
 
