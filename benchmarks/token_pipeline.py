@@ -75,6 +75,7 @@ def work(rank: int, options: argparse.Namespace, results: Any) -> None:
         )
         for schedule in (TeraPipe(), OneForwardOneBackward())
         for m, n in ((4, 1), (4, 4), (4, 8))
+        if options.memory
     }  # fmt: skip
     results[rank] = {"rows": rows, "slices": cut, "planned": planned, "predicted": predicted, "memory": memory,
                      "profiles": [asdict(p) for p in profiles], "profile_seconds": profile_seconds,
@@ -131,7 +132,8 @@ def report(found: list[dict[str, Any]]) -> None:
     print(f"other work took at most {others:.0%} of a core during the steps that count")
     if len(rows) < len(found[0]["rows"]):
         console.print(compared(found, found[0]["rows"][len(rows) :]))
-    console.print(held(found))
+    if found[0]["memory"]:
+        console.print(held(found))
     costs = [profile[way] for profile in found[0]["profiles"] for way in ("forward", "backward")]
     print(f"errors of the fit (forward, backward of each stage): {', '.join(format(c['error'], '.1%') for c in costs)}")
     print(f"stretch {found[0]['profiles'][0]['stretch']:.2f}, link {found[0]['profiles'][0]['link']}, "
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--torch-turns", type=int, default=3, help="beside torch's schedules, which take longer")
     parser.add_argument("--equal", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12, 16], help="numbers of equal slices")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="what autograd holds")
     Size.options(parser)
     parser.add_argument("--port", type=int, default=29517)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results", help="where results go")

@@ -122,6 +122,7 @@ class Situation:
         backward_over_forward: how much longer a backward takes.
         link_seconds: until the next stage has a result.
         max_tokens_in_flight: the most tokens whose activations the first stage may hold.
+        error: of simulated steps, relative: what differs by less isn't told apart.
     """
 
     num_stages: int
@@ -131,6 +132,7 @@ class Situation:
     backward_over_forward: float = BACKWARD_OVER_FORWARD
     link_seconds: float = 0.0
     max_tokens_in_flight: int | None = None
+    error: float = 0.0
 
     def step_seconds(self, slices: Sequence[int]) -> float:
         """The makespan of a step with these slices, by the timeline."""
@@ -152,11 +154,14 @@ class Situation:
 def plan_for(
     situation: Situation, length_tokens: int, *, granularity: int = 1, max_slices: int = 16
 ) -> tuple[int, ...]:
-    """The slices with the shortest simulated step within the memory bound.
+    """The slices with the shortest simulated step within the memory bound; of equals within its error, the fewest.
 
     Tried are slices of equal cost (`balance`) and of equal length for every number up to `max_slices`, and `plan`. Not
     proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
-    worse than what was tried.
+    worse than what was tried by more than the error.
+
+    What can't be told apart is cut into fewer slices, which ask less of network and machine: the one-standard-error
+    rule, Breiman et al. 1984, section 3.4.3, there for trees.
 
     Raises:
         ValueError: nothing that was tried fits into the memory bound.
@@ -171,7 +176,9 @@ def plan_for(
             f"no plan with at most {max_slices} slices holds at most {situation.max_tokens_in_flight} tokens on the "
             "first stage: allow more tokens or slices, or take the one-forward-one-backward schedule"
         )
-    return min(fitting, key=situation.step_seconds)
+    seconds = {slices: situation.step_seconds(slices) for slices in fitting}
+    good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * min(seconds.values())]
+    return min(good, key=lambda slices: (len(slices), seconds[slices]))
 
 
 def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from lightning_decentral.pipeline.slicing import (
     Situation,
     Uniform,
     balance,
+    equal,
     plan,
     plan_batch,
     plan_for,
@@ -166,6 +167,16 @@ def test_a_plan_for_a_slow_link_is_faster_there():
     there, here = plan_for(far, 1024, granularity=32), plan_for(near, 1024, granularity=32)
     assert far.step_seconds(there) < far.step_seconds(here)
     assert near.step_seconds(here) < near.step_seconds(there)
+
+
+def test_what_the_error_hides_is_cut_into_fewer_slices():
+    exact = Situation(num_stages=4, seconds=attention, num_microbatches=2)
+    rough = replace(exact, error=0.05)
+    many, few = plan_for(exact, 1024, granularity=32), plan_for(rough, 1024, granularity=32)
+    assert len(few) < len(many)
+    assert exact.step_seconds(few) <= 1.05 * exact.step_seconds(many)
+    fewer = [equal(1024, n, granularity=32) for n in range(1, len(few))]
+    assert all(exact.step_seconds(slices) > 1.05 * exact.step_seconds(many) for slices in fewer)
 
 
 SITUATION = Situation(num_stages=2, seconds=attention)
