@@ -95,7 +95,10 @@ class Priced(Situation):
 
 
 def priced(profiles: Sequence[Profile], schedule: Schedule, num_microbatches: int) -> Priced:
-    """What slices are planned for where all stages are measured: as exact as the fits of their costs are on average."""
+    """What slices are planned for where all stages are measured.
+
+    error = sqrt(sum e_k^2) / n        of the mean of n fits, e_k off each and independently
+    """
     seconds, ratio = slowest(profiles)
     errors = [costs.error for found in profiles for costs in (found.forward, found.backward)]
     return Priced(
@@ -104,6 +107,6 @@ def priced(profiles: Sequence[Profile], schedule: Schedule, num_microbatches: in
         num_microbatches=num_microbatches,
         schedule=schedule,
         backward_over_forward=ratio,
-        error=sum(errors) / len(errors),
+        error=sum(error**2 for error in errors) ** 0.5 / len(errors),
         profiles=tuple(profiles),
     )
