@@ -32,9 +32,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Freed memory stays with the process. Asking the system for it anew took up to 0.6 s of a step that holds much, as the
-# whole model's does, and comes from steps of other sizes in between.
-os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**36))
 
 import torch
 import torch.distributed as dist
