@@ -161,7 +161,7 @@ def plan_for(
     worse than what was tried by more than the error.
 
     What can't be told apart is cut into fewer slices, which ask less of network and machine: the one-standard-error
-    rule, Breiman et al. 1984, section 3.4.3, there for trees.
+    rule, which Breiman et al. (Classification and Regression Trees, 1984) have for the sizes of trees.
 
     Raises:
         ValueError: nothing that was tried fits into the memory bound.
