@@ -35,13 +35,16 @@ class BesideExchange(Around):
     """Another exchange on two threads of the host: one makes messages ready and sends them, one hears and mixes.
 
         training    copy |      forward, backward, update         | correct x
-        leaving          | encode, send |
-        arriving                        | wait, decode, mix |
+        leaving          | encode |  send |
+        arriving         ... mix |        | wait, decode, mix |
 
     The step pays for a copy of the parameters and for the correction that landed; torch lets go of the interpreter
     within its operations. The order of operations on every bucket is the inner exchange's own, so are the bits.
 
-    Two threads, since a message is to leave while the last buckets of the one before are still awaited.
+    Two threads, since a round is to be encoded while the one before is still awaited. It leaves when that has landed:
+    rounds that go to different neighbours at once would meet on the links of hosts that still hear another, and from
+    then on no two hosts finish together. On a link that is what a step waits for they take longer than one after the
+    other; elsewhere the round before has landed long ago.
 
     Args:
         inner: on the host, with nobody else on its transport.
@@ -52,6 +55,7 @@ class BesideExchange(Around):
 
     def __post_init__(self) -> None:
         self._leaving, self._arriving = Lane("gossip leaves"), Lane("gossip arrives")
+        self._before: list[Errand[list[Tensor]]] = []
         self._waited, self._in_flight_seconds = HostStopwatch(), 0.0
         self._rounds = 0
 
@@ -84,12 +88,14 @@ class BesideExchange(Around):
         return land
 
     def depart(self) -> None:
-        """Send and hear, once all that was started is ready; nothing, if something couldn't be made ready."""
+        """Send and hear, once all that was started is ready and all that departed before has landed; nothing, if
+        something couldn't be made ready."""
         parts, self._open = self._open, []
-        self._last = departed = self._leaving.send(partial(_leave, parts, self.inner))
+        self._last = departed = self._leaving.send(partial(_leave, parts, self._before, self.inner))
         for part in parts:
             part.departed = perf_counter()
             part.landed = self._arriving.send(_after(departed, part))
+        self._before = [part.landed for part in parts if part.landed is not None]
 
     def settle(self) -> None:
         """Wait for what was started last, or raise its error."""
@@ -116,9 +122,11 @@ class BesideExchange(Around):
         return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
 
 
-def _leave(parts: Sequence[_Part], inner: Exchange) -> None:
+def _leave(parts: Sequence[_Part], before: Sequence[Errand[list[Tensor]]], inner: Exchange) -> None:
     for part in parts:
         part.started.result()
+    for landed in before:
+        landed.wait()
     inner.depart()
 
 

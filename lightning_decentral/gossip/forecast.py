@@ -2,7 +2,8 @@
 
     update_i(k)   = ready_i(k-1) + compute_i(k)
     launch_i(k)   = max(update_i(k), finish_i(k - delay))
-    finish_i(k)   = max(launch_j(k) for j = i and all whom i hears, finish_i(k-1)) + exchange_i(k)
+    depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed
+    finish_i(k)   = max(depart_j(k) for j = i and all whom i hears) + exchange_i(k)
     ready_i(k)    = launch_i(k), with delay 0 finish_i(k)
 
 A max-plus recursion over steps: a straggler is felt by its neighbours `delay` steps later, by theirs after that.
@@ -42,7 +43,8 @@ def ready(compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], de
         launch = now + compute[:, step]
         if 0 < delay <= step:
             launch = np.maximum(launch, finished[step - delay])
-        link = np.maximum(launch[:, plan[phase].sources].max(axis=2), link) + exchange[phase]
+        depart = np.maximum(launch, link)
+        link = depart[:, plan[phase].sources].max(axis=2) + exchange[phase]
         finished.append(link)
         now = found[:, step] = launch if delay else link
     return found
@@ -69,7 +71,7 @@ def step_tasks(compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round
             found.append(Task(f"compute {step} of {rank}", f"worker {rank}", float(seconds[rank]), needs))
         for rank, sources in enumerate(plan[phase].sources.tolist()):
             launched = [f"compute {step} of {j}" for j in sources]
-            waits = [name for j in sources for name in (landed(j, step - delay) if delay else ())]
+            waits = [name for j in sources for name in (landed(j, step - 1) if delay else ())]
             duration = float(exchange[phase][rank])
             found.append(Task(f"exchange {step} of {rank}", f"link {rank}", duration, (*launched, *waits)))
     return found

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -71,6 +72,23 @@ def test_a_step_waits_for_nothing_but_what_it_lands() -> None:
     assert inner.calls == ["start 0", "start 1", "depart", "land 0", "land 1"]
     assert [row.flat.tolist() for row in rows] == [[2.0] * 3, [2.0] * 2]
     assert mixer.exchange.traffic().in_flight_seconds > 0
+
+
+def test_a_round_leaves_when_the_one_before_has_landed() -> None:
+    """It is ready long before; two on the links at once would meet other hosts' rounds there."""
+    inner = Slow()
+    mixer = Mixer([Row(torch.ones(3))], Gossip(), beside(inner, CPU, 2), 2)
+    inner.encode.set()
+    mixer.step()
+    mixer.step()
+    end = time.monotonic() + SECONDS
+    while inner.calls.count("start 0") < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert inner.calls == ["start 0", "depart", "start 0"]
+    inner.arrive.set()
+    mixer.drain()
+    assert inner.calls == ["start 0", "depart", "start 0", "land 0", "depart", "land 0"]
 
 
 def test_settled_is_what_the_others_decode() -> None:
