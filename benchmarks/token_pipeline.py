@@ -6,7 +6,7 @@ Two processes of one thread each; GPT-2 over bytes, of the size that the options
 one step each and worker 0 takes the same step of the whole model alone, while worker 1 waits. A step begins when the
 machine does nothing else, and is taken again where other work took a tenth of a core or more meanwhile, four times at
 most. A ratio is that of medians over the turns in which it took less, or over the half in which it took least (the
-system's work for our own messages is in there, too).
+system's work for our own messages is in there, too). All processes keep the memory that they free.
 
 A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore the same is told
 once more in processor time, which waiting doesn't add to: "replayed" is the timeline of the real step with the measured
@@ -50,6 +50,9 @@ from lightning_decentral.pipeline.timing import profile
 from lightning_decentral.transport import gather_objects
 
 BATCHES = (1, 2, 8)
+KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+"""For glibc: otherwise what a step frees goes back to the system, and the next one gets pages of zeros for it, most of
+all the whole model, whose tensors are the largest."""
 BALANCED = (8, 16)
 
 
@@ -192,6 +195,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29517)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results", help="where results go")
     options = parser.parse_args()
+    os.environ.update(KEEP_FREED)  # of the processes that are started now
     results = torch.multiprocessing.get_context("spawn").Manager().dict()
     torch.multiprocessing.spawn(work, args=(options, results), nprocs=STAGES)
     found = [results[rank] for rank in range(STAGES)]
