@@ -1,13 +1,10 @@
 """Host work beside the training: a thread that does what it's given, one thing after the other."""
 
 import atexit
-import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -92,14 +89,6 @@ def _end() -> None:
 
 
 def _work(errands: "SimpleQueue[Errand[Any] | None]") -> None:
-    _give_way()
     while (errand := errands.get()) is not None:
         errand.run()
         del errand  # with its result
-
-
-def _give_way() -> None:
-    """This thread doesn't interrupt one that trains; its share of the processors stays."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # not everybody may: then it goes on as it is
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: this thread

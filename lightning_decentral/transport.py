@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -86,19 +85,18 @@ class GlooTransport(Transport):
     """Plain sends and receives on the group object; CPU tensors."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """See `Transport.exchange`. One and one, so that the first is under way while the others are posted."""
-        incoming: list[Pending] = []
-        outgoing: list[Pending] = []
-        for receive, send in zip_longest(receives, sends):
-            incoming += [self._post(self.group.recv, receive)] if receive else []
-            outgoing += [self._post(self.group.send, send)] if send else []
-        return outgoing, incoming
+        """See `Transport.exchange`."""
+        incoming = [self._post(self.group.recv, m) for m in receives]
+        outgoing = [self._post(self.group.send, m) for m in sends]
+        return (
+            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(outgoing, sends, strict=True)],
+            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(incoming, receives, strict=True)],
+        )
 
-    def _post(self, start: Callable[..., Any], message: Message) -> Pending:
+    def _post(self, start: Callable[..., Any], message: Message) -> Any:
         """A broken connection may show here already."""
-        peer = f"neighbour {message.peer}"
-        with Naming(peer, self.rank):
-            return Work(start([message.tensor], message.peer, message.tag), peer, self.rank)
+        with Naming(f"neighbour {message.peer}", self.rank):
+            return start([message.tensor], message.peer, message.tag)
 
 
 class NcclTransport(Transport):

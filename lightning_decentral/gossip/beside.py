@@ -44,14 +44,16 @@ class BesideExchange(Around):
     Two threads, since a round is to be encoded while the one before is still awaited. It leaves when that has landed:
     rounds that go to different neighbours at once would meet on the links of hosts that still hear another, and from
     then on no two hosts finish together. On a link that is what a step waits for they take longer than one after the
-    other; elsewhere the round before has landed long ago.
+    other; elsewhere the round before has landed long ago. Encoding the next one waits with it, so a rule that asks what
+    it sent (`PushSum`) waits until the last round but one has landed.
 
     Args:
         inner: on the host, with nobody else on its transport.
     """
 
     _open: list[_Part] = field(default_factory=list, init=False)
-    _last: Errand[Any] | None = field(default=None, init=False)
+    _last: Errand[Land] | None = field(default=None, init=False)
+    _departed: Errand[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._leaving, self._arriving = Lane("gossip leaves"), Lane("gossip arrives")
@@ -66,7 +68,8 @@ class BesideExchange(Around):
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """Once what is under way has left."""
-        self.settle()
+        if self._departed is not None:
+            self._departed.result()
         self.inner.admit(buckets, matrices, combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
@@ -91,7 +94,7 @@ class BesideExchange(Around):
         """Send and hear, once all that was started is ready and all that departed before has landed; nothing, if
         something couldn't be made ready."""
         parts, self._open = self._open, []
-        self._last = departed = self._leaving.send(partial(_leave, parts, self._before, self.inner))
+        self._departed = departed = self._leaving.send(partial(_leave, parts, self._before, self.inner))
         for part in parts:
             part.departed = perf_counter()
             part.landed = self._arriving.send(_after(departed, part))
@@ -106,7 +109,9 @@ class BesideExchange(Around):
             self._last.result()
 
     def codec_error(self) -> float | None:
-        """Of all that was started."""
+        """Of all that was started; where nothing is encoded nobody waits to hear that."""
+        if not self.encodes:
+            return None
         self.settle()
         return self.inner.codec_error()
 

@@ -135,6 +135,11 @@ class PeerExchange(Exchange):
         """As the codec."""
         return self._coder.learns
 
+    @property
+    def encodes(self) -> bool:
+        """As the codec."""
+        return self.codec != Plain()
+
     def copies_sent(self, step: int) -> float:
         """One for each that hears me."""
         return float(len(self._plan(step)[1]))

@@ -35,6 +35,11 @@ class ExchangeByStep(Exchange):
         """As the step's."""
         return self._of(step).silent(step)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether any step's does."""
+        return any(part.encodes for part in self._parts)
+
     def copies_sent(self, step: int) -> float:
         """As the step's."""
         return self._of(step).copies_sent(step)

@@ -61,6 +61,11 @@ class Exchange(ABC):
         """Whether what lands changes what is made ready next, so that the one must not run ahead of the other."""
         return False
 
+    @property
+    def encodes(self) -> bool:
+        """Whether messages travel otherwise than as they are."""
+        return False
+
     def copies_sent(self, step: int) -> float:
         """Bytes sent at this step in units of the message's."""
         return 0.0
@@ -126,6 +131,11 @@ class Around(Exchange):
     def learns(self) -> bool:
         """The inner one's."""
         return self.inner.learns
+
+    @property
+    def encodes(self) -> bool:
+        """The inner one's."""
+        return self.inner.encodes
 
     def silent(self, step: int) -> bool:
         """The inner one's."""
