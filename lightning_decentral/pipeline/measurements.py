@@ -1,6 +1,6 @@
 """What stages cost, from one run to the next: a file for everything that was measured, on the host that measured it.
 
-    FOLDER/<digest>.json     {"format": 1, "conditions": of the measurement, "costs": its profile}
+    FOLDER/<digest>.json     {"format": 2, "conditions": of the measurement, "costs": its profile}
 
 FOLDER is `$LIGHTNING_DECENTRAL_CACHE/stage-costs`, or `$XDG_CACHE_HOME/lightning_decentral/stage-costs`, or the same in
 `~/.cache`. Files are small, readable, and may be deleted at any time.
@@ -44,7 +44,7 @@ class Measurements(ABC):
 
 @dataclass(frozen=True)
 class Kept(Measurements):
-    """Measured once for each model, place, size of micro-batch, length, device and version of torch.
+    """Measured once for each model, pipeline and place in it, size of micro-batch, length, device and version of torch.
 
     A file that is damaged, of another format or about something else counts as none, and is written anew.
 

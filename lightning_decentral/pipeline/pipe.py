@@ -52,7 +52,8 @@ class Pipe:
     @property
     def words(self) -> str:
         """What its speed depends on beside the model."""
-        return f"stage {self.rank} of {self.size}, {self.schedule!r}, {self._activations!r}, {self._boundary!r}"
+        stage = f"stage {self.rank} of {self.size} by {type(self.over).__name__}"
+        return f"{stage}, {self.schedule!r}, {self._activations!r}, {self._boundary!r}"
 
     def train(
         self, calls: Sequence[Call], slices: Sequence[int], close: Close, own: Clock = time.thread_time

@@ -3,7 +3,9 @@
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from lightning_decentral.pipeline.forecast import Forecast, forecast
 from lightning_decentral.pipeline.measurements import Measurements, Unkept, conditions
@@ -14,6 +16,8 @@ from lightning_decentral.pipeline.schedule import Schedule
 from lightning_decentral.pipeline.slicing import Situation, Slicing
 from lightning_decentral.pipeline.timing import profile
 from lightning_decentral.transport import Transport, gather_objects
+
+T = TypeVar("T")
 
 
 class Plans:
@@ -39,18 +43,22 @@ class Plans:
         """The slices for such a call; None where it's the first."""
         return self.slices.get(_key(call, length))
 
-    def make(self, slicing: Slicing, call: Call, pipe: Pipe, world: Transport | None) -> list[int]:
-        """Plan for such calls; a measurement takes gradients away.
+    def measure(self, call: Call, pipe: Pipe, world: Transport | None) -> None:
+        """Where a slicing asks for it, before every step; it takes gradients away.
 
-        A measurement, where the slicing asks for one, serves all sequences that aren't longer, of this batch size.
+        A measurement serves all sequences that aren't longer, of this batch size.
 
-        Collective: the first pipeline's measurements decide for all workers of `world`, so that all have one plan.
+        Collective: the first pipeline's call and measurements decide for all workers of `world`, whose own calls may be
+        longer or shorter, so that all measure in the same step and have one plan for a length.
         """
-        length = pipe.model.length(call)
-        batch, longest = self._measured
-        if slicing.measures and (call.inputs.shape[0] != batch or length > longest):
+        batch, length = _firsts((call.inputs.shape[0], pipe.model.length(call)), pipe, world)
+        if batch != self._measured[0] or length > self._measured[1]:
             self.profiles = self._profiles(call, pipe, world)
-            self._measured = call.inputs.shape[0], length
+            self._measured = batch, length
+
+    def make(self, slicing: Slicing, call: Call, pipe: Pipe) -> list[int]:
+        """Plan for such calls."""
+        length = pipe.model.length(call)
         slices = list(slicing.slices(length, self.situation(pipe.size)))
         self.slices[_key(call, length)] = slices
         return slices
@@ -65,9 +73,24 @@ class Plans:
             return kept
         own = profile(pipe, call)
         found = everyones(own)[: pipe.size]
-        self._measurements.keep(asked, own)
+        if world is None or world.rank < pipe.size:  # the others' hosts aren't those that are written down
+            self._measurements.keep(asked, own)
         self._origin = "this run"
         return found
+
+    def within_memory(self, stage: int, work: Callable[[], T]) -> T:
+        """What the work comes to.
+
+        Raises:
+            RuntimeError: the device's memory wasn't enough; says what the stages hold and what helps.
+        """
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"stage {stage} ran out of memory: take more slices or microbatches, activations=Recompute(), or "
+                f"fewer blocks on this stage ({'; '.join(self.stages)})"
+            ) from error
 
     def situation(self, num_stages: int) -> Situation:
         """What is planned for; without measurements a slice costs its length."""
@@ -115,3 +138,13 @@ class Plans:
 
 def _key(call: Call, length: int) -> str:
     return f"{call.inputs.shape[0]} x {length}"
+
+
+def _firsts(own: tuple[int, int], pipe: Pipe, world: Transport | None) -> tuple[int, int]:
+    """Those of the first pipeline."""
+    if world is None or world.size == pipe.size:
+        return own
+    pending, rows = world.all_gather(torch.tensor(own))
+    pending.wait()
+    batch, length = rows[0].tolist()
+    return batch, length

@@ -4,12 +4,13 @@ a chunk      t(i, j) of its stage        i tokens after j tokens of context
 a message    latency + i / rate          between two stages
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from lightning_decentral.pipeline.cost import CostModel
-from lightning_decentral.pipeline.forecast import Forecast, forecast
+from lightning_decentral.pipeline.forecast import Costs, Forecast, forecast
 from lightning_decentral.pipeline.schedule import Action, Kind, Schedule
 from lightning_decentral.pipeline.slicing import Seconds, Situation
 
@@ -39,7 +40,8 @@ class Profile:
     Args:
         loss_seconds: of the loss over a whole micro-batch, there and back; 0 but on the last stage.
         link: to the next stage and back; 0 behind the last one.
-        stretch: the largest ratio of clock to processor seconds that was seen: 1 where nothing disturbed.
+        stretch: the largest factor by which a step took longer than the timeline of its parts: 1 where nothing
+            disturbed.
     """
 
     forward: CostModel
@@ -76,9 +78,22 @@ def message_seconds(links: Sequence[Link], slices: Sequence[int], action: Action
     return links[link](slices[action.slice])
 
 
+def _once(costs: Costs) -> Costs:
+    """Asked once for all micro-batches, which cost the same."""
+    found: dict[tuple[int, Kind, int], float] = {}
+
+    def seconds(action: Action) -> float:
+        place = action.stage, action.kind, action.slice
+        if place not in found:
+            found[place] = costs(action)
+        return found[place]
+
+    return seconds
+
+
 def expected(profiles: Sequence[Profile], schedule: Schedule, num_microbatches: int, slices: Sequence[int]) -> Forecast:
     """The timeline of a step."""
-    costs = partial(action_seconds, profiles, slices)
+    costs = _once(partial(action_seconds, profiles, slices))
     link = partial(message_seconds, [found.link for found in profiles], slices)
     return forecast(schedule, len(profiles), num_microbatches, len(slices), costs, link)
 
@@ -97,16 +112,19 @@ class Priced(Situation):
 def priced(profiles: Sequence[Profile], schedule: Schedule, num_microbatches: int) -> Priced:
     """What slices are planned for where all stages are measured.
 
-    error = sqrt(sum e_k^2) / n        of the mean of n fits, e_k off each and independently
+    error = sqrt(sum (e_k t_k)^2) / sum t_k        of the sum of what is fitted, t_k for a whole sequence, e_k off each
+                                                   and independently
     """
     seconds, ratio = slowest(profiles)
-    errors = [costs.error for found in profiles for costs in (found.forward, found.backward)]
+    fits = [costs for found in profiles for costs in (found.forward, found.backward)]
+    whole = [costs(costs.alone[-1][0], 0) for costs in fits]
+    off = math.hypot(*(costs.error * seconds for costs, seconds in zip(fits, whole, strict=True)))
     return Priced(
         num_stages=len(profiles),
         seconds=seconds,
         num_microbatches=num_microbatches,
         schedule=schedule,
         backward_over_forward=ratio,
-        error=sum(error**2 for error in errors) ** 0.5 / len(errors),
+        error=off / sum(whole),
         profiles=tuple(profiles),
     )

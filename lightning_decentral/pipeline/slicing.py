@@ -143,12 +143,14 @@ class Situation:
         sizes = (self.num_stages, self.num_microbatches, len(slices))
         return forecast(self.schedule, *sizes, costs, always(self.link_seconds)).seconds
 
-    def fits(self, slices: Sequence[int]) -> bool:
-        """Whether the first stage, which holds most, stays within the bound."""
-        if self.max_tokens_in_flight is None:
-            return True
+    def held(self, slices: Sequence[int]) -> int:
+        """The most tokens whose activations the first stage, which holds most, has at once."""
         first = self.schedule.actions(self.num_stages, self.num_microbatches, len(slices))[0]
-        return in_flight(first, slices) <= self.max_tokens_in_flight
+        return in_flight(first, slices)
+
+    def fits(self, slices: Sequence[int]) -> bool:
+        """Whether the first stage stays within the bound."""
+        return self.max_tokens_in_flight is None or self.held(slices) <= self.max_tokens_in_flight
 
 
 def plan_for(
@@ -160,8 +162,9 @@ def plan_for(
     proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
     worse than what was tried by more than the error.
 
-    What can't be told apart is cut into fewer slices, which ask less of network and machine: the one-standard-error
-    rule, which Breiman et al. (Classification and Regression Trees, 1984) have for the sizes of trees.
+    What can't be told apart is cut into fewer slices, which ask less of network and machine, unless the first stage
+    would hold more than under the fastest: the one-standard-error rule, which Breiman et al. (Classification and
+    Regression Trees, 1984) have for the sizes of trees.
 
     Raises:
         ValueError: nothing that was tried fits into the memory bound.
@@ -177,8 +180,10 @@ def plan_for(
             "first stage: allow more tokens or slices, or take the one-forward-one-backward schedule"
         )
     seconds = {slices: situation.step_seconds(slices) for slices in fitting}
-    good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * min(seconds.values())]
-    return min(good, key=lambda slices: (len(slices), seconds[slices]))
+    fastest = min(fitting, key=seconds.__getitem__)
+    good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * seconds[fastest]]
+    frugal = [slices for slices in good if situation.held(slices) <= situation.held(fastest)]
+    return min(frugal, key=lambda slices: (len(slices), seconds[slices]))
 
 
 def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """`Trainer(strategy="token_pipeline")`: slices of one sequence follow each other through a pipeline."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -177,11 +177,13 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         """Of this length and size of micro-batch; planned where it's the first of its kind. Collective."""
         assert self._pipe is not None
         model = self._pipe.model
+        slicing = self.slicing or (Planned() if model.sliceable else Uniform(1))
+        if slicing.measures:
+            self.plans.measure(calls[0], self._pipe, None if self._wire is None else self._wire.roll)
         known = self.plans.known(calls[0], model.length(calls[0]))
         if known is not None:
             return known
-        slicing = self.slicing or (Planned() if model.sliceable else Uniform(1))
-        slices = self.plans.make(slicing, calls[0], self._pipe, None if self._wire is None else self._wire.roll)
+        slices = self.plans.make(slicing, calls[0], self._pipe)
         rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
         return slices
 
@@ -198,9 +200,10 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         self._set(trained, [None] * len(trained))
         with self.precision_plugin.train_step_context():
             step.read(*args, **kwargs)
-            slices = self._slices(step.calls)
+            slices = self.plans.within_memory(self.stage, lambda: self._slices(step.calls))
+            self._set(trained, [None] * len(trained))  # a measurement's
             begin = time.perf_counter()
-            self._named(lambda: step.run(slices))
+            self.plans.within_memory(self.stage, lambda: step.run(slices))
             self.step_seconds = time.perf_counter() - begin
         self._spans = step.spans
         gradients = [p.grad for p in trained]
@@ -222,15 +225,6 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
     def _set(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-    def _named(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError(
-                f"stage {self.stage} ran out of memory: take more slices or microbatches, activations=Recompute(), or "
-                f"fewer blocks on this stage ({'; '.join(self.plans.stages)})"
-            ) from error
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale by min(1, clip_val / (norm + 1e-6)), the norm being that of all stages' gradients, tied ones once."""

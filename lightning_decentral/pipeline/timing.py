@@ -1,7 +1,7 @@
 """What every stage takes for its slices: a few real steps of all stages at once, in 1, 2, 4, 8 and 16 equal slices.
 
     t = p w_S      p    processor seconds of a chunk among S slices, the mean of ROUNDS steps
-                   w_S  clock seconds of such a step, the median, / those of its timeline by p and the messages
+                   w_S  with which the timeline of w_S p and the messages takes as long as such a step, the median
 
 So a chunk is measured where it will stand: while the other stages compute and share memory with it (with a single
 slice: while they wait), its keys and values beside those of the whole sequence, gradients added to those of later
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_decentral.pipeline.cost import Measured, fit
-from lightning_decentral.pipeline.forecast import tasks
+from lightning_decentral.pipeline.forecast import Costs, tasks
 from lightning_decentral.pipeline.models import Call
 from lightning_decentral.pipeline.ping import clock, ping
 from lightning_decentral.pipeline.pipe import Pipe
@@ -32,6 +32,7 @@ from lightning_decentral.timeline import makespan, run
 from lightning_decentral.transport import gather_objects
 
 ROUNDS = 3
+HALVINGS = 30  # a timeline grows with the factor: no other root
 COUNTS = (1, 2, 4, 8, 16)
 T = TypeVar("T")
 
@@ -67,9 +68,20 @@ class Steps:
         return statistics.mean(step.loss_seconds for step in self.rounds)
 
     def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
-        """w_S."""
-        chunks = tasks(actions, len(self.slices), self.own, partial(message_seconds, links, self.slices))
-        return statistics.median(step.seconds for step in self.rounds) / makespan(run(chunks))
+        """w_S; where messages alone were measured to take longer than the step, as if they took nothing."""
+        link = partial(message_seconds, links, self.slices)
+        taken = statistics.median(step.seconds for step in self.rounds)
+        most = taken / self._makespan(actions, 1.0, lambda action: 0.0)
+        if self._makespan(actions, 0.0, link) >= taken:
+            return most
+        low, high = 0.0, most
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._makespan(actions, middle, link) < taken else (low, middle)
+        return high
+
+    def _makespan(self, actions: Sequence[Sequence[Action]], factor: float, link: Costs) -> float:
+        return makespan(run(tasks(actions, len(self.slices), lambda action: factor * self.own(action), link)))
 
 
 def profile(pipe: Pipe, call: Call) -> Profile:

@@ -45,7 +45,8 @@ def asked(own=None, call=CALL, hosts=("here",)):
 def made(measurements, pipe, over=None):
     plans = Plans(OneForwardOneBackward(), 1, measurements)
     plans.stages = ["one"] * pipe.size
-    plans.make(Planned(), CALL, pipe, over)
+    plans.measure(CALL, pipe, over)
+    plans.make(Planned(), CALL, pipe)
     return plans
 
 
@@ -183,7 +184,8 @@ def test_the_folder_is_the_users(monkeypatch):
     ((), [0, 1, 2, 3]), ((0, 1, 2, 3), []), ((0,), [0, 1, 2, 3]), ((0, 1), []), ((2, 3), [0, 1, 2, 3]),
 ])  # fmt: skip
 def test_all_stages_measure_or_none(tmp_path, monkeypatch, known, measuring):
-    """Two pipelines of two stages, each worker on a host of its own. The first pipeline's stages decide for all."""
+    """Two pipelines of two stages, each worker on a host of its own. The first pipeline's stages decide for all, and
+    keep what they measured."""
     measured = []
 
     def worker(group):
@@ -203,4 +205,21 @@ def test_all_stages_measure_or_none(tmp_path, monkeypatch, known, measuring):
     wanted = [10.0, 11.0] if measuring else [0.0, 1.0]
     assert [[p.loss_seconds for p in profiles] for profiles in world(4, worker)] == [wanted] * 4
     assert sorted(measured) == sorted(rank % 2 for rank in measuring)
-    assert sorted(int(f.name) for f in tmp_path.iterdir()) == sorted({*known, *measuring})
+    assert sorted(int(f.name) for f in tmp_path.iterdir()) == sorted(
+        {*known, *(rank for rank in measuring if rank < 2)}
+    )
+
+
+@pytest.mark.threads
+def test_pipelines_with_sequences_of_different_lengths_measure_in_the_same_steps(monkeypatch):
+    """By the first pipeline's: who decided by its own would wait for the others in the second step."""
+    lengths = [(24, 40), (40, 24), (32, 48)]
+
+    def worker(group):
+        own, over, plans = pipe(), GlooTransport(group), Plans(OneForwardOneBackward(), 1)
+        for both in lengths:
+            plans.measure(Call(torch.zeros(2, both[over.rank], dtype=torch.int64)), own, over)
+        return [profile.loss_seconds for profile in plans.profiles]
+
+    monkeypatch.setattr(planning, "profile", lambda _, call: replace(PROFILE, loss_seconds=float(call.inputs.shape[1])))
+    assert world(2, worker) == [[40.0], [40.0]]

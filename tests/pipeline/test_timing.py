@@ -1,6 +1,7 @@
 """What is measured by real steps: costs that are known come out of steps that have them, and a step's sum is right."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,15 +11,24 @@ import transformers
 from lightning_decentral.pipeline.boundary import Exact
 from lightning_decentral.pipeline.causal import CausalModel
 from lightning_decentral.pipeline.cost import CostModel
-from lightning_decentral.pipeline.forecast import halved
+from lightning_decentral.pipeline.forecast import halved, tasks
 from lightning_decentral.pipeline.models import Call, Place
 from lightning_decentral.pipeline.ping import ping
 from lightning_decentral.pipeline.pipe import Pipe
-from lightning_decentral.pipeline.profile import Link, Profile, action_seconds, expected, priced, through
+from lightning_decentral.pipeline.profile import (
+    Link,
+    Profile,
+    action_seconds,
+    expected,
+    message_seconds,
+    priced,
+    through,
+)
 from lightning_decentral.pipeline.schedule import OneForwardOneBackward, ZeroBubble
 from lightning_decentral.pipeline.slicing import Planned, equal
 from lightning_decentral.pipeline.stage import Keep
 from lightning_decentral.pipeline.timing import COUNTS, Step, Steps, fitted, profile
+from lightning_decentral.timeline import makespan, run
 from lightning_decentral.transport import GlooTransport
 from tests.pipeline.causal import GPT2, built
 from tests.world import world
@@ -30,13 +40,19 @@ PLANNED = Planned(granularity=32)
 CHUNKS = [(512, 0), (256, 256), (200, 0), (100, 40), (32, 480)]
 
 
-def steps(schedule, num_slices, stretch):
-    """Steps that cost what is known, on a machine whose clock goes `stretch` times as fast as its processors' time."""
+def steps(schedule, num_slices, stretch, profiles=KNOWN):
+    """Steps of chunks that cost what is known, `stretch` times that by the clock; messages as they are."""
     slices = equal(LENGTH, num_slices)
-    costs = partial(action_seconds, KNOWN, slices)
+    costs = partial(action_seconds, profiles, slices)
     costs = halved(costs) if schedule.splits else costs
+    link = partial(message_seconds, [profile.link for profile in profiles], slices)
     own = {action: costs(action) for stage in schedule.actions(2, 1, num_slices) for action in stage}
-    return Steps(slices, [Step(stretch * expected(KNOWN, schedule, 1, slices).seconds, own, KNOWN[1].loss_seconds)] * 3)
+    seconds = makespan(run(tasks(schedule.actions(2, 1, num_slices), num_slices, scaled(costs, stretch), link)))
+    return Steps(slices, [Step(seconds, own, profiles[1].loss_seconds)] * 3)
+
+
+def scaled(costs, factor):
+    return lambda action: factor * costs(action)
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.25])
@@ -51,6 +67,23 @@ def test_known_costs_are_recovered(schedule, stretch):
         for chunk in CHUNKS:
             assert found.forward(*chunk) == pytest.approx(stretch * known.forward(*chunk), rel=1e-6)
             assert found.backward(*chunk) == pytest.approx(stretch * known.backward(*chunk), rel=1e-6)
+
+
+@pytest.mark.parametrize("num_slices", COUNTS)
+def test_the_forecast_of_a_measured_step_is_what_was_measured(num_slices):
+    """Also where the clock is no multiple of the parts: messages are as long as they were measured."""
+    schedule = OneForwardOneBackward()
+    measured = [replace(s, rounds=[replace(r, seconds=1.3 * r.seconds) for r in s.rounds]) for s in far_steps()]
+    links = [replace(KNOWN[0].link, latency_seconds=2e-3), Link()]
+    found = [fitted(measured, schedule, stage, links) for stage in range(2)]
+    (step,) = [s.rounds[0].seconds for s in measured if len(s.slices) == num_slices]
+    assert expected(found, schedule, 1, equal(LENGTH, num_slices)).seconds == pytest.approx(step, rel=0.06)
+
+
+def far_steps():
+    """Steps over a link that is a considerable part of them."""
+    known = (replace(KNOWN[0], link=replace(KNOWN[0].link, latency_seconds=2e-3)), KNOWN[1])
+    return [steps(OneForwardOneBackward(), n, 1.0, known) for n in COUNTS]
 
 
 def test_a_step_is_the_sum_of_its_longest_way():
@@ -69,6 +102,23 @@ def test_no_equal_slices_are_expected_to_be_faster_than_the_planned_ones(num_mic
     situation = priced(KNOWN, OneForwardOneBackward(), num_microbatches)
     planned = situation.step_seconds(PLANNED.slices(LENGTH, situation))
     assert planned <= min(situation.step_seconds(equal(LENGTH, n)) for n in range(1, 17))
+
+
+def test_a_fit_that_costs_nothing_does_not_blur_the_plan():
+    """As of a stage that is frozen: its backward is over at once, and nothing but noise."""
+    nothing = replace(COSTS.times(1e-6), error=1.0)
+    exact = replace(COSTS, error=0.03)
+    frozen = priced((Profile(exact, nothing), Profile(exact, exact)), OneForwardOneBackward(), 1)
+    assert frozen.error == pytest.approx(0.03 / 3**0.5, rel=1e-3)
+
+
+def test_slices_that_cannot_be_told_apart_do_not_hold_more():
+    """Four stages, 16 micro-batches: few slices are as fast within the error, and hold more of a sequence."""
+    costs = replace(COSTS, alone=tuple((i, 1e-5 * i) for i in (32, 512)), coefficients=(0.0,) * 4, error=0.5)
+    situation = priced([Profile(costs, costs)] * 4, OneForwardOneBackward(), 16)
+    fastest = PLANNED.slices(LENGTH, replace(situation, error=0.0))
+    assert situation.held(PLANNED.slices(LENGTH, situation)) <= situation.held(fastest)
+    assert situation.held(equal(LENGTH, 2)) > situation.held(fastest)
 
 
 def test_many_microbatches_want_fewer_slices():
