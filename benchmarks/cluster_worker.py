@@ -156,7 +156,7 @@ class Sent(Callback):
     def __init__(self, all_reduce: float) -> None:
         self.per_step = all_reduce
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:  # when the last rounds have left, too
         if isinstance(trainer.strategy, GossipStrategy):
             self.per_step = trainer.strategy.traffic().bytes_sent / trainer.global_step
 
