@@ -170,13 +170,21 @@ def test_a_plan_for_a_slow_link_is_faster_there():
 
 
 def test_what_the_error_hides_is_cut_into_fewer_slices():
-    exact = Situation(num_stages=4, seconds=attention, num_microbatches=2)
+    exact = Situation(num_stages=4, seconds=attention)
     rough = replace(exact, error=0.05)
     many, few = plan_for(exact, 1024, granularity=32), plan_for(rough, 1024, granularity=32)
     assert len(few) < len(many)
     assert exact.step_seconds(few) <= 1.05 * exact.step_seconds(many)
     fewer = [equal(1024, n, granularity=32) for n in range(1, len(few))]
     assert all(exact.step_seconds(slices) > 1.05 * exact.step_seconds(many) for slices in fewer)
+
+
+def test_with_several_microbatches_fewer_slices_would_hold_more():
+    """(P - 1 + S) / S sequences: so none but the fastest are taken, however rough the costs."""
+    exact = Situation(num_stages=4, seconds=attention, num_microbatches=8)
+    many, few = (plan_for(replace(exact, error=error), 1024, granularity=32) for error in (0.0, 0.05))
+    assert exact.held(few) <= exact.held(many)
+    assert exact.held(equal(1024, 2)) > exact.held(many)
 
 
 SITUATION = Situation(num_stages=2, seconds=attention)
