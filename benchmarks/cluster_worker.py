@@ -156,8 +156,9 @@ class Sent(Callback):
     def __init__(self, all_reduce: float) -> None:
         self.per_step = all_reduce
 
-    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:  # when the last rounds have left, too
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if isinstance(trainer.strategy, GossipStrategy):
+            trainer.strategy.settle()  # the last rounds may have to leave
             self.per_step = trainer.strategy.traffic().bytes_sent / trainer.global_step
 
 
