@@ -99,7 +99,7 @@ def rows(results: dict[str, Any], warm_up: int) -> list[list[str]]:
             bound = max(compute, wire)
             ratio = f"{seconds['ddp'] / value:.2f}" if "ddp" in seconds else ""
             busy = 1e3 * statistics.median(busy_per_step(t, warm_up) for t in run[method]["busy"])
-            cells = [hosts, rate, straggler, method, f"{value:.3f}", f"{value / bound:.2f}"]
+            cells = [hosts, rate, straggler, method, f"{value:.3f}", f"{value / bound:.2f}" if bound else ""]
             over = f"{value / compute:.2f}" if compute else ""
             table.append([*cells, over, ratio, f"{busy:.0f}"])
     return table
@@ -133,16 +133,23 @@ def draw(results: dict[str, Any], warm_up: int, path: Path) -> None:
     )
     for axes, (key, panel) in zip(panels[:, 0], found.items(), strict=True):
         names, seconds = [row[3] for row in panel], [float(row[4]) for row in panel]
-        bounds = [second / float(row[5]) for row, second in zip(panel, seconds, strict=True)]
+        bounds = [second / float(row[5]) if row[5] else 0.0 for row, second in zip(panel, seconds, strict=True)]
         axes.barh(names, seconds, color="tab:blue")
         axes.plot(bounds, names, "|", color="black", markersize=9)
         hosts, rate, label = key.split(" ")
-        axes.set_title(f"{hosts} hosts, {rate}" + ("" if label == "1" else f", straggler or model {label}"), fontsize=9)
+        axes.set_title(f"{hosts} hosts, {rate}{_said(label)}", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.invert_yaxis()
     panels[-1, 0].set_xlabel("seconds per step; black: the bound")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _said(label: str) -> str:
+    """What is unusual about a run."""
+    if label in MODELS:
+        return f", a {label} model, which computes"
+    return "" if label == "1" else f", one host {label} times slower"
 
 
 def main() -> None:

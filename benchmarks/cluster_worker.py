@@ -151,12 +151,14 @@ def with_lightning(make: Callable[[], Strategy], *callbacks: Callback) -> Callab
 
 
 class Sent(Callback):
-    """Bytes that this host sends per step: as counted under gossip, as all-reduce would under anything else."""
+    """Bytes that this host sends per step: as counted under gossip, none by itself, as all-reduce would under ddp."""
 
     def __init__(self, all_reduce: float) -> None:
         self.per_step = all_reduce
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        if isinstance(trainer.strategy, SingleDeviceStrategy):
+            self.per_step = 0.0
         if isinstance(trainer.strategy, GossipStrategy):
             trainer.strategy.settle()  # the last rounds may have to leave
             self.per_step = trainer.strategy.traffic().bytes_sent / trainer.global_step
