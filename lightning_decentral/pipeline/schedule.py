@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import chain, zip_longest
 from typing import ClassVar
 
+from lightning_decentral.pipeline.search import at_least_1
 from lightning_decentral.timeline import Deadlock, Task, run
 
 
@@ -69,10 +70,7 @@ class Schedule(ABC):
         Raises:
             ValueError: a number below 1.
         """
-        sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_slices": num_slices}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        at_least_1(num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
         return [list(self.of_stage(r, num_stages, num_microbatches, num_slices)) for r in range(num_stages)]
 
 

@@ -6,6 +6,7 @@ best     = min over t of  whole(t) + factor * t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -147,3 +148,26 @@ def _exactly(allowed: Costs, pieces: int) -> Cuts:
     for before in reversed(steps):
         at.append(int(before[at[-1]]))
     return Cuts(float(best[-1]), tuple(reversed(at)))
+
+
+def pieces(length: int, granularity: int) -> list[int]:
+    """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
+    length.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    at_least_1(length_tokens=length, granularity=granularity)
+    return [*range(0, length, granularity), length]
+
+
+def lengths(boundaries: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
+    """Of what lies between the cuts."""
+    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(cuts.at))
+
+
+def at_least_1(**numbers: int) -> None:
+    """ValueError, by its name, for a number below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

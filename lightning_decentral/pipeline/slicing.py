@@ -8,15 +8,23 @@ A later token attends to more context, so equal lengths are not equal costs: sli
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 from lightning_decentral.pipeline.forecast import always, by_slice, forecast
 from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedule, in_flight
-from lightning_decentral.pipeline.search import Bounded, Cuts, cheapest, over_bounds, smallest_bound, table
+from lightning_decentral.pipeline.search import (
+    Bounded,
+    Cuts,
+    at_least_1,
+    cheapest,
+    lengths,
+    over_bounds,
+    pieces,
+    smallest_bound,
+    table,
+)
 
 Seconds = Callable[[int, int], float]
-BatchSeconds = Callable[[int, int, int], float]
 BACKWARD_OVER_FORWARD = 2.0  # a backward multiplies two matrices for each that the forward multiplies
 
 
@@ -35,8 +43,8 @@ def plan(
 
     Source: TeraPipe 2102.07988, algorithm 1.
     """
-    boundaries = _boundaries(length_tokens, granularity)
-    _at_least_1(num_stages=num_stages, max_slices=1 if max_slices is None else max_slices)
+    boundaries = pieces(length_tokens, granularity)
+    at_least_1(num_stages=num_stages, max_slices=1 if max_slices is None else max_slices)
     costs = table(boundaries, seconds)
     most = len(boundaries) if max_slices is None else max_slices
 
@@ -46,54 +54,7 @@ def plan(
 
     cuts = over_bounds(costs[costs < float("inf")].tolist(), whole, num_stages - 1)
     assert cuts is not None  # one slice is always possible
-    return _lengths(boundaries, cuts)
-
-
-@dataclass(frozen=True)
-class Part:
-    """`batch` sequences that go together through the pipeline in these slices."""
-
-    batch: int
-    slices: tuple[int, ...]
-
-
-def plan_batch(
-    batch_size: int, length_tokens: int, num_stages: int, seconds: BatchSeconds, *, granularity: int = 1
-) -> tuple[Part, ...]:
-    """The parts of a batch, and the slices of each, that together minimise sum t + (num_stages - 1) max t.
-
-        whole(B; t) = min_b { slices(b; t) + whole(B - b; t) }
-
-    Args:
-        seconds: seconds(batch, tokens, context) of one slice of so many sequences.
-
-    Source: TeraPipe 2102.07988, section 3.4: the plan for every batch size, then a knapsack under the same bound.
-    """
-    boundaries = _boundaries(length_tokens, granularity)
-    _at_least_1(batch_size=batch_size, num_stages=num_stages)
-    tables = {b: table(boundaries, partial(seconds, b)) for b in range(1, batch_size + 1)}
-
-    def whole(bound: float) -> Bounded[tuple[Part, ...]] | None:
-        found = {b: cheapest(costs, bound, len(boundaries)) for b, costs in tables.items()}
-        parts = {b: (cuts.seconds, Part(b, _lengths(boundaries, cuts))) for b, cuts in found.items() if cuts}
-        return _knapsack(batch_size, parts)
-
-    candidates = [cost for costs in tables.values() for cost in costs[costs < float("inf")].tolist()]
-    parts = over_bounds(candidates, whole, num_stages - 1)
-    assert parts is not None
-    return parts
-
-
-def _knapsack(total: int, parts: dict[int, tuple[float, Part]]) -> Bounded[tuple[Part, ...]] | None:
-    best: list[Bounded[tuple[Part, ...]] | None] = [Bounded(0.0, ())]
-    for size in range(1, total + 1):
-        options = [
-            Bounded(rest.seconds + cost, (*rest.found, part))
-            for b, (cost, part) in parts.items()
-            if b <= size and (rest := best[size - b]) is not None
-        ]
-        best.append(min(options, key=lambda option: option.seconds, default=None))
-    return best[total]
+    return lengths(boundaries, cuts)
 
 
 def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularity: int = 1) -> tuple[int, ...]:
@@ -102,15 +63,15 @@ def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularit
     Raises:
         ValueError: more slices than pieces of this granularity.
     """
-    boundaries = _boundaries(length_tokens, granularity)
-    _at_least_1(num_slices=num_slices)
+    boundaries = pieces(length_tokens, granularity)
+    at_least_1(num_slices=num_slices)
     cuts = smallest_bound(table(boundaries, seconds), num_slices)
     if cuts is None:
         raise ValueError(
             f"{length_tokens} tokens are {len(boundaries) - 1} pieces of {granularity}, less than {num_slices} slices: "
             "ask for fewer slices or a smaller granularity"
         )
-    return _lengths(boundaries, cuts)
+    return lengths(boundaries, cuts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +130,7 @@ def plan_for(
     Raises:
         ValueError: nothing that was tried fits into the memory bound.
     """
-    most = min(max_slices, len(_boundaries(length_tokens, granularity)) - 1)
+    most = min(max_slices, len(pieces(length_tokens, granularity)) - 1)
     tried = [balance(length_tokens, n, situation.seconds, granularity=granularity) for n in range(1, most + 1)]
     tried += [equal(length_tokens, n, granularity=granularity) for n in range(1, most + 1)]
     unbounded = plan(length_tokens, situation.num_stages, situation.seconds, granularity=granularity, max_slices=most)
@@ -192,8 +153,8 @@ def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple
     Raises:
         ValueError: more slices than pieces of this granularity.
     """
-    boundaries = _boundaries(length_tokens, granularity)
-    _at_least_1(num_slices=num_slices)
+    boundaries = pieces(length_tokens, granularity)
+    at_least_1(num_slices=num_slices)
     short, longer = divmod(len(boundaries) - 1, num_slices)
     if short == 0:
         raise ValueError(f"{length_tokens} tokens can't be cut into {num_slices} slices: ask for fewer")
@@ -219,7 +180,7 @@ class Uniform(Slicing):
     n: int = 1
 
     def __post_init__(self) -> None:
-        _at_least_1(n=self.n)
+        at_least_1(n=self.n)
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
         """See `Slicing.slices`."""
@@ -239,7 +200,7 @@ class Balanced(Slicing):
     measures = True
 
     def __post_init__(self) -> None:
-        _at_least_1(n=self.n, granularity=self.granularity)
+        at_least_1(n=self.n, granularity=self.granularity)
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
         """See `Slicing.slices`."""
@@ -260,7 +221,7 @@ class Planned(Slicing):
     measures = True
 
     def __post_init__(self) -> None:
-        _at_least_1(granularity=self.granularity, max_slices=self.max_slices)
+        at_least_1(granularity=self.granularity, max_slices=self.max_slices)
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
         """See `Slicing.slices`."""
@@ -286,18 +247,3 @@ class Given(Slicing):
                 "give lengths that sum to it, pad to one length, or use Uniform, Balanced or Planned, which replan"
             )
         return self.lengths
-
-
-def _boundaries(length_tokens: int, granularity: int) -> list[int]:
-    _at_least_1(length_tokens=length_tokens, granularity=granularity)
-    return [*range(0, length_tokens, granularity), length_tokens]
-
-
-def _lengths(boundaries: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    return tuple(boundaries[b] - boundaries[a] for a, b in zip(cuts.at, cuts.at[1:], strict=False))
-
-
-def _at_least_1(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")

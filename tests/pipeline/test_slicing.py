@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_decentral.pipeline.batches import plan_batch
 from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, in_flight
 from lightning_decentral.pipeline.slicing import (
     Balanced,
@@ -17,7 +18,6 @@ from lightning_decentral.pipeline.slicing import (
     balance,
     equal,
     plan,
-    plan_batch,
     plan_for,
 )
 

@@ -77,7 +77,7 @@ def test_the_forecast_of_a_measured_step_is_what_was_measured(num_slices):
     links = [replace(KNOWN[0].link, latency_seconds=2e-3), Link()]
     found = [fitted(measured, schedule, stage, links) for stage in range(2)]
     (step,) = [s.rounds[0].seconds for s in measured if len(s.slices) == num_slices]
-    assert expected(found, schedule, 1, equal(LENGTH, num_slices)).seconds == pytest.approx(step, rel=0.06)
+    assert expected(found, schedule, 1, equal(LENGTH, num_slices)).seconds == pytest.approx(step, rel=1e-3)
 
 
 def far_steps():
