@@ -26,7 +26,7 @@ from lightning_decentral.callbacks import (
 )
 from lightning_decentral.gossip.codec import DifferenceCompression, Int8
 from lightning_decentral.gossip.combine import ConsensusControl, Gossip
-from lightning_decentral.gossip.noise import key, shorts
+from lightning_decentral.gossip.noise import dither, key
 from lightning_decentral.gossip.topology import Auto
 from lightning_decentral.gossip.weights import mixing_matrix
 from lightning_decentral.loggers import Rows, WandbPerWorker
@@ -229,7 +229,7 @@ def train_encoded(folder: Path) -> None:
 
 def rounded(difference: Array, rank: int, step: int) -> Array:
     """Int8 of one block of 16, floor(d / scale + u), in plain numpy but for the noise."""
-    u = (shorts(16, key(rank, step, 0, 0), torch.device("cpu")).double().numpy() + 0.5) / 65536 + 0.5
+    u = dither(16, key(rank, step, 0, 0), 2**16, torch.device("cpu"))(0, 16).double().numpy() + 0.5
     scale = float(np.float32(np.abs(difference).max()) / np.float32(127))
     return np.minimum(np.floor(difference / scale + u[:DIM]), 127) * scale
 

@@ -38,6 +38,13 @@ class Channel:
         if self._exact:
             payload[-1].copy_(tail)
 
+    def replace(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
+        """Fill the payload, and overwrite the message by what is decoded of it."""
+        coded, tail = self._split(message)
+        self._codec.replace(coded, self._coded(payload), self._frame(link, coded, key))
+        if self._exact:
+            payload[-1].copy_(tail)
+
     def decode(self, payload: Buffers, out: Tensor, link: str) -> None:
         """Fill `out`."""
         coded, tail = self._split(out)

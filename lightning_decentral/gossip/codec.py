@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.coding import Codec, Frame, Layout, Part, Payload
+from lightning_decentral.gossip.int8 import Int8 as Int8
 from lightning_decentral.gossip.low_rank import factors, orthonormal
-from lightning_decentral.gossip.noise import longest, shorts, uniform
+from lightning_decentral.gossip.noise import uniform
+from lightning_decentral.gossip.pieces import LARGEST_BLOCK, check_block, pieces
 from lightning_decentral.gossip.power_gossip import PowerGossip as PowerGossip
-
-LARGEST_BLOCK = 2**16
 
 
 class _Copied(Codec):
@@ -74,55 +74,6 @@ class Float16(_Cast):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8(Codec):
-    """decoded = q scale;  scale = max |message| / 127 of a block;  q = floor(message / scale + u), u uniform on (0, 1).
-
-    Unbiased: the mean of decoded over u is the message; |error| < scale. Bytes: n + 4 ceil(n / block), that is
-    4 / (1 + 4 / block) times fewer than float32: 3.94 with blocks of 256. u is a hash of the sender's rank, the round
-    and the place, so that there is no generator to save. A block with NaN or infinity has such a scale and decodes to
-    such numbers, so hearers see it.
-
-    Args:
-        block: elements that share a scale.
-
-    Raises:
-        ValueError: block is not in 1 .. 65536.
-
-    Source: blockwise scales, Dettmers et al. 2110.02861; stochastic rounding, Alistarh et al. 1610.02132 (QSGD).
-    """
-
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        _check_block(self.block, "256 makes messages 3.94 times smaller than float32")
-
-    def parts(self, layout: Layout, dtype: torch.dtype) -> tuple[Part, ...]:
-        """(q, scales)."""
-        return Part(layout.length, torch.int8), Part(ceil(layout.length / self.block), torch.float32)
-
-    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """Some ten passes over pieces that stay in the cache."""
-        quantized, scales = payload
-        for start, stop, columns in _pieces(message, self.block):
-            piece = message[start:stop].view(-1, columns)
-            piece = piece if piece.dtype == torch.float64 else piece.float()
-            scale = scales[start // self.block :][: len(piece)]
-            scale.copy_(piece.abs().amax(1)).div_(127).clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
-            scaled = (piece * scale.to(piece.dtype).reciprocal().unsqueeze(1)).view(-1)
-            noise = shorts(stop - start, frame.key + 31 * start, message.device).to(piece.dtype)
-            scaled.add_(noise.add_(0.5), alpha=2**-16).round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2)
-            quantized[start:stop].copy_(scaled)
-
-    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """q scale."""
-        quantized, scales = payload
-        for start, stop, columns in _pieces(out, self.block):
-            scale = scales[start // self.block :][: (stop - start) // columns].unsqueeze(1)
-            exact = quantized[start:stop].to(torch.promote_types(out.dtype, torch.float32)).view(-1, columns)
-            out[start:stop].view(-1, columns).copy_(exact.mul_(scale.to(exact.dtype)))
-
-
-@dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
     """decoded = message where |message| is among the largest of its block, 0 elsewhere.
 
@@ -146,7 +97,7 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"TopK's fraction must be in (0, 1], got {self.fraction}: 0.1 sends every tenth element")
-        _check_block(self.block, "4096 is fast to search")
+        check_block(self.block, "4096 is fast to search")
 
     def parts(self, layout: Layout, dtype: torch.dtype) -> tuple[Part, ...]:
         """(values, places as pairs of bytes)."""
@@ -175,7 +126,7 @@ class TopK(Codec):
         """(start, stop, (values, places) [blocks, kept]) of pieces."""
         values, places = payload[0], payload[1].view(torch.int16)
         at = 0
-        for start, stop, columns in _pieces(message, self.block):
+        for start, stop, columns in pieces(message, self.block):
             kept = self._kept(columns)
             end = at + (stop - start) // columns * kept
             yield start, stop, (values[at:end].view(-1, kept), places[at:end].view(-1, kept))
@@ -275,18 +226,3 @@ class DifferenceCompression(Codec):
         assert frame.estimate is not None
         self.inner.decode(payload, out, frame)
         out.add_(frame.estimate)
-
-
-def _check_block(block: int, remedy: str) -> None:
-    if not 1 <= block <= LARGEST_BLOCK:
-        raise ValueError(f"a codec's block must be in 1 .. {LARGEST_BLOCK}, got {block}: {remedy}")
-
-
-def _pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
-    whole = len(message) - len(message) % block
-    most = longest(message.device)
-    for start in range(0, whole, most - most % block):
-        yield start, min(start + most - most % block, whole), block
-    if whole < len(message):
-        yield whole, len(message), len(message) - whole

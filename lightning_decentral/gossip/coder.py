@@ -160,9 +160,12 @@ class Coded(Coder):
         for bucket, (channel, m) in enumerate(zip(channels, message, strict=True), first):
             parts = {audience: self._payload(channel, m) for audience in shares}
             for audience, payload in parts.items():
-                channel.encode(m, payload, f"to {audience}", key(self._rank, step, bucket, audience))
+                encode = channel.replace if len(parts) == 1 else channel.encode
+                encode(m, payload, f"to {audience}", key(self._rank, step, bucket, audience))
                 payloads[audience] += payload
-            if parts:
+            if len(parts) == 1:
+                self._remember_own(channel, m, next(iter(parts)))
+            elif parts:
                 self._overwrite(m, channel, parts, shares)
         if watched:
             errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
@@ -219,8 +222,11 @@ class Coded(Coder):
 
     def _decode_own(self, channel: Channel, payload: Buffers, out: Tensor, audience: int) -> None:
         channel.decode(payload, out, f"to {audience}")
+        self._remember_own(channel, out, audience)
+
+    def _remember_own(self, channel: Channel, decoded: Tensor, audience: int) -> None:
         if self._codec.remembers:
-            channel.remember(out, f"to {audience}", torch.ones((), dtype=torch.bool))
+            channel.remember(decoded, f"to {audience}", torch.ones((), dtype=torch.bool))
 
     def _payload(self, channel: Channel, message: Tensor) -> Buffers:
         parts = channel.parts(message)

@@ -92,6 +92,11 @@ class Codec(Coding):
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
         """Fill `out` with what the hearer makes of the payload."""
 
+    def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        """`encode`, and overwrite the message by what its hearers make of it."""
+        self.encode(message, payload, frame)
+        self.decode(payload, message, frame)
+
     def bytes(self, layout: Layout, dtype: torch.dtype) -> int:
         """Bytes of a payload on the wire; errors as `checked_parts`."""
         return sum(part.bytes for part in self.checked_parts(layout, dtype))

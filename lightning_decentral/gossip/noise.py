@@ -1,10 +1,12 @@
 """Random numbers that are a function of (key, place): nothing to save, equal on every device and in the simulation."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+MIDPOINTS = 2**16
 PAIRS = 2**15  # on a host: 2^16 numbers at a time, which stay in the cache
 PAIRS_ON_DEVICE = 2**23
 _GOLDEN, _FIRST, _SECOND = -0x61C88647, 0x7FEB352D, -0x7B935975  # as signed 32-bit numbers
@@ -33,11 +35,23 @@ def shorts(number: int, key: int, device: torch.device) -> Tensor:
     Hash: Mueller and Wellons, "lowbias32".
     """
     pairs = (number + 1) // 2
-    x = _places(device)[:pairs] + (key & 0x7FFFFFFF)
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)  # the mask makes an arithmetic shift a logical one
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-    return x.view(torch.int16)[:number]
+    return _hashed(_places(device)[:pairs] + (key & 0x7FFFFFFF)).view(torch.int16)[:number]
+
+
+def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int], Tensor]:
+    """(start, stop) -> float32 noise of these places of `number`: each of the 2^16 midpoints of (-1/2, 1/2) as likely.
+
+    All midpoints are shuffled once; a piece, of 2^16 places at most, reads them from a hashed place on. On a host that
+    is a view, so nothing is computed; no two numbers of a piece are equal, and two pieces seldom begin alike. What is
+    asked for at once on a host may not go over the end of a piece.
+    """
+    pieces = -(-number // piece)
+    starts = _hashed(_places(device)[:pieces] + (key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
+    midpoints = _midpoints(device)
+    if device.type != "cpu":
+        return partial(_gathered, midpoints, starts, piece)
+    first = starts.tolist()
+    return lambda start, stop: midpoints[first[start // piece] + start % piece :][: stop - start]
 
 
 def uniform(rows: int, columns: int, key: int, like: Tensor) -> Tensor:
@@ -46,6 +60,27 @@ def uniform(rows: int, columns: int, key: int, like: Tensor) -> Tensor:
     count = rows * columns
     pieces = [shorts(min(chunk, count - s), key + 31 * s, like.device) for s in range(0, count, chunk)]
     return torch.cat(pieces).to(like.dtype).add_(0.5).div_(65536).view(rows, columns)
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """In place; a bijection of 32-bit numbers."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)  # the mask makes an arithmetic shift a logical one
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _gathered(midpoints: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
+    """The same where pieces are asked for together."""
+    places = torch.arange(start, stop, dtype=torch.int32, device=starts.device)
+    first = starts.index_select(0, places.div(piece, rounding_mode="floor"))
+    return midpoints.index_select(0, places.remainder_(piece).add_(first))
+
+
+@lru_cache(maxsize=4)
+def _midpoints(device: torch.device) -> Tensor:
+    """[2 * 2^16]: twice, so that from every place on there are all of them."""
+    order = _hashed(_hashed(torch.arange(MIDPOINTS, dtype=torch.int32))).argsort()
+    return order.add(0.5).div(MIDPOINTS).sub(0.5).repeat(2).to(device)
 
 
 @lru_cache(maxsize=4)

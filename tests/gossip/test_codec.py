@@ -20,7 +20,7 @@ from lightning_decentral.gossip.codec import (
     TopK,
 )
 from lightning_decentral.gossip.coding import Codec, Frame, Layout
-from lightning_decentral.gossip.noise import key, longest, shorts, uniform
+from lightning_decentral.gossip.noise import MIDPOINTS, _gathered, _midpoints, dither, key, longest, shorts, uniform
 from tests.gossip.codecs import instances, payload, round_trip
 
 CPU = torch.device("cpu")
@@ -228,6 +228,48 @@ def test_noise_is_uniform_and_a_function_of_key_and_place() -> None:
     assert wide.shape == (300, 500)
     assert float(wide.abs().max()) < 0.5
     assert len(torch.unique(wide[:, :10])) > 2900
+
+
+def test_dither_is_uniform_and_a_function_of_key_and_place() -> None:
+    piece, number = 60_000, 250_000
+    ends = [*range(0, number, piece), number]
+
+    def noise(k: int) -> Tensor:
+        return torch.cat([dither(number, k, piece, CPU)(a, b) for a, b in pairwise(ends)])
+
+    first, again, other = noise(key(1)), noise(key(1)), noise(key(2))
+    assert torch.equal(first, again)
+    assert torch.equal(first[130_000:140_000], dither(number, key(1), piece, CPU)(130_000, 140_000))
+    counts = torch.histc(first.double(), 256, -0.5, 0.5)
+    assert float((counts / (number / 256) - 1).abs().max()) < 0.25
+    for a, b in ((first, other), *((first[d:], first[:-d]) for d in (1, 2, 256, piece))):
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / MIDPOINTS**0.5
+    starts = torch.tensor([5, MIDPOINTS - 1, 60_000, 7, 9], dtype=torch.int32)
+    together = _gathered(_midpoints(CPU), starts, piece, 70_000, number)
+    views = [_midpoints(CPU)[s : s + piece] for s in starts.tolist()]
+    assert torch.equal(together, torch.cat(views)[70_000:number])
+
+
+def test_each_midpoint_of_the_dither_is_as_likely() -> None:
+    """Of one place, over the places that a piece may begin at: exactly."""
+    first, again = _midpoints(CPU).split(MIDPOINTS)
+    assert torch.equal(first, again)
+    assert torch.equal(first.sort().values, (torch.arange(MIDPOINTS) + 0.5) / 2**16 - 0.5)
+
+
+@pytest.mark.parametrize("n", [1000, 70_001])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("codec", instances(), ids=str)
+def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch.dtype, n: int) -> None:
+    sent, layout = message(n, dtype=dtype), Layout(n)
+    estimate = message(n, dtype=dtype).flip(0) if codec.remembers else None
+    one, two = payload(codec, layout, dtype), payload(codec, layout, dtype)
+    replaced, decoded = sent.clone(), torch.empty_like(sent)
+    codec.encode(sent, one, Frame(layout, 3, estimate))
+    codec.decode(one, decoded, Frame(layout, 0, estimate))
+    codec.replace(replaced, two, Frame(layout, 3, estimate))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert torch.equal(replaced, decoded)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""Eight bits an element, rounded at random."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.coding import Codec, Frame, Layout, Part, Payload
+from lightning_decentral.gossip.noise import dither
+from lightning_decentral.gossip.pieces import check_block, pieces, together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8(Codec):
+    """decoded = q scale;  scale = max |message| / 127 of a block;  q = floor(message / scale + u), u uniform on (0, 1).
+
+    Unbiased: the mean of decoded over u is the message; |error| < scale. Bytes: n + 4 ceil(n / block), that is
+    4 / (1 + 4 / block) times fewer than float32: 3.94 with blocks of 256. u is a function of the sender's rank, the
+    round and the place (`noise.dither`), so that there is no generator to save. A block with NaN or infinity has such
+    a scale and decodes to such numbers, so hearers see it.
+
+    Args:
+        block: elements that share a scale.
+
+    Raises:
+        ValueError: block is not in 1 .. 65536.
+
+    Source: blockwise scales, Dettmers et al. 2110.02861; stochastic rounding, Alistarh et al. 1610.02132 (QSGD).
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        check_block(self.block, "256 makes messages 3.94 times smaller than float32")
+
+    def parts(self, layout: Layout, dtype: torch.dtype) -> tuple[Part, ...]:
+        """(q, scales)."""
+        return Part(layout.length, torch.int8), Part(ceil(layout.length / self.block), torch.float32)
+
+    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        """Some seven passes over pieces that stay in the cache."""
+        for _ in self._encoded(message, payload, frame):
+            pass
+
+    def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        """While q is in the cache."""
+        for rows, rounded, scale in self._encoded(message, payload, frame):
+            rows.copy_(rounded.mul_(scale))
+
+    def _encoded(self, message: Tensor, payload: Payload, frame: Frame) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(rows of the message, q, scale) of pieces that have been encoded."""
+        quantized, scales = payload
+        exact = torch.promote_types(message.dtype, torch.float32)
+        noise = dither(len(message), frame.key, together(self.block), message.device)
+        memory = torch.empty(0, dtype=exact, device=message.device)  # one, since fresh pages cost more than the work
+        for start, stop, columns in pieces(message, self.block):
+            rows = message[start:stop].view(-1, columns)
+            x = rows.to(exact)
+            scale = scales[start // self.block :][: len(x)]
+            scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
+            scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
+            shared = scale.to(exact).unsqueeze(1)
+            memory = memory if len(memory) >= stop - start else memory.new_empty(stop - start)
+            rounded = memory[: stop - start].view_as(x)
+            torch.addcmul(noise(start, stop).to(exact).view_as(x), x, shared.reciprocal(), out=rounded)
+            rounded.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2)
+            quantized[start:stop].copy_(rounded.view(-1))
+            yield rows, rounded, shared
+
+    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
+        """q scale."""
+        quantized, scales = payload
+        for start, stop, columns in pieces(out, self.block):
+            scale = scales[start // self.block :][: (stop - start) // columns].unsqueeze(1)
+            rows, exact = out[start:stop].view(-1, columns), torch.promote_types(out.dtype, torch.float32)
+            values = rows if out.dtype == exact else torch.empty_like(rows, dtype=exact)
+            values.copy_(quantized[start:stop].view(-1, columns)).mul_(scale.to(exact))
+            if values is not rows:
+                rows.copy_(values)
