@@ -16,6 +16,8 @@ ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the 
 MOST_BUCKET_BYTES = 256 * 2**20
 LEAST_BUCKET_BYTES = 2 * 2**20
 BUCKETS = 8
+TAILS = 32
+LEAST_CUT_BYTES = 2**20
 
 
 class Matrix(NamedTuple):
@@ -40,7 +42,8 @@ class Bucket:
         step = max(1, ALIGNMENT_BYTES // parameters[0].element_size())
         sizes = [-(-self.elements(p) // step) * step for p in parameters]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        whole = -(-max(1, sum(sizes)) // (step * parts)) * step * parts
+        self._grain = step * parts
+        whole = -(-max(1, sum(sizes)) // self._grain) * self._grain
         self.flat = torch.zeros(whole, dtype=parameters[0].dtype, device=parameters[0].device)
         self.adopt()
 
@@ -71,6 +74,14 @@ class Bucket:
             view.copy_(parameter)
             parameter.data = view
 
+    def place(self, behind: int) -> int | None:
+        """The last one, aligned, with so many elements behind it and no row of a matrix across it."""
+        matrices = self.matrices
+        for place in range((self.flat.numel() - behind) // self._grain * self._grain, 0, -self._grain):
+            if not any(0 < place - m.offset < m.rows * m.columns and (place - m.offset) % m.columns for m in matrices):
+                return place
+        return None
+
     def store(self) -> None:
         """After mixing: the parameters are views of what was mixed."""
 
@@ -80,6 +91,30 @@ class Bucket:
         memory."""
         for parameter in self.parameters:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+
+class Span:
+    """flat[start:stop] of a bucket, mixed for itself."""
+
+    def __init__(self, bucket: Bucket, start: int, stop: int) -> None:
+        self._bucket, self._start = bucket, start
+        self.flat = bucket.flat[start:stop]
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The rows of matrices that lie in it."""
+        found = []
+        for offset, rows, columns in self._bucket.matrices:
+            first = max(0, self._start - offset) // columns
+            last = min(rows, (self._start + len(self.flat) - offset) // columns)
+            if first < last:
+                found.append(Matrix(offset + first * columns - self._start, last - first, columns))
+        return tuple(found)
+
+    def adopt(self) -> None:
+        """The bucket's; once for all its spans."""
+        if not self._start:
+            self._bucket.adopt()
 
 
 class Pool:
@@ -106,6 +141,20 @@ class Pool:
         """Hand back what was taken; each once."""
         for buffer in buffers:
             self._free.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
+
+
+def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | Span]:
+    """The last bucket in two where it's long: a 32nd of all elements, or somewhat more, comes last for itself.
+
+    The messages of one round may still be under way for as long as that takes when the next one's begin: for more, two
+    neighbours' messages fill the queues on the way to a worker, and packets are dropped.
+    """
+    *others, last = buckets
+    whole = sum(bucket.bytes for bucket in buckets)
+    behind = whole // TAILS // last.flat.element_size()
+    if whole < LEAST_CUT_BYTES or last.flat.numel() <= 2 * behind or not (place := last.place(behind)):
+        return [*buckets]
+    return [*others, Span(last, 0, place), Span(last, place, last.flat.numel())]
 
 
 def _slowest(parameter: Tensor) -> int:

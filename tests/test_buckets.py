@@ -1,12 +1,13 @@
 """Parameters in buckets stay what they are to everyone else."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_decentral.buckets import pack
+from lightning_decentral.buckets import TAILS, Bucket, pack, with_tail
 
 
 class Mixed(nn.Module):
@@ -92,6 +93,46 @@ def test_an_optimizer_does_not_notice(module: Mixed) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(plain.state_dict().values(), module.state_dict().values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("shape", [(1024, 512), (700, 24, 5, 5), (600_001,)], ids=str)
+def test_a_long_last_bucket_has_a_tail_of_its_own(shape: tuple[int, ...], parts: int) -> None:
+    """Between rows; both of whole parts, and together the bucket."""
+    first, second = nn.Parameter(torch.zeros(1000, 100)), nn.Parameter(torch.randn(shape))
+    make = partial(Bucket, parts=parts)
+    buckets = pack([first, second], 2**20, make)
+    whole, head, tail = with_tail(buckets)
+    assert whole is buckets[0]
+    assert torch.equal(torch.cat([head.flat, tail.flat]), buckets[1].flat)
+    assert head.flat.data_ptr() == buckets[1].flat.data_ptr()
+    elements = sum(len(b.flat) for b in buckets)
+    assert elements / TAILS <= len(tail.flat) <= 1.5 * elements / TAILS
+    assert len(tail.flat) % (32 * parts) == 0
+    rows = [m for m in (*head.matrices, *tail.matrices) if m.rows]
+    assert sum(m.rows for m in rows) == (shape[0] if len(shape) > 1 else 0)
+    for span in (head, tail):
+        for m in span.matrices:
+            part = span.flat[m.offset : m.offset + m.rows * m.columns].view(m.rows, *shape[1:])
+            assert torch.equal(part, second[: m.rows] if span is head else second[-m.rows :])
+
+
+@pytest.mark.parametrize("shapes", [[(100, 100)], [(600, 600), (10, 10)], [(3, 200_001)]], ids=str)
+def test_what_is_small_or_has_no_place_between_rows_stays_whole(shapes: list[tuple[int, ...]]) -> None:
+    buckets = pack([nn.Parameter(torch.zeros(shape)) for shape in shapes], 400_000)
+    assert with_tail(buckets) == buckets
+
+
+def test_spans_adopt_replaced_storage() -> None:
+    parameter = nn.Parameter(torch.ones(1024, 512))
+    spans = with_tail(pack([parameter]))
+    parameter.data = torch.full_like(parameter, 3.0)
+    for span in spans:
+        span.adopt()
+    assert len(spans) == 2
+    assert all(bool((span.flat == 3).all()) for span in spans)
+    spans[1].flat.zero_()
+    assert not parameter[-1].any()
 
 
 def test_bad_input() -> None:

@@ -15,6 +15,9 @@ from lightning_decentral.gossip.wire import Around, Exchange, Land, Traffic
 from lightning_decentral.lane import Errand, Lane
 from lightning_decentral.stopwatch import HostStopwatch
 
+SHORT = 12
+"""A round's elements over those of a last bucket that may overlap with the next round."""
+
 
 @dataclass
 class _Part:
@@ -47,6 +50,9 @@ class BesideExchange(Around):
     other; elsewhere the round before has landed long ago. Encoding the next one waits with it, so a rule that asks what
     it sent (`PushSum`) waits until the last round but one has landed.
 
+    Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is missing,
+    so that the links don't rest while it is mixed and the next neighbours find each other.
+
     Args:
         inner: on the host, with nobody else on its transport.
     """
@@ -58,6 +64,8 @@ class BesideExchange(Around):
     def __post_init__(self) -> None:
         self._leaving, self._arriving = Lane("gossip leaves"), Lane("gossip arrives")
         self._before: list[Errand[list[Tensor]]] = []
+        self._departing: list[Errand[list[Tensor]]] = []
+        self._admitted: list[int] = []
         self._waited, self._in_flight_seconds = HostStopwatch(), 0.0
         self._rounds = 0
 
@@ -70,6 +78,7 @@ class BesideExchange(Around):
         """Once what is under way has left."""
         if self._departed is not None:
             self._departed.result()
+        self._admitted += [bucket.numel() for bucket in buckets]
         self.inner.admit(buckets, matrices, combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
@@ -77,6 +86,10 @@ class BesideExchange(Around):
         part = _Part(self._leaving.send(lambda: self.inner.start(message, step, first)), first)
         self._open.append(part)
         self._last = part.started
+        nearly = all(landed.done() for landed in self._before[:-1])
+        if nearly and self._overlaps and first + len(message) == len(self._admitted) - 1:
+            self._leave(self._open, self._before[:-1])
+            self._open = []
 
         def land() -> list[Tensor]:
             assert part.landed is not None, "land only what has departed"
@@ -91,14 +104,27 @@ class BesideExchange(Around):
         return land
 
     def depart(self) -> None:
-        """Send and hear, once all that was started is ready and all that departed before has landed; nothing, if
-        something couldn't be made ready."""
-        parts, self._open = self._open, []
-        self._departed = departed = self._leaving.send(partial(_leave, parts, self._before, self.inner))
+        """Send and hear, once what was started is ready and the round before has landed, the last bucket of each for
+        itself where it overlaps; nothing from what couldn't be made ready on."""
+        if self._overlaps:
+            self._leave(self._open[:-1], self._before[:-1])
+            self._open = self._open[-1:]
+        self._leave(self._open, self._before)
+        self._before, self._departing, self._open = self._departing or self._before, [], []
+
+    @property
+    def _overlaps(self) -> bool:
+        """The last bucket is short."""
+        return SHORT * self._admitted[-1] <= sum(self._admitted) if self._admitted else False
+
+    def _leave(self, parts: Sequence[_Part], before: Sequence[Errand[list[Tensor]]]) -> None:
+        if not parts:
+            return
+        self._departed = departed = self._leaving.send(partial(_leave, parts, before, self._departed, self.inner))
         for part in parts:
             part.departed = perf_counter()
             part.landed = self._arriving.send(_after(departed, part))
-        self._before = [part.landed for part in parts if part.landed is not None]
+            self._departing.append(part.landed)
 
     def settle(self) -> None:
         """Wait for what was started last, or raise its error."""
@@ -127,11 +153,15 @@ class BesideExchange(Around):
         return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
 
 
-def _leave(parts: Sequence[_Part], before: Sequence[Errand[list[Tensor]]], inner: Exchange) -> None:
+def _leave(
+    parts: Sequence[_Part], before: Sequence[Errand[list[Tensor]]], last: Errand[None] | None, inner: Exchange
+) -> None:
     for part in parts:
         part.started.result()
     for landed in before:
         landed.wait()
+    if last is not None:
+        last.result()  # where something couldn't leave, nothing may leave after it
     inner.depart()
 
 

@@ -47,8 +47,9 @@ class Mixer:
     A rule that corrects the update itself (`Combine.adapt`) does so between landing and launch.
 
     Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that the links rest
-    for the last bucket's mixing and not for that of the whole model. All leave together: what went to a new neighbour
-    before the old one's message is complete would take the half of its link.
+    for the last bucket's mixing at most and not for that of the whole model. When they leave is the exchange's affair,
+    by `depart` at the latest: what went to a new neighbour long before the old one's message is complete would take the
+    half of its link.
 
     Memory beyond the model: one copy of the message for every one in flight, the sent one and each heard one; and the
     rule's state.

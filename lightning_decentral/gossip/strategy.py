@@ -253,7 +253,7 @@ class GossipStrategy(IslandStrategy):
         """The plan in words, for the start of a run."""
         size, steps = self.workers, consensus_steps(self.topology, self.workers, self.weights)
         model_bytes = sum(bucket.bytes for bucket in self._buckets)
-        message_bytes = sum(t.mixer.exchange.message_bytes([b.flat for b in t.buckets]) for t in self._trained)
+        message_bytes = sum(t.mixer.exchange.message_bytes([b.flat for b in t.mixer.buckets]) for t in self._trained)
         period = self.topology.period(size)
         exchanges = [trained.mixer.exchange for trained in self._trained[:1]]
         copies = sum(exchange.copies_sent(step) for exchange in exchanges for step in range(period)) / period

@@ -3,7 +3,7 @@
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.buckets import Bucket
+from lightning_decentral.buckets import Bucket, with_tail
 from lightning_decentral.gossip.members import Member
 from lightning_decentral.gossip.mixer import Mixer
 
@@ -41,7 +41,8 @@ class Trained:
             buckets = self._member.pack(new, self._bucket_bytes)
             self.buckets += buckets
             self.packs.append(len(new))
-            self.mixer.extend(buckets, [bucket.matrices for bucket in buckets])
+            mixed = with_tail(buckets)
+            self.mixer.extend(mixed, [span.matrices for span in mixed])
 
     def step(self, learning_rate: float) -> None:
         """One round."""

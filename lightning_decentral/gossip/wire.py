@@ -89,7 +89,7 @@ class Exchange(ABC):
         """
 
     def depart(self) -> None:
-        """Send all that `start` made ready, and begin to hear the others'."""
+        """Send all that `start` made ready and hasn't left yet, and begin to hear the others'."""
         return
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.threads
 
 CPU = Backend("cpu", "cpu")
 STEPS = 9
-DIM = 5
+DIM = 13
+PLACES = (0, 5, 12, DIM)  # the last bucket is short, so that rounds overlap in it
 
 
 @dataclass
@@ -59,17 +61,17 @@ def clique_exchange_of(transport: Transport, device: torch.device, topology: Top
 
 
 def descend(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any, transport: Transport) -> Tensor:
-    """One worker's trajectory [steps + 1, dim], with two buckets where the simulation has one."""
+    """One worker's trajectory [steps + 1, dim], with three buckets where the simulation has one."""
     rank, device = transport.rank, backend.device(transport.rank)
-    buckets = [Row(x0[rank, :2].to(device)), Row(x0[rank, 2:].to(device))]
+    buckets = [Row(x0[rank, a:b].to(device)) for a, b in pairwise(PLACES)]
     mixer = Mixer(buckets, rule, build(transport, device), delay, Gauge(rule.lag, transport.all_reduce))
     trajectory = [x0[rank].clone()]
     for step in range(STEPS):
         rows = torch.zeros_like(x0)
         rows[rank] = trajectory[-1]
         update = 0.1 * gradient(rows, step)[rank].to(device)
-        buckets[0].flat.sub_(update[:2])
-        buckets[1].flat.sub_(update[2:])
+        for bucket, part in zip(buckets, update.split([len(b.flat) for b in buckets]), strict=True):
+            bucket.flat.sub_(part)
         mixer.step(0.1)
         trajectory.append(torch.cat([b.flat for b in buckets]).cpu())
     mixer.drain()
