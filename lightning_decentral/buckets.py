@@ -16,8 +16,12 @@ ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the 
 MOST_BUCKET_BYTES = 256 * 2**20
 LEAST_BUCKET_BYTES = 2 * 2**20
 BUCKETS = 8
-TAILS = 32
+SHORT = 16
+"""A last bucket of at most one part in so many may overlap with the next round."""
+TAIL = 2 * SHORT
+"""A long last bucket ends in a tail of one part in so many or, as rows and parameters end, up to one in `SHORT`."""
 LEAST_CUT_BYTES = 2**20
+"""Smaller models aren't cut: another message would take as long as it saves."""
 
 
 class Matrix(NamedTuple):
@@ -74,13 +78,18 @@ class Bucket:
             view.copy_(parameter)
             parameter.data = view
 
-    def place(self, behind: int) -> int | None:
-        """The last one, aligned, with so many elements behind it and no row of a matrix across it."""
-        matrices = self.matrices
-        for place in range((self.flat.numel() - behind) // self._grain * self._grain, 0, -self._grain):
-            if not any(0 < place - m.offset < m.rows * m.columns and (place - m.offset) % m.columns for m in matrices):
-                return place
-        return None
+    def border(self, least: int, most: int) -> int | None:
+        """An aligned place with `least` to `most` elements behind it, where a parameter begins or, if none does,
+        between two rows of a matrix."""
+        whole, matrices = self.flat.numel(), self.matrices
+
+        def within_row(place: int) -> bool:
+            return any(0 < place - m.offset < m.rows * m.columns and (place - m.offset) % m.columns for m in matrices)
+
+        first, last = max(1, whole - most), whole - least
+        begins = [offset for offset in self._offsets if first <= offset <= last and offset % self._grain == 0]
+        places = range(last // self._grain * self._grain, first - 1, -self._grain)
+        return next((place for place in [*begins[::-1], *places] if not within_row(place)), None)
 
     def store(self) -> None:
         """After mixing: the parameters are views of what was mixed."""
@@ -144,17 +153,24 @@ class Pool:
 
 
 def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | Span]:
-    """The last bucket in two where it's long: a 32nd of all elements, or somewhat more, comes last for itself.
+    """The last bucket in two where it's long and has a place for that, so that the last one is short.
 
-    The messages of one round may still be under way for as long as that takes when the next one's begin: for more, two
-    neighbours' messages fill the queues on the way to a worker, and packets are dropped.
+    The messages of one round may still be under way for as long as the last bucket takes when the next one's begin: for
+    more, two neighbours' messages fill the queues on the way to a worker, and packets are dropped. Cut is also where
+    nothing overlaps (without a delay, on a device), for one small message more, so that a checkpoint fits everywhere.
     """
-    *others, last = buckets
     whole = sum(bucket.bytes for bucket in buckets)
-    behind = whole // TAILS // last.flat.element_size()
-    if whole < LEAST_CUT_BYTES or last.flat.numel() <= 2 * behind or not (place := last.place(behind)):
+    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole):
         return [*buckets]
-    return [*others, Span(last, 0, place), Span(last, place, last.flat.numel())]
+    *others, last = buckets
+    each = last.flat.element_size()
+    place = last.border(-(-whole // TAIL // each), whole // SHORT // each)
+    return [*buckets] if place is None else [*others, Span(last, 0, place), Span(last, place, last.flat.numel())]
+
+
+def is_short(last_bytes: int, whole_bytes: int) -> bool:
+    """Whether a last bucket may overlap with the next round."""
+    return SHORT * last_bytes <= whole_bytes
 
 
 def _slowest(parameter: Tensor) -> int:

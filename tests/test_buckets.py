@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_decentral.buckets import TAILS, Bucket, pack, with_tail
+from lightning_decentral.buckets import SHORT, TAIL, Bucket, is_short, pack, with_tail
 
 
 class Mixed(nn.Module):
@@ -107,7 +107,8 @@ def test_a_long_last_bucket_has_a_tail_of_its_own(shape: tuple[int, ...], parts:
     assert torch.equal(torch.cat([head.flat, tail.flat]), buckets[1].flat)
     assert head.flat.data_ptr() == buckets[1].flat.data_ptr()
     elements = sum(len(b.flat) for b in buckets)
-    assert elements / TAILS <= len(tail.flat) <= 1.5 * elements / TAILS
+    assert elements / TAIL <= len(tail.flat) <= elements / SHORT
+    assert is_short(len(tail.flat), elements)
     assert len(tail.flat) % (32 * parts) == 0
     rows = [m for m in (*head.matrices, *tail.matrices) if m.rows]
     assert sum(m.rows for m in rows) == (shape[0] if len(shape) > 1 else 0)
@@ -117,10 +118,20 @@ def test_a_long_last_bucket_has_a_tail_of_its_own(shape: tuple[int, ...], parts:
             assert torch.equal(part, second[: m.rows] if span is head else second[-m.rows :])
 
 
-@pytest.mark.parametrize("shapes", [[(100, 100)], [(600, 600), (10, 10)], [(3, 200_001)]], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [[(0,)], [(100, 100)], [(600, 600), (10, 10)], [(3, 200_001)], [(8, 80_000)]], ids=str
+)
 def test_what_is_small_or_has_no_place_between_rows_stays_whole(shapes: list[tuple[int, ...]]) -> None:
     buckets = pack([nn.Parameter(torch.zeros(shape)) for shape in shapes], 400_000)
     assert with_tail(buckets) == buckets
+
+
+def test_a_tail_begins_where_a_parameter_does() -> None:
+    """So that no matrix is cut, where one begins at the right distance from the end."""
+    buckets = pack([nn.Parameter(torch.zeros(shape)) for shape in ((600, 1000), (20, 1000), (10, 1000), (64,))], 10**9)
+    head, tail = with_tail(buckets)
+    assert [(m.rows, m.columns) for m in head.matrices] == [(600, 1000)]
+    assert [(m.rows, m.columns) for m in tail.matrices] == [(20, 1000), (10, 1000)]
 
 
 def test_spans_adopt_replaced_storage() -> None:

@@ -13,11 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_decentral import buckets
 from lightning_decentral.optim import AccumAdamW, QuasiGlobalAdam
 from lightning_decentral.shards import full_tensor
 from tests import forking, world
@@ -70,6 +72,12 @@ class Record(Callback):
 def recorded(folder: Path, size: int) -> Tensor:
     """[steps, size, dim] of a recorded run."""
     return torch.stack([torch.load(folder / f"{rank}.pt") for rank in range(size)], dim=1)
+
+
+def cut_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the last bucket of models of some hundred parameters have a tail, in processes that are forked from here."""
+    for name, value in {"LEAST_CUT_BYTES": 0, "SHORT": 2, "TAIL": 8}.items():
+        monkeypatch.setattr(buckets, name, value)
 
 
 def in_processes(function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> Any:

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.buckets import Matrix, Pool
+from lightning_decentral.buckets import Matrix, Pool, is_short
 from lightning_decentral.gossip.combine.rule import Combine
 from lightning_decentral.gossip.wire import Around, Exchange, Land, Traffic
 from lightning_decentral.lane import Errand, Lane
 from lightning_decentral.stopwatch import HostStopwatch
-
-SHORT = 12
-"""A round's elements over those of a last bucket that may overlap with the next round."""
 
 
 @dataclass
@@ -78,7 +75,7 @@ class BesideExchange(Around):
         """Once what is under way has left."""
         if self._departed is not None:
             self._departed.result()
-        self._admitted += [bucket.numel() for bucket in buckets]
+        self._admitted += [bucket.numel() * bucket.element_size() for bucket in buckets]
         self.inner.admit(buckets, matrices, combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
@@ -114,13 +111,12 @@ class BesideExchange(Around):
 
     @property
     def _overlaps(self) -> bool:
-        """The last bucket is short."""
-        return SHORT * self._admitted[-1] <= sum(self._admitted) if self._admitted else False
+        return bool(self._admitted) and is_short(self._admitted[-1], sum(self._admitted))
 
     def _leave(self, parts: Sequence[_Part], before: Sequence[Errand[list[Tensor]]]) -> None:
         if not parts:
             return
-        self._departed = departed = self._leaving.send(partial(_leave, parts, before, self._departed, self.inner))
+        self._departed = departed = self._leaving.send(partial(_send, parts, before, self._departed, self.inner))
         for part in parts:
             part.departed = perf_counter()
             part.landed = self._arriving.send(_after(departed, part))
@@ -153,7 +149,7 @@ class BesideExchange(Around):
         return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
 
 
-def _leave(
+def _send(
     parts: Sequence[_Part], before: Sequence[Errand[list[Tensor]]], last: Errand[None] | None, inner: Exchange
 ) -> None:
     for part in parts:

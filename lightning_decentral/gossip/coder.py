@@ -158,15 +158,10 @@ class Coded(Coder):
         channels = self._channels[first : first + len(message)]
         gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(channels, watched, strict=False)]
         for bucket, (channel, m) in enumerate(zip(channels, message, strict=True), first):
-            parts = {audience: self._payload(channel, m) for audience in shares}
+            keys = {audience: key(self._rank, step, bucket, audience) for audience in shares}
+            parts = self._encode(channel, m, keys, shares)
             for audience, payload in parts.items():
-                encode = channel.replace if len(parts) == 1 else channel.encode
-                encode(m, payload, f"to {audience}", key(self._rank, step, bucket, audience))
                 payloads[audience] += payload
-            if len(parts) == 1:
-                self._remember_own(channel, m, next(iter(parts)))
-            elif parts:
-                self._overwrite(m, channel, parts, shares)
         if watched:
             errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
             self._sums.append(torch.stack([torch.stack(errors).sum(), torch.stack(gaps).sum()]))
@@ -207,10 +202,24 @@ class Coded(Coder):
                 stacklevel=2,
             )
 
+    def _encode(
+        self, channel: Channel, message: Tensor, keys: Mapping[int, int], shares: Mapping[int, float]
+    ) -> dict[int, Buffers]:
+        """{audience: payload};  message <- sum over audiences of share * what it decodes."""
+        parts = {audience: self._payload(channel, message) for audience in keys}
+        if len(parts) == 1:
+            ((audience, payload),) = parts.items()
+            channel.replace(message, payload, f"to {audience}", keys[audience])
+            self._remember_own(channel, message, audience)
+        elif parts:
+            for audience, payload in parts.items():
+                channel.encode(message, payload, f"to {audience}", keys[audience])
+            self._overwrite(message, channel, parts, shares)
+        return parts
+
     def _overwrite(
         self, message: Tensor, channel: Channel, parts: Mapping[int, Buffers], shares: Mapping[int, float]
     ) -> None:
-        """message <- sum over audiences of share * what it decodes."""
         first, *others = parts
         total = sum(shares.values()) or 1.0
         self._decode_own(channel, parts[first], message, first)

@@ -2,7 +2,8 @@
 
     update_i(k)   = ready_i(k-1) + compute_i(k)
     launch_i(k)   = max(update_i(k), finish_i(k - delay))
-    depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed
+    depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed,
+                                                             but for a short last bucket, which is left out here
     finish_i(k)   = max(depart_j(k) for j = i and all whom i hears) + exchange_i(k)
     ready_i(k)    = launch_i(k), with delay 0 finish_i(k)
 

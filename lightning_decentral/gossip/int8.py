@@ -45,7 +45,7 @@ class Int8(Codec):
             pass
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """While q is in the cache."""
+        """While q is in the cache. A zero may have a sign that its hearers' has not."""
         for rows, rounded, scale in self._encoded(message, payload, frame):
             rows.copy_(rounded.mul_(scale))
 

@@ -221,7 +221,8 @@ class Mixer:
         if state["elements"] != elements:
             raise ValueError(
                 f"the checkpoint's messages have buckets of {state['elements']} elements, this run has {elements}: "
-                "resume with the same bucket_bytes, or delete the checkpoint's .workers folder to start from the mean"
+                "resume with the same version and bucket_bytes, or delete the checkpoint's .workers folder to start "
+                "from the mean"
             )
         self.exchange.load_state_dict(state["exchange"])
         like = [bucket.flat for bucket in self.buckets]

@@ -46,7 +46,8 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
     asked for at once on a host may not go over the end of a piece.
     """
     pieces = -(-number // piece)
-    starts = _hashed(_places(device)[:pieces] + (key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
+    places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN)
+    starts = _hashed(places.add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
     midpoints = _midpoints(device)
     if device.type != "cpu":
         return partial(_gathered, midpoints, starts, piece)
@@ -71,16 +72,18 @@ def _hashed(x: Tensor) -> Tensor:
 
 def _gathered(midpoints: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
     """The same where pieces are asked for together."""
-    places = torch.arange(start, stop, dtype=torch.int32, device=starts.device)
-    first = starts.index_select(0, places.div(piece, rounding_mode="floor"))
+    before = start % piece
+    places = torch.arange(before, before + stop - start, dtype=torch.int32, device=starts.device)
+    first = starts[start // piece :].index_select(0, places.div(piece, rounding_mode="floor"))
     return midpoints.index_select(0, places.remainder_(piece).add_(first))
 
 
 @lru_cache(maxsize=4)
 def _midpoints(device: torch.device) -> Tensor:
     """[2 * 2^16]: twice, so that from every place on there are all of them."""
-    order = _hashed(_hashed(torch.arange(MIDPOINTS, dtype=torch.int32))).argsort()
-    return order.add(0.5).div(MIDPOINTS).sub(0.5).repeat(2).to(device)
+    order = _hashed(_hashed(torch.arange(MIDPOINTS, dtype=torch.int32, device="cpu"))).argsort()
+    exact = order.float()  # not the default type, which half precision changes while it trains
+    return exact.add_(0.5).div_(MIDPOINTS).sub_(0.5).repeat(2).to(device)
 
 
 @lru_cache(maxsize=4)

@@ -80,8 +80,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Make the buckets of `message` ready to leave with `depart`. They become what the others decode of them, by
-        the end of `settle`, and belong to the exchange until landed.
+        """Make the buckets of `message` ready to leave, with `depart` at the latest. They become what the others decode
+        of them, by the end of `settle`, and belong to the exchange until landed.
 
         Args:
             first: which of the admitted buckets `message` begins with. A round may be made ready in several calls, in

@@ -135,6 +135,29 @@ def smallest_bound(costs: Costs, pieces: int) -> Cuts | None:
     return _exactly(np.where(costs <= largest[-1], costs, np.inf), pieces)
 
 
+def pieces(length_tokens: int, granularity: int) -> list[int]:
+    """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
+    length.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    at_least_1(length_tokens=length_tokens, granularity=granularity)
+    return [*range(0, length_tokens, granularity), length_tokens]
+
+
+def lengths(boundaries: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
+    """Of what lies between the cuts."""
+    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(cuts.at))
+
+
+def at_least_1(**numbers: int) -> None:
+    """ValueError, by its name, for a number below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def _exactly(allowed: Costs, pieces: int) -> Cuts:
     count = len(allowed)
     best = np.full(count, np.inf)
@@ -148,26 +171,3 @@ def _exactly(allowed: Costs, pieces: int) -> Cuts:
     for before in reversed(steps):
         at.append(int(before[at[-1]]))
     return Cuts(float(best[-1]), tuple(reversed(at)))
-
-
-def pieces(length: int, granularity: int) -> list[int]:
-    """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
-    length.
-
-    Raises:
-        ValueError: a number below 1.
-    """
-    at_least_1(length_tokens=length, granularity=granularity)
-    return [*range(0, length, granularity), length]
-
-
-def lengths(boundaries: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    """Of what lies between the cuts."""
-    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(cuts.at))
-
-
-def at_least_1(**numbers: int) -> None:
-    """ValueError, by its name, for a number below 1."""
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")

@@ -126,7 +126,7 @@ def test_a_long_last_bucket_leaves_with_the_others() -> None:
 
 def rows() -> list[Row]:
     """Three, the last one short."""
-    return [Row(torch.ones(30)), Row(torch.ones(30)), Row(torch.ones(5))]
+    return [Row(torch.ones(30)), Row(torch.ones(34)), Row(torch.ones(4))]
 
 
 def seen(inner: Slow, call: str, times: int) -> None:
@@ -174,6 +174,8 @@ def test_nothing_leaves_after_a_bucket_that_could_not() -> None:
     mixer.step()
     with pytest.raises(MemoryError, match="no room"):
         mixer.drain()
+    with pytest.raises(MemoryError, match="no room"):
+        mixer.extend([Row(torch.ones(1))])  # waits for the end of the lane
     assert inner.calls.count("depart") == 1
 
 

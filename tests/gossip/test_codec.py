@@ -245,9 +245,9 @@ def test_dither_is_uniform_and_a_function_of_key_and_place() -> None:
     for a, b in ((first, other), *((first[d:], first[:-d]) for d in (1, 2, 256, piece))):
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / MIDPOINTS**0.5
     starts = torch.tensor([5, MIDPOINTS - 1, 60_000, 7, 9], dtype=torch.int32)
-    together = _gathered(_midpoints(CPU), starts, piece, 70_000, number)
-    views = [_midpoints(CPU)[s : s + piece] for s in starts.tolist()]
-    assert torch.equal(together, torch.cat(views)[70_000:number])
+    views = torch.cat([_midpoints(CPU)[s : s + piece] for s in starts.tolist()])
+    for start, stop in ((0, number), (70_000, number), (120_000, 180_000), (249_990, number)):
+        assert torch.equal(_gathered(_midpoints(CPU), starts, piece, start, stop), views[start:stop])
 
 
 def test_each_midpoint_of_the_dither_is_as_likely() -> None:
@@ -257,8 +257,22 @@ def test_each_midpoint_of_the_dither_is_as_likely() -> None:
     assert torch.equal(first.sort().values, (torch.arange(MIDPOINTS) + 0.5) / 2**16 - 0.5)
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=str)
+def test_the_dither_does_not_follow_the_default_type(default: torch.dtype) -> None:
+    """Half precision changes it for as long as a training step takes, in every thread."""
+    expected = _midpoints(CPU)
+    _midpoints.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(_midpoints(CPU), expected)
+        assert _midpoints(CPU).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _midpoints.cache_clear()
+
+
 @pytest.mark.parametrize("n", [1000, 70_001])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch.dtype, n: int) -> None:
     sent, layout = message(n, dtype=dtype), Layout(n)

@@ -15,7 +15,7 @@ from lightning_decentral.gossip.topology import Auto
 from lightning_decentral.gossip.weights import mixing_matrix
 from lightning_decentral.shards import full_tensor
 from tests.gossip.test_resume import SaveOwn, fit
-from tests.tiny import QUIET, Net, Record, SizedBatches, in_processes, recorded
+from tests.tiny import QUIET, Net, Record, SizedBatches, cut_small_models, in_processes, recorded
 
 STEPS = 5
 FOUR: list[tuple[int, Island]] = [(4, AllReduce(2)), (4, FullyShard(2))]
@@ -139,6 +139,15 @@ def test_training_equals_one_worker_per_island_in_plain_torch(
     measured = recorded(tmp_path, size)[plain.get("accumulated", 1) - 1 :: plain.get("accumulated", 1)]
     torch.testing.assert_close(measured, expected, rtol=tolerance, atol=tolerance)
     assert (expected[-1, 0] - expected[-1, -1]).norm() > 10 * tolerance, "the islands were never apart"
+
+
+@pytest.mark.parametrize(("size", "island"), FOUR, ids=str)
+def test_training_with_a_short_last_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, island: Island
+) -> None:
+    """As of models larger than these: its parts, too, are those of the devices."""
+    cut_small_models(monkeypatch)
+    test_training_equals_one_worker_per_island_in_plain_torch(tmp_path, size, island, "AdamW")
 
 
 # ---- evaluation, consensus, bytes -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
+from lightning_decentral.buckets import is_short
 from lightning_decentral.gossip.codec import DifferenceCompression, Int8, LowRank, Plain, TopK
 from lightning_decentral.gossip.coding import Codec
 from lightning_decentral.gossip.combine import (
@@ -35,7 +36,7 @@ from lightning_decentral.gossip.topology import (
 )
 from lightning_decentral.shards import local
 from tests.gossip.test_lightning import Backbone
-from tests.tiny import QUIET, Net, SizedBatches, in_processes
+from tests.tiny import QUIET, Net, SizedBatches, cut_small_models, in_processes
 
 
 class SaveOwn(Callback):
@@ -166,6 +167,27 @@ def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path, case: str)
     assert not torch.equal(first, second), "the workers were never apart: the test could not fail"
 
 
+@pytest.mark.parametrize(
+    "case", ["several buckets", "Int8, two in flight, several buckets", "compressed differences of links, low rank"]
+)
+def test_resume_with_a_short_last_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """As of models larger than these."""
+    cut_small_models(monkeypatch)
+    test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path, case)
+    worker = torch.load(tmp_path / "whole" / "at-step=4.ckpt.workers" / "worker-0-of-3.ckpt", weights_only=True)
+    elements = found(worker, "elements")
+    assert is_short(elements[-1], sum(elements))
+    assert len(elements) > 1
+
+
+def found(tree: Any, name: str) -> Any:
+    """The first value of that name, wherever it stands."""
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    if isinstance(tree, dict) and name in tree:
+        return tree[name]
+    return next((value for part in inner if (value := found(part, name)) is not None), None)
+
+
 def test_the_checkpoint_is_the_mean_and_loads_without_this_package(tmp_path: Path) -> None:
     handed_back = in_processes(fit, tmp_path, 3, 4, {}, {"optimizer": "adamw"}, {}, 4, None, False)
     path = tmp_path / "at-step=4.ckpt"
@@ -260,9 +282,12 @@ def fit_unfreezing(folder: Path, epochs: int, resume: Path | None, codec: Codec)
     trainer.fit(Backbone(), SizedBatches(3), ckpt_path=resume)
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("codec", [Plain(), DifferenceCompression(Int8())], ids=str)
-def test_resume_after_unfreezing(tmp_path: Path, codec: Codec) -> None:
+def test_resume_after_unfreezing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec, cut: bool) -> None:
     """Messages in flight, and estimates, have the layout of buckets that grew while training."""
+    if cut:
+        cut_small_models(monkeypatch)
     in_processes(fit_unfreezing, tmp_path, 2, None, codec)
     in_processes(fit_unfreezing, tmp_path, 3, tmp_path / "at-epoch=1.ckpt", codec)
 

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.threads
 
 CPU = Backend("cpu", "cpu")
 STEPS = 9
-DIM = 13
-PLACES = (0, 5, 12, DIM)  # the last bucket is short, so that rounds overlap in it
+DIM = 17
+PLACES = (0, 5, 16, DIM)  # the last bucket is short, so that rounds overlap in it
 
 
 @dataclass

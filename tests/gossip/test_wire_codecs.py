@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.buckets import Matrix
-from lightning_decentral.gossip.beside import beside
+from lightning_decentral.gossip.beside import BesideExchange, beside
 from lightning_decentral.gossip.codec import (
     BFloat16,
     DifferenceCompression,
@@ -24,7 +24,7 @@ from lightning_decentral.gossip.codec import (
 from lightning_decentral.gossip.coding import Codec, Coding, Layout
 from lightning_decentral.gossip.combine import Gossip, State
 from lightning_decentral.gossip.combine.rule import Turn
-from lightning_decentral.gossip.exchange import PeerExchange, Traffic
+from lightning_decentral.gossip.exchange import Exchange, PeerExchange, Traffic
 from lightning_decentral.gossip.links import LinkExchange
 from lightning_decentral.gossip.mixer import Mixer
 from lightning_decentral.gossip.plan import audiences
@@ -107,6 +107,39 @@ def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int,
             topology, Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay, codec=codec, matrices=MATRICES
         )
         torch.testing.assert_close(trajectory, expected, rtol=1e-11, atol=1e-11, msg=lambda m, c=codec: f"{c}: {m}")
+
+
+def in_three(delay: int, codecs: list[Coding], aside: bool, transport: Transport) -> Tensor:
+    """One worker's trajectories in three buckets of which the last is short; beside the training or within it."""
+    x0, device = start(transport.size), torch.device("cpu")
+    trajectories = []
+    for codec in codecs:
+        exchange: Exchange = PeerExchange(Hypercube(), Own(), transport, device, codec)
+        exchange = beside(exchange, device, delay) if aside else exchange
+        assert isinstance(exchange, BesideExchange) == aside
+        mixer = Mixer([], Gossip(rate=0.4), exchange, delay)
+        buckets = [Row(part.clone()) for part in x0[transport.rank].split([24, 23, 3])]
+        mixer.extend(buckets, [(Matrix(2, 4, 5),), (Matrix(0, 4, 5),), ()])
+        trajectory = []
+        for step in range(STEPS):
+            for bucket in buckets:
+                bucket.flat.mul_(0.9).add_(0.1 * (transport.rank + step))
+            mixer.step()
+            trajectory.append(torch.cat([bucket.flat for bucket in buckets]))
+        mixer.drain()
+        trajectories.append(torch.stack(trajectory))
+    return torch.stack(trajectories)
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_rounds_that_overlap_give_the_bits_of_those_that_do_not(delay: int) -> None:
+    """Estimates, factors and noise are the same, whichever thread makes them and whenever a bucket leaves."""
+    learning = [PowerGossip(rank=1)] if delay == 1 else []  # with a longer delay what learns stays within the training
+    codecs = [Plain(), *usable(), DifferenceCompression(LowRank(rank=1)), *learning]
+    within, aside = (CPU.world(4, partial(in_three, delay, codecs, side), seconds=60) for side in (False, True))
+    for one, other in zip(within, aside, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(within[0], within[1])
 
 
 @pytest.mark.parametrize(("topology", "size"), every_topology(range(2, 7)), ids=str)
