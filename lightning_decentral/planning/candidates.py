@@ -36,10 +36,10 @@ WHOLE_THEN_HALF = "the first quarter whole, then half the depth in every other s
 PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
 # (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json.
 CODEC_SECONDS_PER_BYTE = {
-    BFloat16: (0.121e-9, 0.092e-9),
-    Float16: (0.106e-9, 0.102e-9),
-    Int8: (0.866e-9, 0.246e-9),
-    DifferenceCompression: (1.412e-9, 0.323e-9),  # of Int8; others are slower to send
+    BFloat16: (0.093e-9, 0.185e-9),
+    Float16: (0.089e-9, 0.184e-9),
+    Int8: (0.413e-9, 0.22e-9),
+    DifferenceCompression: (1.16e-9, 0.276e-9),  # of Int8; others are slower to send
 }
 
 # One island of all devices has nobody to gossip with.
