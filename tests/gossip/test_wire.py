@@ -83,8 +83,8 @@ def run(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any) -> 
     return torch.stack(backend.world(len(x0), partial(descend, backend, x0, delay, rule, build)), dim=1)
 
 
-def start(size: int) -> Tensor:
-    return torch.randn(size, DIM, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+def start(size: int, dim: int = 5) -> Tensor:
+    return torch.randn(size, dim, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
 
 
 # Every size with one delay, every delay with two sizes: what differs between delays is no matter of the size.
@@ -94,7 +94,7 @@ CASES = [*((*case, 1) for case in every_topology()), *((*c, d) for c in every_to
 @every_backend
 @pytest.mark.parametrize(("topology", "size", "delay"), CASES, ids=str)
 def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int, delay: int) -> None:
-    x0, rule = start(size), Gossip(rate=0.4 if delay > 1 else 1.0)
+    x0, rule = start(size, DIM), Gossip(rate=0.4 if delay > 1 else 1.0)
     expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)
     measured = run(backend, x0, delay, rule, partial(exchange_of, topology=topology, delay=delay))
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
@@ -105,7 +105,7 @@ def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int,
 def test_wire_equals_simulation_for_every_rule(
     backend: Backend, rule: Combine, topology: Topology, size: int, delay: int
 ) -> None:
-    x0 = start(size)
+    x0 = start(size, DIM)
     expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)
     build = partial(exchange_of, topology=topology, weights=rule.weights, delay=delay)
     measured = run(backend, x0, delay, rule, build)
@@ -116,7 +116,7 @@ def test_wire_equals_simulation_for_every_rule(
 def test_simulation_is_the_written_recursion(delay: int) -> None:
     """Against the recursion in plain numpy terms: x(t+1) = x(t) + u(t) + rate (W - I) x_sent."""
     size, rate, topology = 5, 0.5, Ring()
-    x0 = start(size)
+    x0 = start(size, DIM)
     x, sent, expected = x0.clone(), [], [x0]
     for step in range(STEPS):
         x = x - 0.1 * gradient(x, step)
@@ -136,14 +136,14 @@ def test_simulation_is_the_written_recursion(delay: int) -> None:
 @pytest.mark.parametrize("topology", [Complete(), Every(2, Complete())], ids=str)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_cliques_equal_peers_and_simulation(backend: Backend, topology: Topology, delay: int) -> None:
-    x0 = start(5)
+    x0 = start(5, DIM)
     expected = simulate(topology, Gossip(), gradient, x0, STEPS, 0.1, delay)
     measured = run(backend, x0, delay, Gossip(), partial(clique_exchange_of, topology=topology, delay=delay))
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_are_composed_on_the_wire_too() -> None:
-    x0, weights = start(4), Lazy()
+    x0, weights = start(4, DIM), Lazy()
     expected = simulate(Ring(), Gossip(), gradient, x0, STEPS, 0.1, weights=weights)
     measured = run(CPU, x0, 1, Gossip(), partial(exchange_of, topology=Ring(), weights=weights))
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
@@ -160,7 +160,7 @@ class Lazy(Weights):
 
 @pytest.mark.parametrize(("topology", "size"), every_topology(), ids=str)
 def test_the_mean_is_preserved(topology: Topology, size: int) -> None:
-    x0 = start(size)
+    x0 = start(size, DIM)
     trajectory = simulate(topology, Gossip(), lambda x, _: torch.zeros_like(x), x0, STEPS, 0.1)
     torch.testing.assert_close(trajectory.mean(1), x0.mean(0).expand(STEPS + 1, DIM), rtol=1e-12, atol=1e-12)
 
