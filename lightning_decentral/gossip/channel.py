@@ -1,12 +1,12 @@
 """One bucket on the links of one worker: what a codec needs beside the numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.buckets import Matrix
-from lightning_decentral.gossip.coding import Codec, Frame, Layout, Part
+from lightning_decentral.gossip.coding import Codec, Frame, Layout, Part, Payload
 
 Buffers = list[Tensor]
 
@@ -33,17 +33,11 @@ class Channel:
 
     def encode(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
         """Fill the payload."""
-        coded, tail = self._split(message)
-        self._codec.encode(coded, self._coded(payload), self._frame(link, coded, key))
-        if self._exact:
-            payload[-1].copy_(tail)
+        self._fill(self._codec.encode, message, payload, link, key)
 
     def replace(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
         """Fill the payload, and overwrite the message by what is decoded of it."""
-        coded, tail = self._split(message)
-        self._codec.replace(coded, self._coded(payload), self._frame(link, coded, key))
-        if self._exact:
-            payload[-1].copy_(tail)
+        self._fill(self._codec.replace, message, payload, link, key)
 
     def decode(self, payload: Buffers, out: Tensor, link: str) -> None:
         """Fill `out`."""
@@ -76,6 +70,14 @@ class Channel:
         """Go on with these."""
         device = self._reference.device
         self.estimates = {link: estimate.to(device, copy=True) for link, estimate in estimates.items()}
+
+    def _fill(
+        self, code: Callable[[Tensor, Payload, Frame], None], message: Tensor, payload: Buffers, link: str, key: int
+    ) -> None:
+        coded, tail = self._split(message)
+        code(coded, self._coded(payload), self._frame(link, coded, key))
+        if self._exact:
+            payload[-1].copy_(tail)
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
         end = len(message) - self._exact

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.coding import Codec, Frame, Layout, Part, Payload
 from lightning_decentral.gossip.noise import dither
-from lightning_decentral.gossip.pieces import check_block, pieces, together
+from lightning_decentral.gossip.pieces import check_block, piece_length, pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Int8(Codec):
         """(rows of the message, q, scale) of pieces that have been encoded."""
         quantized, scales = payload
         exact = torch.promote_types(message.dtype, torch.float32)
-        noise = dither(len(message), frame.key, together(self.block), message.device)
+        noise = dither(len(message), frame.key, piece_length(self.block), message.device)
         memory = torch.empty(0, dtype=exact, device=message.device)  # one, since fresh pages cost more than the work
         for start, stop, columns in pieces(message, self.block):
             rows = message[start:stop].view(-1, columns)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 LARGEST_BLOCK = 2**16
 PIECES_ON_DEVICE = 64
+"""Worked on at once: a launch costs a device more than memory that is no cache."""
 
 
 def check_block(block: int, remedy: str) -> None:
@@ -14,7 +15,7 @@ def check_block(block: int, remedy: str) -> None:
         raise ValueError(f"a codec's block must be in 1 .. {LARGEST_BLOCK}, got {block}: {remedy}")
 
 
-def together(block: int) -> int:
+def piece_length(block: int) -> int:
     """Elements of as many whole blocks as are good to work on at once on a host."""
     return LARGEST_BLOCK - LARGEST_BLOCK % block
 
@@ -22,7 +23,7 @@ def together(block: int) -> int:
 def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
     """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
     whole = len(message) - len(message) % block
-    most = together(block) * (1 if message.device.type == "cpu" else PIECES_ON_DEVICE)
+    most = piece_length(block) * (1 if message.device.type == "cpu" else PIECES_ON_DEVICE)
     for start in range(0, whole, most):
         yield start, min(start + most, whole), block
     if whole < len(message):

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_decentral.pipeline.search import Bounded, at_least_1, cheapest, lengths, over_bounds, pieces, table
+from lightning_decentral.pipeline.search import (
+    Bounded,
+    at_least_1,
+    cheapest,
+    lengths,
+    over_bounds,
+    piece_boundaries,
+    table,
+)
 
 BatchSeconds = Callable[[int, int, int], float]
 
@@ -34,7 +42,7 @@ def plan_batch(
 
     Source: TeraPipe 2102.07988, section 3.4: the plan for every batch size, then a knapsack under the same bound.
     """
-    boundaries = pieces(length_tokens, granularity)
+    boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(batch_size=batch_size, num_stages=num_stages)
     tables = {b: table(boundaries, partial(seconds, b)) for b in range(1, batch_size + 1)}
 

@@ -135,7 +135,7 @@ def smallest_bound(costs: Costs, pieces: int) -> Cuts | None:
     return _exactly(np.where(costs <= largest[-1], costs, np.inf), pieces)
 
 
-def pieces(length_tokens: int, granularity: int) -> list[int]:
+def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
     """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
     length.
 

@@ -19,7 +19,7 @@ from lightning_decentral.pipeline.search import (
     cheapest,
     lengths,
     over_bounds,
-    pieces,
+    piece_boundaries,
     smallest_bound,
     table,
 )
@@ -43,7 +43,7 @@ def plan(
 
     Source: TeraPipe 2102.07988, algorithm 1.
     """
-    boundaries = pieces(length_tokens, granularity)
+    boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_stages=num_stages, max_slices=1 if max_slices is None else max_slices)
     costs = table(boundaries, seconds)
     most = len(boundaries) if max_slices is None else max_slices
@@ -63,7 +63,7 @@ def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularit
     Raises:
         ValueError: more slices than pieces of this granularity.
     """
-    boundaries = pieces(length_tokens, granularity)
+    boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_slices=num_slices)
     cuts = smallest_bound(table(boundaries, seconds), num_slices)
     if cuts is None:
@@ -130,7 +130,7 @@ def plan_for(
     Raises:
         ValueError: nothing that was tried fits into the memory bound.
     """
-    most = min(max_slices, len(pieces(length_tokens, granularity)) - 1)
+    most = min(max_slices, len(piece_boundaries(length_tokens, granularity)) - 1)
     tried = [balance(length_tokens, n, situation.seconds, granularity=granularity) for n in range(1, most + 1)]
     tried += [equal(length_tokens, n, granularity=granularity) for n in range(1, most + 1)]
     unbounded = plan(length_tokens, situation.num_stages, situation.seconds, granularity=granularity, max_slices=most)
@@ -153,7 +153,7 @@ def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple
     Raises:
         ValueError: more slices than pieces of this granularity.
     """
-    boundaries = pieces(length_tokens, granularity)
+    boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_slices=num_slices)
     short, longer = divmod(len(boundaries) - 1, num_slices)
     if short == 0:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.buckets import Matrix
+from lightning_decentral.buckets import Matrix, is_short
 from lightning_decentral.gossip.beside import BesideExchange, beside
 from lightning_decentral.gossip.codec import (
     BFloat16,
@@ -112,6 +112,7 @@ def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int,
 def in_three(delay: int, codecs: list[Coding], aside: bool, transport: Transport) -> Tensor:
     """One worker's trajectories in three buckets of which the last is short; beside the training or within it."""
     x0, device = start(transport.size), torch.device("cpu")
+    assert is_short(3, 50), "rounds wouldn't overlap"
     trajectories = []
     for codec in codecs:
         exchange: Exchange = PeerExchange(Hypercube(), Own(), transport, device, codec)
