@@ -6,7 +6,6 @@ nccl    processes, one CUDA device each                                   (marke
 """
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_decentral.transport import Transport, transport
+from tests import ports
 from tests.world import world
 
 T = TypeVar("T")
@@ -57,9 +57,7 @@ trainer_backends = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("
 
 
 def _processes(size: int, worker: Callable[[Transport], Any]) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = ports.free()
     results = torch.multiprocessing.get_context("spawn").Manager().dict()
     torch.multiprocessing.spawn(_process, args=(size, port, worker, results), nprocs=size)
     return [results[rank] for rank in range(size)]

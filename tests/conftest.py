@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import fresh, world
+from tests import fresh, ports, world
 
 torch.set_num_threads(1)
 
@@ -33,7 +33,8 @@ DEVICES = {"gpu": 1, "multigpu": 2}
 
 
 def pytest_collectstart() -> None:
-    """Before any test is imported."""
+    """Before any test is imported, and anything forked."""
+    ports.use()
     fresh.server()
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import platform
 import re
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -20,6 +19,7 @@ from lightning_decentral.network import OPERATIONS
 from lightning_decentral.probes import probes
 from lightning_decentral.starts import Start, refuse_differences
 from lightning_decentral.transport import transport
+from tests import ports
 from tests.world import world
 
 MODEL = Model("recipe=vit", "cpu", (Block("all", 0.1, 0.2, 0.01, 400),))
@@ -34,8 +34,7 @@ def measure(
     Args:
         odd: words that only the last worker gets; `NAME=value` is its environment.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = ports.free()
     context = torch.multiprocessing.get_context("fork")  # what is imported stays imported
 
     def worker(rank: int) -> None:

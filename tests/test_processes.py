@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.run
 
+from tests import ports
 from tests.fresh import Script
 
 ROOT = Path(__file__).parent.parent
@@ -88,9 +88,6 @@ def test_torchrun_starts_the_processes(tmp_path: Path, script: Path) -> None:
 
 @pytest.mark.slow
 def test_slurm_starts_the_processes(tmp_path: Path, script: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
@@ -99,7 +96,7 @@ def test_slurm_starts_the_processes(tmp_path: Path, script: Path) -> None:
         "SLURM_NODEID": "0",
         "SLURM_NODELIST": "127.0.0.1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(ports.free()),
     }
     words = (str(tmp_path), "gossip", "2", "5")
     ranks = [{**slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
