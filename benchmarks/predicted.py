@@ -3,11 +3,11 @@
     sudo python benchmarks/cluster_speed.py --hosts 8
     sudo python benchmarks/predicted.py --hosts 8
 
-Measures the network of the hosts as a user would (`python -m lightning_decentral.profile` on all of them) and a step of
-the sleeping model on hosts that train by themselves, puts both into a profile, and asks the forecasts that
-`lightning-decentral plan` asks. What was
-measured comes from `cluster_speed.py`'s results at the same rates. Writes `results/predicted-<hardware>.json`, `.md`
-and `.png`.
+Measures the network of the hosts as a user would (`python -m lightning_decentral.profile` on all of them), a step of
+the sleeping model on hosts that train by themselves, and what rounds of gossip take the hosts beside the network, a
+sleep between two as long as a step's; puts all into a profile, and asks the forecasts that `lightning-decentral plan`
+asks. What was measured comes from `cluster_speed.py`'s results with as many hosts at the same rates; where it has none
+for a setting, that is left out. Writes `results/predicted-<hardware>.json`, `.md` and `.png`.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import json
 import statistics
 import sys
 import tempfile
-from itertools import combinations
+from dataclasses import asdict
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightning_decentral.forecast.method import Cluster as Devices
 from lightning_decentral.forecast.method import Setting
 from lightning_decentral.forecast.network import Network
 from lightning_decentral.forecast.stragglers import even
-from lightning_decentral.hardware import Block, Model, Profile, read, write
+from lightning_decentral.hardware import Block, Model, Profile, RoundWork, read, write
 from lightning_decentral.planning.candidates import method_of
 
 HERE = Path(__file__).parent
@@ -48,13 +49,28 @@ def host_seconds(hosts: Cluster, measured: dict[str, Any], warm_up: int) -> floa
     return each - measured["compute"]
 
 
-def model(measured: dict[str, Any], beside: float) -> Model:
+def rounds(hosts: Cluster, measured: dict[str, Any]) -> tuple[RoundWork, ...]:
+    """Means over the hosts."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [folder, str(4 * measured["parameters"]), str(measured["compute"])]
+        codes = hosts.run([sys.executable, str(HERE / "cluster_rounds.py"), *words], seconds=600)
+        if any(codes):
+            raise SystemExit(f"{hosts.hosts} hosts ended with {codes}")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(hosts.hosts)]
+    sides = ("own_seconds_per_byte", "heard_seconds_per_byte")
+    return tuple(
+        RoundWork(of_codec[0]["codec"], *(statistics.mean(work[side] for work in of_codec) for side in sides))
+        for of_codec in zip(*found, strict=True)
+    )
+
+
+def model(measured: dict[str, Any], beside: float, works: tuple[RoundWork, ...]) -> Model:
     """The sleeping model of `cluster_worker.py`: a third of the seconds forward, the rest backward."""
     layers, seconds, parameters = measured["layers"], measured["compute"], measured["parameters"]
     forward = seconds / 3 / layers
     size = 4 * (parameters // layers)
     blocks = [Block(f"layer {i}", forward, 2 * forward, beside / layers, size) for i in range(layers)]
-    return Model("sleeping layers", "simulated accelerator", tuple(blocks))
+    return Model("sleeping layers", "simulated accelerator", tuple(blocks), rounds=works)
 
 
 def profiled(hosts: Cluster, trained: Model) -> Profile:
@@ -127,24 +143,29 @@ def draw(rows: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[8])
     parser.add_argument("--rates", nargs="+", default=["200mbit", "400mbit", "1gbit"])
     parser.add_argument("--warm-up", type=int, default=8)
     options = parser.parse_args()
     source = HERE / "results" / f"cluster-speed-{slug()}.json"
-    if not source.exists():
-        raise SystemExit(f"nothing was measured: run cluster_speed.py --hosts {options.hosts} first")
-    measured = json.loads(source.read_text())
+    measured = json.loads(source.read_text()) if source.exists() else {"runs": {}}
+    settings = [(h, r) for h, r in product(options.hosts, options.rates) if f"{h} {r} 1" in measured["runs"]]
+    if not settings:
+        raise SystemExit(
+            f"nothing was measured: run cluster_speed.py --hosts {' '.join(map(str, options.hosts))} first"
+        )
     rows, profiles = {}, {}
-    for rate in options.rates:
-        found = measured_seconds(measured["runs"][f"{options.hosts} {rate} 1"], options.warm_up)
-        with cluster(options.hosts, rate, name="predicted") as hosts:
-            profile = profiled(hosts, model(measured, host_seconds(hosts, measured, options.warm_up)))
-        forecasts = predicted(profile, options.hosts)
-        rows[f"{options.hosts}, {rate}"] = {m: (s, found[m]) for m, s in forecasts.items() if m in found}
-        profiles[rate] = [vars(cost) for cost in profile.network]
+    for count, rate in settings:
+        found = measured_seconds(measured["runs"][f"{count} {rate} 1"], options.warm_up)
+        with cluster(count, rate, name="predicted") as hosts:
+            beside = host_seconds(hosts, measured, options.warm_up)
+            profile = profiled(hosts, model(measured, beside, rounds(hosts, measured)))
+        forecasts = predicted(profile, count)
+        setting = f"{count}, {rate}"
+        rows[setting] = {m: (s, found[m]) for m, s in forecasts.items() if m in found}
+        profiles[setting] = asdict(profile)
     path = HERE / "results" / f"predicted-{slug()}.json"
-    path.write_text(json.dumps({"hardware": description(), "rows": rows, "network": profiles}, indent=1) + "\n")
+    path.write_text(json.dumps({"hardware": description(), "rows": rows, "profiles": profiles}, indent=1) + "\n")
     text = f"Simulated accelerator and network, one machine: {sentence()}.\n\n{verdict(rows)}\n\n{table(rows)}\n"
     path.with_suffix(".md").write_text(text)
     draw(rows, path.with_suffix(".png"))

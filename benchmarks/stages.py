@@ -124,8 +124,8 @@ class Bench:
         return step
 
     def turns(self, steps: dict[str, Step], count: int) -> list[dict[str, Taken]]:
-        """`count` turns after one that warms."""
-        return [self.turn(steps) for _ in range(count + 1)][1:] if count else []
+        """So many; each step of one comes after one like it."""
+        return [self.turn(steps) for _ in range(count)]
 
     def turn(self, steps: dict[str, Step]) -> dict[str, Taken]:
         """One step of each."""

@@ -5,8 +5,9 @@
 Two processes of one thread each; GPT-2 over bytes, of the size that the options say. In every turn all variants take
 two steps each, of which the second counts, as in training a step follows one like it; and worker 0 takes the same steps
 of the whole model alone, while worker 1 waits. They begin when the machine does nothing else, and are taken again where
-other work took a tenth of a core or more meanwhile, four times at most. A ratio is that of medians over the turns in which it took less, or over the half in which it took least (the
-system's work for our own messages is in there, too). All processes keep the memory that they free.
+other work took a tenth of a core or more meanwhile, four times at most. A ratio is that of medians over the turns in
+which it took less, or over the half in which it took least (the system's work for our own messages is in there, too).
+All processes keep the memory that they free.
 
 A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore the same is told
 once more in processor time, which waiting doesn't add to: "replayed" is the timeline of the real step with the measured

@@ -30,6 +30,25 @@ class Block:
 
 
 @dataclass(frozen=True)
+class RoundWork:
+    """What a round of gossip takes the device beside the wire: to copy or encode, decode, mix and correct.
+
+    seconds = bytes of the parameters (own_seconds_per_byte + heard heard_seconds_per_byte)     0 where nobody is heard
+
+    Args:
+        codec: the class of what encodes.
+    """
+
+    codec: str
+    own_seconds_per_byte: float = 0.0
+    heard_seconds_per_byte: float = 0.0
+
+    def seconds_per_byte(self, heard: int) -> float:
+        """Of a round with so many neighbours."""
+        return self.own_seconds_per_byte + heard * self.heard_seconds_per_byte if heard else 0.0
+
+
+@dataclass(frozen=True)
 class Model:
     """The blocks from the inputs to the loss, on one device.
 
@@ -38,6 +57,7 @@ class Model:
         batch: samples of a step.
         state_bytes: of the optimizer's state.
         words: of the command line of `recipes/train.py` that make this model; empty for another one.
+        rounds: of gossip, by codec; empty where none were measured.
     """
 
     name: str
@@ -46,6 +66,7 @@ class Model:
     batch: int = 1
     state_bytes: int = 0
     words: tuple[str, ...] = ()
+    rounds: tuple[RoundWork, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -63,7 +84,7 @@ class Cost:
     """seconds(bytes) = latency_seconds + bytes / bytes_per_second.
 
     Args:
-        operation: `all_reduce`, `exchange` (every worker sends one message and hears one), `all_gather`,
+        operation: `all_reduce`, `exchange` (every worker sends messages and hears as many), `all_gather`,
             `reduce_scatter` (the bytes of these two are those of all parts together), `broadcast`.
         reach: `inside` one node or `between` nodes.
         workers: of one group.
@@ -71,6 +92,8 @@ class Cost:
         error: largest relative distance of a measured point from the line.
         points: what was measured, (bytes, seconds).
         per_node: workers of one group that share a node.
+        peers: neighbours to whom each worker sends in an `exchange`, and as many that it hears; the bytes are those of
+            all its messages together.
     """
 
     operation: str
@@ -82,6 +105,7 @@ class Cost:
     error: float = 0.0
     points: tuple[tuple[float, float], ...] = ()
     per_node: int = 1
+    peers: int = 1
 
     def seconds(self, message_bytes: float) -> float:
         """Of one operation on a message of so many bytes."""
@@ -144,9 +168,10 @@ def _profile(found: Mapping[str, Any]) -> Profile:
     if not blocks:
         raise ValueError("a model without blocks")
     words = tuple(map(str, model.pop("words", ())))
+    rounds = tuple(RoundWork(**work) for work in model.pop("rounds", ()))
     network = tuple(Cost(**{**cost, "points": _pairs(cost.get("points", ()))}) for cost in found["network"])
     variation = tuple(float(factor) for factor in found["variation"])
-    return Profile(Model(blocks=blocks, words=words, **model), network, variation, dict(found["hosts"]))
+    return Profile(Model(blocks=blocks, words=words, rounds=rounds, **model), network, variation, dict(found["hosts"]))
 
 
 def _pairs(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:

@@ -7,6 +7,7 @@ Before each repeat all workers meet, so that none is charged for another that wa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,12 +30,13 @@ def all_reduce(over: Transport, message_bytes: int, device: torch.device) -> Cal
     return lambda: over.all_reduce(tensor).wait()
 
 
-def exchange(over: Transport, message_bytes: int, device: torch.device) -> Call:
-    """Worker i sends one message to i + 1 and hears one from i - 1."""
-    sent, heard = _floats(message_bytes, device), _floats(message_bytes, device)
-    send = Message((over.rank + 1) % over.size, sent, 0)
-    receive = Message((over.rank - 1) % over.size, heard, 0)
-    return lambda: _both(over, send, receive)
+def exchange(over: Transport, message_bytes: int, device: torch.device, peers: int = 1) -> Call:
+    """Worker i sends messages of so many bytes together to i + 1, i + 2, i + 4, ... and hears i - 1, i - 2, ..."""
+    sends, receives = (
+        [Message((over.rank + way * 2**k) % over.size, _floats(message_bytes / peers, device), 0) for k in range(peers)]
+        for way in (1, -1)
+    )
+    return lambda: _all(over, sends, receives)
 
 
 def all_gather(over: Transport, message_bytes: int, device: torch.device) -> Call:
@@ -55,6 +57,12 @@ def broadcast(over: Transport, message_bytes: int, device: torch.device) -> Call
     """The first worker's message to all."""
     tensor = _floats(message_bytes, device)
     return lambda: over.broadcast(tensor).wait()
+
+
+def neighbours(workers: int) -> list[int]:
+    """With how many each worker of a group exchanges in turn: one, two, and as many as in an exponential graph."""
+    most = (workers - 1).bit_length()
+    return sorted({1, min(2, most), most})
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -84,20 +92,26 @@ class Meter:
     say: Callable[[str], None] = lambda text: None
 
     def costs(self, probes: Sequence[Probe]) -> list[Cost]:
-        """One line for every operation and probe."""
+        """One line for every operation and probe; for an exchange one for every number of neighbours."""
         groups = dict.fromkeys(group for probe in probes for group in probe.groups)
         joined = {ranks: self.wire.group(ranks) for ranks in groups}
         mine = [next((t for r in probe.groups if (t := joined[r]) is not None), None) for probe in probes]
-        pairs = zip(probes, mine, strict=True)
-        return [self._cost(name, probe, over) for probe, over in pairs for name in OPERATIONS]
+        return [
+            self._cost(name, probe, over, peers)
+            for probe, over in zip(probes, mine, strict=True)
+            for name in OPERATIONS
+            for peers in (neighbours(probe.workers) if name == exchange.__name__ else [1])
+        ]
 
-    def _cost(self, name: str, probe: Probe, over: Transport | None) -> Cost:
+    def _cost(self, name: str, probe: Probe, over: Transport | None, peers: int) -> Cost:
+        operation = OPERATIONS[name] if peers == 1 else partial(exchange, peers=peers)
+
         def call(size: int) -> Call | None:
-            return OPERATIONS[name](over, size, self.device) if over else None
+            return operation(over, size, self.device) if over else None
 
-        points = self._points(call, f"{name} {probe}")
+        points = self._points(call, f"{name} {probe}" + (f", {peers} neighbours each" if peers > 1 else ""))
         flows = len(probe.groups)
-        return Cost(name, probe.reach, probe.workers, flows, *fit(points), tuple(points), probe.per_node)
+        return Cost(name, probe.reach, probe.workers, flows, *fit(points), tuple(points), probe.per_node, peers)
 
     def _points(self, call: Callable[[int], Call | None], title: str) -> list[Point]:
         points: list[Point] = []
@@ -135,11 +149,11 @@ class Meter:
             if other is None:
                 return None
             sent, heard = _floats(size, self.device), _floats(size, self.device)
-            return lambda: _both(self.wire.world, Message(other, sent, 0), Message(other, heard, 0))
+            return lambda: _all(self.wire.world, [Message(other, sent, 0)], [Message(other, heard, 0)])
 
         return call
 
 
-def _both(over: Transport, send: Message, receive: Message) -> None:
-    for pending in (part for parts in over.exchange([send], [receive]) for part in parts):
+def _all(over: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    for pending in (part for parts in over.exchange(sends, receives) for part in parts):
         pending.wait()

@@ -68,9 +68,11 @@ def unique(names: Sequence[str]) -> list[str]:
 
 def shown(costs: Sequence[Cost]) -> Table:
     """One row a line."""
-    table = Table("operation", "reach", "workers", "flows", "latency us", "MB/s", "largest error", title="network")
+    table = Table(
+        "operation", "reach", "workers", "flows", "neighbours", "latency us", "MB/s", "largest error", title="network"
+    )
     for cost in costs:
-        numbers = (cost.operation, cost.reach, str(cost.workers), str(cost.flows))
+        numbers = (cost.operation, cost.reach, str(cost.workers), str(cost.flows), str(cost.peers))
         fitted = f"{1e6 * cost.latency_seconds:.0f}", f"{cost.bytes_per_second / 1e6:,.0f}", f"{100 * cost.error:.0f}%"
         table.add_row(*numbers, *fitted)
     return table

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_decentral.hardware import Block, Cost, Model, Profile, read, write
+from lightning_decentral.hardware import Block, Cost, Model, Profile, RoundWork, read, write
 
+BLOCKS = (Block("a", 0.1, 0.2, 0.01, 400, 10, 5), Block("b", 0.3, 0.6, 0.02, 800))
 PROFILE = Profile(
-    Model("recipe=vit", "cpu", (Block("a", 0.1, 0.2, 0.01, 400, 10, 5), Block("b", 0.3, 0.6, 0.02, 800))),
-    (Cost("exchange", "between", 2, 1, 1e-3, 25e6, 0.02, ((1e6, 0.041), (2e6, 0.081))),),
+    Model("recipe=vit", "cpu", BLOCKS, rounds=(RoundWork("Plain", 1e-9, 2e-10),)),
+    (Cost("exchange", "between", 2, 1, 1e-3, 25e6, 0.02, ((1e6, 0.041), (2e6, 0.081)), peers=2),),
     (0.9, 1.1),
     {"host0": "AMD EPYC"},
 )
@@ -26,6 +27,20 @@ def test_sums() -> None:
     assert PROFILE.network[0].seconds(25e6) == pytest.approx(1.001)
 
 
+def test_a_file_from_before_rounds_were_measured_has_none(tmp_path: Path) -> None:
+    write(PROFILE, tmp_path / "p.json")
+    found = json.loads((tmp_path / "p.json").read_text())
+    del found["model"]["rounds"], found["network"][0]["peers"]
+    (tmp_path / "p.json").write_text(json.dumps(found))
+    old = read(tmp_path / "p.json")
+    assert (old.model.rounds, old.network[0].peers) == ((), 1)
+
+
+def test_a_round_without_neighbours_is_no_work() -> None:
+    (work,) = PROFILE.model.rounds
+    assert [work.seconds_per_byte(heard) for heard in (0, 1, 3)] == pytest.approx([0.0, 1.2e-9, 1.6e-9])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -35,6 +50,7 @@ def test_sums() -> None:
         (lambda text: json.dumps({**json.loads(text), "version": 0}), "version 0, this package reads version 1"),
         (lambda text: text.replace('"forward_seconds"', '"forward"'), "is damaged"),
         (lambda text: json.dumps({**json.loads(text), "network": [{}]}), "is damaged"),
+        (lambda text: text.replace('"own_seconds_per_byte"', '"own"'), "is damaged"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]

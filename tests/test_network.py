@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from lightning_decentral import profile as command
+from lightning_decentral.gossip.plan import step_graph
+from lightning_decentral.gossip.topology import Exponential
 from lightning_decentral.hardware import Block, Cost, Model, Profile, read, write
 from lightning_decentral.hosts import read as read_hosts
-from lightning_decentral.network import OPERATIONS
+from lightning_decentral.network import OPERATIONS, exchange, neighbours
 from lightning_decentral.probes import probes
 from lightning_decentral.starts import Start, refuse_differences
-from lightning_decentral.transport import transport
+from lightning_decentral.transport import GlooTransport, Message, Pending, transport
 from tests import ports
 from tests.world import world
 
@@ -75,9 +77,12 @@ def test_the_profile_gets_a_network(tmp_path: Path, size: int, per_node: int) ->
     found = read(tmp_path / "profile.json")
     assert (found.model, found.variation) == (MODEL, (1.0,)), "what was there stays"
     planned = [
-        (name, p.reach, p.workers, len(p.groups), p.per_node) for p in probes(size, per_node) for name in OPERATIONS
+        (name, p.reach, p.workers, len(p.groups), p.per_node, peers)
+        for p in probes(size, per_node)
+        for name in OPERATIONS
+        for peers in (neighbours(p.workers) if name == "exchange" else [1])
     ]
-    assert [(c.operation, c.reach, c.workers, c.flows, c.per_node) for c in found.network] == planned
+    assert [(c.operation, c.reach, c.workers, c.flows, c.per_node, c.peers) for c in found.network] == planned
     for cost in found.network:
         assert [bytes_ for bytes_, _ in cost.points] == list(SIZES)
         assert all(0 < seconds < 30 for _, seconds in cost.points)
@@ -152,6 +157,30 @@ def test_operations_do_what_they_are_called() -> None:
     assert torch.equal(torch.cat(parts), 3 * torch.arange(6.0) + 3)
 
 
+@pytest.mark.parametrize(("workers", "found"), [(2, [1]), (3, [1, 2]), (4, [1, 2]), (8, [1, 2, 3]), (9, [1, 2, 4])])
+def test_exchanges_are_with_one_two_and_as_many_as_an_exponential_graph_has(workers: int, found: list[int]) -> None:
+    assert neighbours(workers) == found
+    assert neighbours(workers)[-1] == step_graph(Exponential(), workers, 0).degree
+
+
+class Listed(GlooTransport):
+    """Of worker 1 of 5, on no network: lists what it was asked for."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 1, 5
+        self.asked: list[tuple[int, int]] = []
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        self.asked += [(m.peer, m.tensor.nbytes) for m in (*sends, *receives)]
+        return [], []
+
+
+def test_an_exchange_with_several_sends_as_many_bytes_as_with_one() -> None:
+    over = Listed()
+    exchange(over, 1200, torch.device("cpu"), peers=3)()
+    assert over.asked == [(peer, 400) for peer in (2, 3, 0, 0, 4, 2)]
+
+
 def test_hosts_of_one_name_are_told_apart() -> None:
     assert command.unique(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
 
@@ -162,6 +191,7 @@ def test_the_table_shows_every_line() -> None:
         ["exchange"],
         ["between"],
         ["2"],
+        ["1"],
         ["1"],
         ["1000"],
         ["25"],

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.commands.blocks import REPEATS, WARM_UP, measure_blocks
+from lightning_decentral.gossip.echo import round_works
 from lightning_decentral.hardware import Block, Model, Profile, write
 from lightning_decentral.machine import device_name
 from lightning_decentral.partial.joints import joints
@@ -120,7 +121,8 @@ def profile(overrides: Sequence[str], steps: int, done: Callable[[], None] = lam
     mean = sum(seconds) / len(seconds)
     device = device_name(trainer.strategy.root_device)
     name, words = " ".join(overrides) or "recipe=vit", tuple(overrides)
-    model = Model(name, device, measured.blocks, measured.batch, measured.state_bytes, words)
+    rounds = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device)
+    model = Model(name, device, measured.blocks, measured.batch, measured.state_bytes, words, rounds)
     return Profile(model, (), tuple(round(s / mean, 4) for s in seconds), {platform.node(): device}), mean
 
 
@@ -165,16 +167,24 @@ def quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
+def mixing(model: Model) -> str:
+    """What a round of gossip takes the device."""
+    seconds = {work.codec: model.parameter_bytes * work.seconds_per_byte(1) for work in model.rounds}
+    each = ", ".join(f"{codec} {1e3 * of_round:.3f} ms" for codec, of_round in seconds.items())
+    return f"a round of gossip with one neighbour, without the network: {each}"
+
+
 def run(options: argparse.Namespace) -> None:
     """Measure, print, write."""
     with quiet(), Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps)
         found, seconds = profile(options.overrides, options.steps, lambda: progress.advance(task))
     write(found, options.out)
-    console = Console()
-    console.print(shown(found.model))
+    console, model = Console(), found.model
+    console.print(shown(model))
+    console.print(mixing(model))
     console.print(
-        f"sum of the blocks {1e3 * found.model.seconds:.2f} ms; a step in Lightning's loop {1e3 * seconds:.2f} ms, "
+        f"sum of the blocks {1e3 * model.seconds:.2f} ms; a step in Lightning's loop {1e3 * seconds:.2f} ms, "
         f"the slowest {max(found.variation):.2f} times the mean"
     )
     console.print(

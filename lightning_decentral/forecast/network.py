@@ -3,7 +3,8 @@
     seconds(bytes) = latency hops(n) / hops(w) + bytes / bandwidth copies(n) / copies(w) max(1, f / g)
 
 for n workers in f flows, from the measurement with w workers in g flows that is nearest in log n and log f, if possible
-one whose groups share nodes as these do.
+one whose groups share nodes as these do; for an exchange with several neighbours at once also in the log of their
+number (the bytes are those of all messages, so a link's seconds don't depend on it).
 
     operation                     hops(n)        copies(n)
     exchange                      1              1
@@ -71,14 +72,18 @@ class Network:
     costs: tuple[Cost, ...]
     given: tuple[str, ...] = ()
 
-    def price(self, operation: str, reach: str, workers: int, flows: int = 1, per_node: int = 1) -> Price:
+    def price(
+        self, operation: str, reach: str, workers: int, flows: int = 1, per_node: int = 1, peers: int = 1
+    ) -> Price:
         """Of an operation on a group, `per_node` of which share a node; nothing for a group of one.
+
+        An exchange with more neighbours than were measured isn't marked as extrapolated for that.
 
         Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
         """
         if workers < 2:
             return FREE
-        cost = self._nearest(operation, reach, workers, flows, per_node)
+        cost = self._nearest(operation, reach, workers, flows, per_node, peers)
         asked, measured = OPERATIONS[operation], OPERATIONS[cost.operation]
         hops = asked.hops(workers) / measured.hops(cost.workers)
         copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
@@ -86,12 +91,14 @@ class Network:
         measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
         return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not measured_so)
 
-    def _nearest(self, operation: str, reach: str, workers: int, flows: int, per_node: int) -> Cost:
-        def distance(cost: Cost) -> tuple[bool, bool, bool, bool, float]:
+    def _nearest(self, operation: str, reach: str, workers: int, flows: int, per_node: int, peers: int) -> Cost:
+        def distance(cost: Cost) -> tuple[bool, bool, bool, bool, float, float]:
             others = cost.operation != operation
             shared = reach == "between" and (cost.per_node > 1) != (per_node > 1)
             sizes = abs(log(cost.workers / workers)) + abs(log(cost.flows / flows))
-            return cost.reach != reach, others, others and cost.operation != "exchange", shared, sizes
+            asked = peers if operation == "exchange" else 1
+            others_first = others and cost.operation != "exchange"
+            return cost.reach != reach, others, others_first, shared, sizes, abs(log(cost.peers / asked))
 
         known = [cost for cost in self.costs if cost.workers > 1 and cost.operation in OPERATIONS]
         usable = [cost for cost in known if reach in (cost.reach, "inside")]

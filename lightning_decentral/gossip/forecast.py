@@ -1,7 +1,8 @@
 """Seconds of a gossip step: a worker waits for its neighbours only, and only for what they launched `delay` steps ago.
 
     update_i(k)   = ready_i(k-1) + compute_i(k)
-    launch_i(k)   = max(update_i(k), finish_i(k - delay))
+    launch_i(k)   = max(update_i(k), finish_i(k - delay)) + work(k)
+                                                             copy or encode, decode, mix, correct
     depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed,
                                                              but for a short last bucket, which is left out here
     finish_i(k)   = max(depart_j(k) for j = i and all whom i hears) + exchange_i(k)
@@ -25,15 +26,19 @@ from lightning_decentral.gossip.plan import Topology
 from lightning_decentral.gossip.rounds import Load, Round, rounds
 from lightning_decentral.gossip.weights import Own, Weights, most_in_flight
 from lightning_decentral.gossip.within import Alone, Within
+from lightning_decentral.hardware import Model, RoundWork
 from lightning_decentral.timeline import Task, makespan, run
 
 
-def ready(compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int) -> Floats:
+def ready(
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[float] = (0.0,)
+) -> Floats:
     """[runs, steps, size]: when each worker is ready for its next step.
 
     Args:
         compute: [runs, steps, size] seconds.
         exchange: for each step of the period [size] seconds.
+        work: for each step of the period seconds.
     """
     runs, steps, size = compute.shape
     now = link = np.zeros((runs, size))
@@ -44,6 +49,7 @@ def ready(compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], de
         launch = now + compute[:, step]
         if 0 < delay <= step:
             launch = np.maximum(launch, finished[step - delay])
+        launch = launch + work[step % len(work)]
         depart = np.maximum(launch, link)
         link = depart[:, plan[phase].sources].max(axis=2) + exchange[phase]
         finished.append(link)
@@ -58,24 +64,33 @@ def per_step(moments: Floats, period: int) -> Floats:
     return np.asarray((last[:, -1] - last[:, -1 - counted]) / counted, dtype=np.float64)
 
 
-def step_tasks(compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int) -> list[Task[str]]:
+def step_tasks(
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[float] = (0.0,)
+) -> list[Task[str]]:
     """The same as tasks of every worker and of its link; compute [steps, size]."""
     found = []
 
     def landed(rank: int, step: int) -> tuple[str, ...]:
         return (f"exchange {step} of {rank}",) if step >= 0 else ()
 
+    def before(rank: int, step: int) -> tuple[str, ...]:
+        return () if delay else landed(rank, step - 1)
+
     for step, seconds in enumerate(compute):
         phase = step % len(plan)
         for rank in range(len(seconds)):
-            needs = landed(rank, step - 1 - delay)
-            found.append(Task(f"compute {step} of {rank}", f"worker {rank}", float(seconds[rank]), needs))
+            found.append(Task(f"compute {step} of {rank}", f"worker {rank}", float(seconds[rank]), before(rank, step)))
+            needs = landed(rank, step - delay) if delay else ()
+            found.append(Task(f"mix {step} of {rank}", f"worker {rank}", work[step % len(work)], needs))
         for rank, sources in enumerate(plan[phase].sources.tolist()):
-            launched = [f"compute {step} of {j}" for j in sources]
+            launched = [f"mix {step} of {j}" for j in sources]
             waits = [name for j in sources for name in (landed(j, step - 1) if delay else ())]
             duration = float(exchange[phase][rank])
             found.append(Task(f"exchange {step} of {rank}", f"link {rank}", duration, (*launched, *waits)))
     return found
+
+
+UNMEASURED = RoundWork("Plain")
 
 
 @dataclass(frozen=True)
@@ -83,20 +98,23 @@ class Encoding:
     """What a codec makes of a message.
 
     Args:
+        codec: its class.
         wire_bytes: of the payload, by the bytes of the parameters in it.
-        send_seconds_per_byte: of the parameters, to encode a message and to decode one's own.
-        hear_seconds_per_byte: of the parameters, to decode each message that is heard.
+        assumed: seconds of a round where the profile has none for this codec.
+        copies: messages of the model's size that are encoded for one, as a rule may want.
         peers_only: whether messages are encoded, so that nothing can be all-reduced.
     """
 
+    codec: str = "Plain"
     wire_bytes: Callable[[float], float] = float
-    send_seconds_per_byte: float = 0.0
-    hear_seconds_per_byte: float = 0.0
+    assumed: RoundWork = UNMEASURED
+    copies: float = 1.0
     peers_only: bool = False
 
-    def seconds(self, heard: int) -> float:
+    def seconds(self, model: Model, heard: int) -> float:
         """Per byte of the parameters, in a round in which so many are heard at most."""
-        return self.send_seconds_per_byte + heard * self.hear_seconds_per_byte if heard else 0.0
+        work = next((work for work in model.rounds if work.codec == self.codec), self.assumed)
+        return self.copies * work.seconds_per_byte(heard)
 
 
 PLAIN = Encoding()
@@ -128,14 +146,15 @@ class Gossiping(Method):
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         """Of the last worker, after waves of waiting have spread."""
         exchange, plan = self._plan(setting)
-        return per_step(ready(self._compute(setting, factors), exchange, plan, self.delay), len(plan))
+        compute, work = self._compute(setting, factors), self._work(setting)
+        return per_step(ready(compute, exchange, plan, self.delay, work), len(plan))
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
         """A period, at most `COUNTED_STEPS` and at least 4 steps, of all workers."""
         exchange, plan = self._plan(setting)
         steps = min(COUNTED_STEPS, max(4, len(plan), 2 * self.delay))
         compute = self._compute(setting, np.ones((1, steps, setting.cluster.workers)))
-        return step_tasks(compute[0], exchange, plan, self.delay)
+        return step_tasks(compute[0], exchange, plan, self.delay, self._work(setting))
 
     def card_bytes(self, setting: Setting) -> float:
         """Counted from the plan: of an island on one node, whatever its devices send stays inside."""
@@ -189,17 +208,19 @@ class Gossiping(Method):
         sides = ("inside", load.inside, cluster.per_node, 1), ("between", load.between, cluster.nodes, flows)
         operation = "all_reduce" if load.clique else "exchange"
         return [
-            (setting.network.price(operation, reach, load.clique or group, flows, load.per_node), messages)
+            (setting.network.price(operation, reach, load.clique or group, flows, load.per_node, messages), messages)
             for reach, messages, group, flows in sides
             if messages
         ]
 
     def _compute(self, setting: Setting, factors: Floats) -> Floats:
-        """[runs, steps, islands]: of the slowest device, and encoding where something is sent."""
+        """[runs, steps, islands]: of the slowest device."""
         runs, steps, _ = factors.shape
         slowest = factors.reshape(runs, steps, self._size(setting), self.within.devices).max(axis=3)
-        seconds = at_factors(lambda factor: makespan(run(self.within.step(setting, factor))), slowest)
+        return at_factors(lambda factor: makespan(run(self.within.step(setting, factor))), slowest)
+
+    def _work(self, setting: Setting) -> list[float]:
+        """Seconds of a round's own work by step of the period, of whoever hears most."""
         part = setting.model.parameter_bytes / self.within.devices
-        coded = np.array([self.encoding.seconds(one.sources.shape[1] - 1) * part for one in self._rounds(setting)])
-        by_step = coded[np.arange(steps) % len(coded)]
-        return np.asarray(seconds + by_step[None, :, None], dtype=np.float64)
+        heard = [one.sources.shape[1] - 1 for one in self._rounds(setting)]
+        return [part * self.encoding.seconds(setting.model, most) for most in heard]

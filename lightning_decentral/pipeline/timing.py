@@ -97,10 +97,15 @@ def profile(pipe: Pipe, call: Call) -> Profile:
         raise ValueError(f"{length} tokens are too few to measure slices of: use slicing=Uniform(n) or Given(lengths)")
     cut = [equal(length, n) for n in COUNTS]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        rounds = [[_step(pipe, call, slices) for slices in cut] for _ in range(ROUNDS + 1)][1:]  # the first one warms
+        measured = [Steps(slices, _repeated(pipe, call, slices)) for slices in cut]
         links = _everyones(pipe, ping(pipe, call))
-    measured = [Steps(slices, steps) for slices, steps in zip(cut, zip(*rounds, strict=True), strict=True)]
     return fitted(measured, pipe.schedule, pipe.rank, links)
+
+
+def _repeated(pipe: Pipe, call: Call, slices: Sequence[int]) -> list[Step]:
+    """One after the other as in training, where a step finds the memory that one like it has left; the first one not
+    yet, nor does it count."""
+    return [_step(pipe, call, slices) for _ in range(1 + ROUNDS)][1:]
 
 
 def _step(pipe: Pipe, call: Call, slices: Sequence[int]) -> Step:

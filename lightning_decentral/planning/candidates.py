@@ -4,7 +4,7 @@ The words are the only place where a candidate is written. So whatever wins can 
 words can join the comparison.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
 
@@ -24,6 +24,7 @@ from lightning_decentral.gossip.coding import Coding, Layout
 from lightning_decentral.gossip.forecast import PLAIN, Encoding, Gossiping
 from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
 from lightning_decentral.gossip.within import Alone, Replicas, Shards, Within
+from lightning_decentral.hardware import Model, RoundWork
 from lightning_decentral.partial.profiled import PartialBackward
 from lightning_decentral.pipeline.boundary import Exact
 from lightning_decentral.pipeline.profiled import Pipelining
@@ -61,13 +62,14 @@ class Candidate:
     remark: str = ""
 
 
-def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candidate]:
+def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Candidate]:
     """From the one that mixes most to the one that mixes least: of equally fast ones the first is recommended."""
+    timed = {work.codec for work in model.rounds}
     per_node, several = cluster.per_node, 1 < cluster.per_node < cluster.workers
     everyone = f"strategy=gossip strategy/island=fully_shard strategy.island.devices={cluster.workers}"
     yield Candidate(BASELINE, "ddp")
     yield Candidate(everyone, "sharded over all")
-    yield from _pipelines(cluster, batch, slices)
+    yield from _pipelines(cluster, model.batch, slices)
     yield Candidate("strategy=gossip strategy.delay=0", "gossip, blocking")
     yield Candidate("strategy=gossip", "gossip")
     for name, title in (("all_reduce", "replica islands"), ("fully_shard", "shard islands")):
@@ -76,16 +78,22 @@ def candidates(cluster: Cluster, batch: int, slices: int = 1) -> Iterator[Candid
             yield Candidate(f"strategy=gossip {island}", f"gossip, {title}")
     for name, title in (("exponential", "exponential"), ("one_peer_exponential", "one-peer"), ("ring", "ring")):
         yield Candidate(f"strategy=gossip strategy/topology={name}", f"gossip, {title}")
-    for name in ("bfloat16", "int8"):
-        yield Candidate(f"strategy=gossip strategy/codec={name}", f"gossip, {name}", remark="codec timed on a CPU")
+    for codec in (BFloat16, Int8):
+        name = codec.__name__.lower()
+        yield Candidate(f"strategy=gossip strategy/codec={name}", f"gossip, {name}", _remark(codec, timed))
     if several:
         island = f"strategy/island=all_reduce strategy.island.devices={per_node}"
         words = f"strategy=gossip {island} strategy/codec=int8"
-        yield Candidate(words, "gossip, islands, int8", remark="codec timed on a CPU")
+        yield Candidate(words, "gossip, islands, int8", _remark(Int8, timed))
     for steps, delay in ((4, 4), (8, 1)):
         words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
         yield Candidate(words, f"gossip every {steps}, delay {delay}")
     yield Candidate("strategy=partial_backprop", "partial backprop", WHOLE_THEN_HALF)
+
+
+def _remark(codec: type[Coding], timed: Collection[str]) -> str:
+    """On a profile that no round with this codec was measured for."""
+    return "" if codec.__name__ in timed else "the codec's seconds are those of one CPU thread: profile again for yours"
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
@@ -210,11 +218,14 @@ def _(island: FullyShard) -> Within:
 
 
 def encoding_of(codec: Coding, copies: float = 1) -> Encoding:
-    """Bytes by the codec's own formula for float32, matrices unknown; its seconds as measured on a CPU, else none."""
+    """Bytes by the codec's own formula for float32, matrices unknown; where the profile has no seconds of its own for
+    the codec, those measured on a CPU, else none."""
     if codec == Plain():
-        return PLAIN if copies == 1 else Encoding(lambda size: copies * size)
+        return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 
     def wire_bytes(size: float) -> float:
         return copies * codec.bytes(Layout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
 
-    return Encoding(wire_bytes, *CODEC_SECONDS_PER_BYTE.get(type(codec), (0.0, 0.0)), peers_only=True)
+    name = type(codec).__name__
+    assumed = RoundWork(name, *CODEC_SECONDS_PER_BYTE.get(type(codec), (0.0, 0.0)))
+    return Encoding(name, wire_bytes, assumed, copies, peers_only=True)

@@ -110,7 +110,7 @@ def plan(
     for candidate in asked:
         strategy_of(candidate.words)
     rows, refused = [], []
-    for candidate in [*candidates(setting.cluster, setting.model.batch, slices), *asked]:
+    for candidate in [*candidates(setting.cluster, setting.model, slices), *asked]:
         try:
             method = method_of(strategy_of(candidate.words), setting.cluster, slices)
             method.memory_bytes(setting.without_network)  # where nothing of the network can be missing

@@ -69,7 +69,7 @@ def _at(
     setting: Setting, workers: int, slices: int, also: Sequence[str], memory_bytes: float
 ) -> tuple[Setting, list[Fitting]]:
     where = replace(setting, cluster=Cluster(workers, setting.cluster.per_node))
-    compared = [*candidates(where.cluster, where.model.batch, slices), *(Candidate(words, words) for words in also)]
+    compared = [*candidates(where.cluster, where.model, slices), *(Candidate(words, words) for words in also)]
     return where, list(_methods(where, slices, compared, memory_bytes))
 
 

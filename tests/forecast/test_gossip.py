@@ -31,7 +31,7 @@ from lightning_decentral.gossip.topology import (
 )
 from lightning_decentral.gossip.weights import Own
 from lightning_decentral.gossip.within import Alone, Replicas, Shards
-from lightning_decentral.hardware import Cost
+from lightning_decentral.hardware import Cost, RoundWork
 from lightning_decentral.pipeline.profiled import Pipelining
 from lightning_decentral.timeline import run
 from tests.forecast.settings import BLOCK_BYTES, model, setting
@@ -80,13 +80,13 @@ def test_the_recursion_is_the_timeline_of_its_tasks(topology: Topology, delay: i
     compute = drawing.uniform(1, 3, (1, 12, 8))
     plan = rounds(topology, Own(), 8, 1)
     exchange = [drawing.uniform(0, 2, 8) for _ in plan]
-    spans = run(step_tasks(compute[0], exchange, plan, delay))
-    moments = ready(compute, exchange, plan, delay)[0]
+    work = [float(seconds) for seconds in drawing.uniform(0, 1, len(plan))]
+    spans = run(step_tasks(compute[0], exchange, plan, delay, work))
+    moments = ready(compute, exchange, plan, delay, work)[0]
     for rank in range(8):
-        updated = [spans[f"compute {step} of {rank}"].finish for step in range(12)]
+        mixed = [spans[f"mix {step} of {rank}"].finish for step in range(12)]
         arrived = [spans[f"exchange {step} of {rank}"].finish for step in range(12)]
-        landed = [max(updated[k], arrived[k - delay]) if k >= delay else updated[k] for k in range(12)]
-        assert moments[:, rank] == pytest.approx(landed)
+        assert moments[:, rank] == pytest.approx(mixed if delay else arrived)
 
 
 # ---- seconds of an exchange ---------------------------------------------------------------------------------------
@@ -99,6 +99,14 @@ def test_the_steady_state_is_the_longer_of_computation_and_exchange(rate: float)
     assert seconds(Gossiping(Hypercube()), where) == pytest.approx(max(compute, sent), rel=1e-6)
     assert seconds(Gossiping(Hypercube(), delay=0), where) == pytest.approx(compute + sent)
     assert seconds(Gossiping(Exponential()), where) == pytest.approx(max(compute, 3 * PARAMETERS / rate + 1e-4))
+
+
+def test_several_neighbours_at_once_cost_what_was_measured_of_several() -> None:
+    fan = Cost("exchange", "between", 8, 1, 1e-4, 0.5e7, peers=3)
+    where = setting(rate=1e7)
+    where = replace(where, network=Network((*where.network.costs, replace(fan, peers=1, bytes_per_second=1e7), fan)))
+    assert seconds(Gossiping(Hypercube()), where) == pytest.approx(PARAMETERS / 1e7 + 1e-4)
+    assert seconds(Gossiping(Exponential()), where) == pytest.approx(3 * PARAMETERS / 0.5e7 + 1e-4)
 
 
 def test_workers_of_a_node_share_its_card() -> None:
@@ -125,16 +133,44 @@ def test_every_k_with_delay_k_has_k_steps_to_hide_behind() -> None:
     assert once == pytest.approx((3 * model().seconds + sent) / 4, rel=0.01)
 
 
+QUARTER = Encoding("Int8", lambda size: size / 4, RoundWork("Int8", 0.7e-9, 0.3e-9), peers_only=True)
+WORK = 1e-9 * PARAMETERS
+
+
 def test_a_codec_sends_fewer_bytes_and_takes_its_time() -> None:
     where = setting(rate=1e7)
-    quarter = Encoding(lambda size: size / 4, 0.7e-9, 0.3e-9, peers_only=True)
-    method = Gossiping(Hypercube(), encoding=quarter)
-    assert seconds(method, where) == pytest.approx(PARAMETERS / 4e7 + 1e-4, rel=0.01)
+    method = Gossiping(Hypercube(), encoding=QUARTER)
+    assert seconds(method, where) == pytest.approx(PARAMETERS / 4e7 + 1e-4 + WORK)
     fast = replace(where, network=where.without_network.network)
-    assert seconds(method, fast) == pytest.approx(model().seconds + 1e-9 * PARAMETERS)
+    assert seconds(method, fast) == pytest.approx(model().seconds + WORK)
     assert method.card_bytes(where) == PARAMETERS / 4
     three = seconds(replace(method, topology=Exponential()), fast)
     assert three == pytest.approx(model().seconds + (0.7e-9 + 3 * 0.3e-9) * PARAMETERS)
+
+
+@pytest.mark.parametrize(("delay", "hidden"), [(0, False), (1, False), (2, True)])
+def test_a_rounds_work_is_hidden_where_another_round_is_under_way(delay: int, hidden: bool) -> None:
+    """Where the link is what is waited for."""
+    where = setting(rate=1e7)
+    sent = PARAMETERS / 4e7 + 1e-4 + (0.0 if delay else model().seconds)
+    method = Gossiping(Hypercube(), delay, encoding=QUARTER)
+    assert seconds(method, where) == pytest.approx(sent + (0.0 if hidden else WORK), rel=1e-3)
+
+
+def test_what_a_round_takes_this_device_is_measured_rather_than_assumed() -> None:
+    where = setting().without_network
+    measured = replace(
+        where, model=replace(where.model, rounds=(RoundWork("Plain", 1e-9), RoundWork("Int8", 5e-9, 1e-9)))
+    )
+    for method, assumed, found in (
+        (Gossiping(Hypercube()), 0.0, 1e-9),
+        (Gossiping(Ring()), 0.0, 1e-9),
+        (Gossiping(Ring(), encoding=QUARTER), 1.3e-9, 7e-9),
+        (Gossiping(Ring(), encoding=replace(QUARTER, copies=2)), 2.6e-9, 14e-9),
+        (Gossiping(Every(2, Ring()), encoding=QUARTER), 1.3e-9 / 2, 3.5e-9),
+    ):
+        assert seconds(method, where) == pytest.approx(model().seconds + assumed * PARAMETERS)
+        assert seconds(method, measured) == pytest.approx(model().seconds + found * PARAMETERS)
 
 
 def test_where_messages_are_encoded_nothing_is_all_reduced() -> None:

@@ -30,6 +30,16 @@ def test_other_sizes_are_scaled_as_a_ring_from_the_nearest(workers: int, nearest
     assert price.extrapolated
 
 
+@pytest.mark.parametrize(("peers", "rate"), [(1, 1e9), (2, 8e8), (3, 5e8), (6, 5e8)])
+def test_an_exchange_with_several_neighbours_is_that_with_as_many(peers: int, rate: float) -> None:
+    rates = {1: 1e9, 2: 8e8, 3: 5e8}
+    found = [Cost("exchange", "between", 8, 1, 1e-4, each, peers=n) for n, each in rates.items()]
+    price = Network(tuple(found)).price("exchange", "between", 8, peers=peers)
+    assert (price.bytes_per_second, price.extrapolated) == (rate, False)
+    standing_in = Network(tuple(found[::-1])).price("all_gather", "between", 8, peers=peers)
+    assert standing_in.bytes_per_second == pytest.approx(1e9 / (7 / 8)), "for another operation that with one"
+
+
 def test_a_link_alone_gives_the_ring() -> None:
     price = links(latency=1e-3, rate=1e9).price("all_reduce", "between", 8)
     assert price.seconds(1e9) == pytest.approx(14e-3 + 14 / 8)

@@ -20,7 +20,7 @@ from lightning_decentral.gossip.codec import Int8
 from lightning_decentral.gossip.forecast import Gossiping
 from lightning_decentral.gossip.topology import Auto, Ring
 from lightning_decentral.gossip.within import Replicas
-from lightning_decentral.hardware import Profile, read, write
+from lightning_decentral.hardware import Model, Profile, RoundWork, read, write
 from lightning_decentral.pipeline.profiled import Pipelining
 from lightning_decentral.planning import units
 from lightning_decentral.planning.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
@@ -32,7 +32,7 @@ from tests.forecast.settings import links, model, setting
 CLUSTER = Cluster(8, 4)
 
 
-@pytest.mark.parametrize("candidate", [*candidates(CLUSTER, 8)], ids=lambda c: c.words)
+@pytest.mark.parametrize("candidate", [*candidates(CLUSTER, model())], ids=lambda c: c.words)
 def test_every_candidate_composes_as_a_command_of_the_recipes(candidate) -> None:  # type: ignore[no-untyped-def]
     with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
         cfg = compose("train", candidate.words.split())
@@ -56,6 +56,17 @@ def test_words_become_the_methods_that_they_name() -> None:
     assert island == Gossiping(Auto(1), within=Replicas(4))
 
 
+def test_only_what_this_device_wasnt_timed_for_is_remarked() -> None:
+    timed = replace(model(), rounds=(RoundWork("Int8"), RoundWork("BFloat16")))
+
+    def remarked(of: Model) -> set[str]:
+        return {c.title for c in candidates(CLUSTER, of) if "one CPU thread" in c.remark}
+
+    assert remarked(model()) == {"gossip, bfloat16", "gossip, int8", "gossip, islands, int8"}
+    assert remarked(replace(timed, rounds=timed.rounds[:1])) == {"gossip, bfloat16"}
+    assert remarked(timed) == set()
+
+
 def test_a_codec_counts_its_own_bytes() -> None:
     assert encoding_of(Int8()).wire_bytes(1024) == 256 + 4
     assert encoding_of(Int8(), copies=2).wire_bytes(1024) == 2 * 260
@@ -75,7 +86,7 @@ def test_rows_are_sorted_and_measured_against_ddp() -> None:
     assert seconds == sorted(seconds)
     assert found.speedup(found.baseline) == 1
     assert all(row.forecast.p50_seconds <= row.forecast.p95_seconds for row in found.rows)
-    assert len(found.rows) + len(found.refused) == len(list(candidates(CLUSTER, 8)))
+    assert len(found.rows) + len(found.refused) == len(list(candidates(CLUSTER, model())))
 
 
 def test_below_the_threshold_it_says_stay_with_ddp() -> None:
