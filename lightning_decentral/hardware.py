@@ -2,8 +2,9 @@
 
 seconds(operation, bytes) = latency + bytes / bandwidth
 
-One JSON file holds a `Profile`: what a step costs block by block, what every collective costs on every kind of group,
-and how much the seconds of computation vary. Forecasts read it; nothing here measures.
+One JSON file holds a `Profile`: what a step costs block by block, what a round of gossip takes the device, what every
+collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; nothing here
+measures.
 """
 
 import json
@@ -36,12 +37,22 @@ class RoundWork:
     seconds = bytes of the parameters (own_seconds_per_byte + heard heard_seconds_per_byte)     0 where nobody is heard
 
     Args:
-        codec: the class of what encodes.
+        codec: the repr of what encodes, `Plain()` for messages as they are.
+
+    Raises:
+        ValueError: seconds below 0.
     """
 
     codec: str
     own_seconds_per_byte: float = 0.0
     heard_seconds_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not min(self.own_seconds_per_byte, self.heard_seconds_per_byte) >= 0:
+            raise ValueError(
+                f"a round with {self.codec} can't take {self.own_seconds_per_byte} s per byte "
+                f"and {self.heard_seconds_per_byte} s for each neighbour's"
+            )
 
     def seconds_per_byte(self, heard: int) -> float:
         """Of a round with so many neighbours."""
@@ -94,6 +105,9 @@ class Cost:
         per_node: workers of one group that share a node.
         peers: neighbours to whom each worker sends in an `exchange`, and as many that it hears; the bytes are those of
             all its messages together.
+
+    Raises:
+        ValueError: fewer than one neighbour.
     """
 
     operation: str
@@ -106,6 +120,10 @@ class Cost:
     points: tuple[tuple[float, float], ...] = ()
     per_node: int = 1
     peers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.peers < 1:
+            raise ValueError(f"an exchange has at least one neighbour, got {self.peers}")
 
     def seconds(self, message_bytes: float) -> float:
         """Of one operation on a message of so many bytes."""

@@ -1,7 +1,7 @@
 """`torchrun ... -m lightning_decentral.profile --model profile.json`: what messages cost on this network.
 
-Started on all hosts as a training is, it measures every collective and the exchange with a neighbour on groups inside
-a node and between nodes, one flow and parallel ones, and puts lines through them into the profile.
+Started on all hosts as a training is, it measures every collective, and exchanges with one and several neighbours, on
+groups inside a node and between nodes, one flow and parallel ones, and puts lines through them into the profile.
 """
 
 import argparse

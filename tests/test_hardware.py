@@ -9,7 +9,7 @@ from lightning_decentral.hardware import Block, Cost, Model, Profile, RoundWork,
 
 BLOCKS = (Block("a", 0.1, 0.2, 0.01, 400, 10, 5), Block("b", 0.3, 0.6, 0.02, 800))
 PROFILE = Profile(
-    Model("recipe=vit", "cpu", BLOCKS, rounds=(RoundWork("Plain", 1e-9, 2e-10),)),
+    Model("recipe=vit", "cpu", BLOCKS, rounds=(RoundWork("Plain()", 1e-9, 2e-10),)),
     (Cost("exchange", "between", 2, 1, 1e-3, 25e6, 0.02, ((1e6, 0.041), (2e6, 0.081)), peers=2),),
     (0.9, 1.1),
     {"host0": "AMD EPYC"},
@@ -51,6 +51,11 @@ def test_a_round_without_neighbours_is_no_work() -> None:
         (lambda text: text.replace('"forward_seconds"', '"forward"'), "is damaged"),
         (lambda text: json.dumps({**json.loads(text), "network": [{}]}), "is damaged"),
         (lambda text: text.replace('"own_seconds_per_byte"', '"own"'), "is damaged"),
+        (
+            lambda text: text.replace('"own_seconds_per_byte": 1', '"own_seconds_per_byte": -1'),
+            "is damaged.*can't take -1",
+        ),
+        (lambda text: text.replace('"peers": 2', '"peers": 0'), "is damaged.*at least one neighbour, got 0"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]

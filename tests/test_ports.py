@@ -21,6 +21,7 @@ def test_ports_are_below_those_of_connections_and_of_one_process_only(monkeypatc
 
 def test_a_port_that_somebody_has_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "PER_PROCESS", 2)
+    monkeypatch.setattr(ports, "FIRST", 30_000)  # of no process of tests
     with socket.create_server(("", ports.free())) as server:
         assert {ports.free() for _ in range(4)}.isdisjoint({server.getsockname()[1]})
         with socket.create_server(("", ports.free())), pytest.raises(OSError, match="all 2 ports from"):

@@ -1,4 +1,5 @@
-"""`lightning-decentral profile recipe=vit`: what one training step costs on one device, block by block.
+"""`lightning-decentral profile recipe=vit`: what one training step costs on one device, block by block, and what rounds
+of gossip add to it.
 
 variation(step) = seconds of the step / mean seconds of a step: how unequal steps are, which is what makes workers wait
 """
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.commands.blocks import REPEATS, WARM_UP, measure_blocks
-from lightning_decentral.gossip.echo import round_works
+from lightning_decentral.gossip.echo import ROUNDS, round_works
 from lightning_decentral.hardware import Block, Model, Profile, write
 from lightning_decentral.machine import device_name
 from lightning_decentral.partial.joints import joints
@@ -121,7 +122,7 @@ def profile(overrides: Sequence[str], steps: int, done: Callable[[], None] = lam
     mean = sum(seconds) / len(seconds)
     device = device_name(trainer.strategy.root_device)
     name, words = " ".join(overrides) or "recipe=vit", tuple(overrides)
-    rounds = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device)
+    rounds = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device, done)
     model = Model(name, device, measured.blocks, measured.batch, measured.state_bytes, words, rounds)
     return Profile(model, (), tuple(round(s / mean, 4) for s in seconds), {platform.node(): device}), mean
 
@@ -170,14 +171,14 @@ def quiet() -> Iterator[None]:
 def mixing(model: Model) -> str:
     """What a round of gossip takes the device."""
     seconds = {work.codec: model.parameter_bytes * work.seconds_per_byte(1) for work in model.rounds}
-    each = ", ".join(f"{codec} {1e3 * of_round:.3f} ms" for codec, of_round in seconds.items())
-    return f"a round of gossip with one neighbour, without the network: {each}"
+    each = ", ".join(f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms" for codec, of_round in seconds.items())
+    return f"a round of gossip with one neighbour, without the network: {each or 'not measured on this device'}"
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print, write."""
     with quiet(), Progress(transient=True) as progress:
-        task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps)
+        task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps + ROUNDS)
         found, seconds = profile(options.overrides, options.steps, lambda: progress.advance(task))
     write(found, options.out)
     console, model = Console(), found.model

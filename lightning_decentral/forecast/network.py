@@ -3,8 +3,8 @@
     seconds(bytes) = latency hops(n) / hops(w) + bytes / bandwidth copies(n) / copies(w) max(1, f / g)
 
 for n workers in f flows, from the measurement with w workers in g flows that is nearest in log n and log f, if possible
-one whose groups share nodes as these do; for an exchange with several neighbours at once also in the log of their
-number (the bytes are those of all messages, so a link's seconds don't depend on it).
+one whose groups share nodes as these do; of equally near ones for an exchange with several neighbours at once that with
+the nearest number of them (the bytes are those of all messages, so a link's seconds don't depend on it).
 
     operation                     hops(n)        copies(n)
     exchange                      1              1
@@ -77,7 +77,7 @@ class Network:
     ) -> Price:
         """Of an operation on a group, `per_node` of which share a node; nothing for a group of one.
 
-        An exchange with more neighbours than were measured isn't marked as extrapolated for that.
+        An exchange with more neighbours than an exponential graph has isn't marked as extrapolated for that.
 
         Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
         """
@@ -89,6 +89,7 @@ class Network:
         copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
         found = (cost.operation, cost.reach, cost.workers, cost.flows)
         measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
+        measured_so &= cost.peers >= min(peers, (workers - 1).bit_length()) or operation != "exchange"
         return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not measured_so)
 
     def _nearest(self, operation: str, reach: str, workers: int, flows: int, per_node: int, peers: int) -> Cost:

@@ -1,8 +1,9 @@
 """Seconds of a gossip step: a worker waits for its neighbours only, and only for what they launched `delay` steps ago.
 
     update_i(k)   = ready_i(k-1) + compute_i(k)
-    launch_i(k)   = max(update_i(k), finish_i(k - delay)) + work(k)
-                                                             copy or encode, decode, mix, correct
+    launch_i(k)   = max(update_i(k), finish_i(k - delay)) + work_i(k)
+                                                             correct, copy or encode, decode, mix: all of it, though on
+                                                             a host most is done beside, where processors are free
     depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed,
                                                              but for a short last bucket, which is left out here
     finish_i(k)   = max(depart_j(k) for j = i and all whom i hears) + exchange_i(k)
@@ -29,16 +30,18 @@ from lightning_decentral.gossip.within import Alone, Within
 from lightning_decentral.hardware import Model, RoundWork
 from lightning_decentral.timeline import Task, makespan, run
 
+NONE = np.zeros(1)
+
 
 def ready(
-    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[float] = (0.0,)
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NONE,)
 ) -> Floats:
     """[runs, steps, size]: when each worker is ready for its next step.
 
     Args:
         compute: [runs, steps, size] seconds.
         exchange: for each step of the period [size] seconds.
-        work: for each step of the period seconds.
+        work: for each step of the period [size] seconds, or [1] for all.
     """
     runs, steps, size = compute.shape
     now = link = np.zeros((runs, size))
@@ -65,7 +68,7 @@ def per_step(moments: Floats, period: int) -> Floats:
 
 
 def step_tasks(
-    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[float] = (0.0,)
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NONE,)
 ) -> list[Task[str]]:
     """The same as tasks of every worker and of its link; compute [steps, size]."""
     found = []
@@ -78,10 +81,11 @@ def step_tasks(
 
     for step, seconds in enumerate(compute):
         phase = step % len(plan)
+        mixing = np.broadcast_to(work[step % len(work)], seconds.shape)
         for rank in range(len(seconds)):
             found.append(Task(f"compute {step} of {rank}", f"worker {rank}", float(seconds[rank]), before(rank, step)))
             needs = landed(rank, step - delay) if delay else ()
-            found.append(Task(f"mix {step} of {rank}", f"worker {rank}", work[step % len(work)], needs))
+            found.append(Task(f"mix {step} of {rank}", f"worker {rank}", float(mixing[rank]), needs))
         for rank, sources in enumerate(plan[phase].sources.tolist()):
             launched = [f"mix {step} of {j}" for j in sources]
             waits = [name for j in sources for name in (landed(j, step - 1) if delay else ())]
@@ -90,7 +94,8 @@ def step_tasks(
     return found
 
 
-UNMEASURED = RoundWork("Plain")
+AS_THEY_ARE = "Plain()"
+UNMEASURED = RoundWork(AS_THEY_ARE)
 
 
 @dataclass(frozen=True)
@@ -98,23 +103,26 @@ class Encoding:
     """What a codec makes of a message.
 
     Args:
-        codec: its class.
+        codec: its repr, by which the profile knows it.
         wire_bytes: of the payload, by the bytes of the parameters in it.
-        assumed: seconds of a round where the profile has none for this codec.
+        assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
         copies: messages of the model's size that are encoded for one, as a rule may want.
         peers_only: whether messages are encoded, so that nothing can be all-reduced.
     """
 
-    codec: str = "Plain"
+    codec: str = AS_THEY_ARE
     wire_bytes: Callable[[float], float] = float
     assumed: RoundWork = UNMEASURED
     copies: float = 1.0
     peers_only: bool = False
 
-    def seconds(self, model: Model, heard: int) -> float:
-        """Per byte of the parameters, in a round in which so many are heard at most."""
-        work = next((work for work in model.rounds if work.codec == self.codec), self.assumed)
-        return self.copies * work.seconds_per_byte(heard)
+    def work(self, model: Model) -> RoundWork:
+        """As measured, or what messages as they are take and what is assumed."""
+        known = {work.codec: work for work in model.rounds}
+        plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
+        own = plain.own_seconds_per_byte + more.own_seconds_per_byte
+        heard = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
+        return known.get(self.codec, RoundWork(self.codec, own, heard))
 
 
 PLAIN = Encoding()
@@ -219,8 +227,9 @@ class Gossiping(Method):
         slowest = factors.reshape(runs, steps, self._size(setting), self.within.devices).max(axis=3)
         return at_factors(lambda factor: makespan(run(self.within.step(setting, factor))), slowest)
 
-    def _work(self, setting: Setting) -> list[float]:
-        """Seconds of a round's own work by step of the period, of whoever hears most."""
-        part = setting.model.parameter_bytes / self.within.devices
-        heard = [one.sources.shape[1] - 1 for one in self._rounds(setting)]
-        return [part * self.encoding.seconds(setting.model, most) for most in heard]
+    def _work(self, setting: Setting) -> list[Floats]:
+        """[size] seconds of a round's own work by step of the period. A device of an island hears its part."""
+        work, copies = self.encoding.work(setting.model), self.encoding.copies
+        own = copies * self.within.kept_bytes(setting) * work.own_seconds_per_byte
+        each = copies * setting.model.parameter_bytes / self.within.devices * work.heard_seconds_per_byte
+        return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in self._rounds(setting)]

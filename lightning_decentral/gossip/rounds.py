@@ -44,6 +44,13 @@ class Round:
     loads: tuple[Load, ...]
 
     @property
+    def heard(self) -> npt.NDArray[np.intp]:
+        """[size]: messages that each worker mixes; of a clique that all-reduces one, which is that of all."""
+        others = (self.sources != np.arange(len(self.sources))[:, None]).sum(axis=1)
+        together = [load.clique > 0 for load in self.loads]
+        return np.asarray(np.where(together, np.minimum(others, 1), others), dtype=np.intp)
+
+    @property
     def silent(self) -> bool:
         """Whether nobody talks."""
         return bool(self.sources.shape[1] == 1)

@@ -31,6 +31,10 @@ class Within(ABC):
         """Of all that was mixed, after every exchange."""
         return FREE
 
+    def kept_bytes(self, setting: Setting) -> float:
+        """Of the parameters that one device has, copies and corrects."""
+        return setting.model.parameter_bytes
+
     def _price(self, operation: str, setting: Setting) -> Price:
         cluster, devices = setting.cluster, self.devices
         return setting.network.price(operation, cluster.reach(devices), devices, 1, min(devices, cluster.per_node))
@@ -86,6 +90,10 @@ class Shards(Within):
         """Of the slowest device."""
         gather, scatter = self.prices(setting)
         return sharded.step(setting.model.blocks, gather, scatter, self.devices, factor)
+
+    def kept_bytes(self, setting: Setting) -> float:
+        """Its shard."""
+        return setting.model.parameter_bytes / self.devices
 
     def memory_bytes(self, setting: Setting) -> float:
         """A shard, and two blocks whole."""

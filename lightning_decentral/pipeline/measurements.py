@@ -26,7 +26,7 @@ from lightning_decentral.pipeline.models import Call
 from lightning_decentral.pipeline.pipe import Pipe
 from lightning_decentral.pipeline.profile import Link, Profile
 
-FORMAT = 2  # another one whenever a file, or what a measurement means, changes
+FORMAT = 3  # another one whenever a file, or what a measurement means, changes
 Conditions = Mapping[str, str | int | bool]
 
 

@@ -78,22 +78,21 @@ def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Cand
             yield Candidate(f"strategy=gossip {island}", f"gossip, {title}")
     for name, title in (("exponential", "exponential"), ("one_peer_exponential", "one-peer"), ("ring", "ring")):
         yield Candidate(f"strategy=gossip strategy/topology={name}", f"gossip, {title}")
-    for codec in (BFloat16, Int8):
-        name = codec.__name__.lower()
+    for name, codec in (("bfloat16", BFloat16()), ("int8", Int8())):
         yield Candidate(f"strategy=gossip strategy/codec={name}", f"gossip, {name}", _remark(codec, timed))
     if several:
         island = f"strategy/island=all_reduce strategy.island.devices={per_node}"
         words = f"strategy=gossip {island} strategy/codec=int8"
-        yield Candidate(words, "gossip, islands, int8", _remark(Int8, timed))
+        yield Candidate(words, "gossip, islands, int8", _remark(Int8(), timed))
     for steps, delay in ((4, 4), (8, 1)):
         words = f"strategy=gossip strategy/topology=every strategy.topology.steps={steps} strategy.delay={delay}"
         yield Candidate(words, f"gossip every {steps}, delay {delay}")
     yield Candidate("strategy=partial_backprop", "partial backprop", WHOLE_THEN_HALF)
 
 
-def _remark(codec: type[Coding], timed: Collection[str]) -> str:
+def _remark(codec: Coding, timed: Collection[str]) -> str:
     """On a profile that no round with this codec was measured for."""
-    return "" if codec.__name__ in timed else "the codec's seconds are those of one CPU thread: profile again for yours"
+    return "" if repr(codec) in timed else "the codec's seconds are those of one CPU thread: profile again for yours"
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
@@ -219,13 +218,12 @@ def _(island: FullyShard) -> Within:
 
 def encoding_of(codec: Coding, copies: float = 1) -> Encoding:
     """Bytes by the codec's own formula for float32, matrices unknown; where the profile has no seconds of its own for
-    the codec, those measured on a CPU, else none."""
+    the codec, those measured on a CPU on top of what messages as they are take, else none."""
     if codec == Plain():
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 
     def wire_bytes(size: float) -> float:
         return copies * codec.bytes(Layout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
 
-    name = type(codec).__name__
-    assumed = RoundWork(name, *CODEC_SECONDS_PER_BYTE.get(type(codec), (0.0, 0.0)))
-    return Encoding(name, wire_bytes, assumed, copies, peers_only=True)
+    assumed = RoundWork(repr(codec), *CODEC_SECONDS_PER_BYTE.get(type(codec), (0.0, 0.0)))
+    return Encoding(repr(codec), wire_bytes, assumed, copies, peers_only=True)

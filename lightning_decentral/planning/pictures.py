@@ -111,7 +111,7 @@ def _kinds(rows: Sequence[str]) -> list[list[str]]:
 
 def _bar(name: str, span: Span) -> dict[str, Any]:
     sends = name.split()[0] in ("exchange", "all-reduce", "gather", "scatter")
-    colour = ACCENT if sends else INK if name.split()[0] in ("backward", "B") else WORKER
+    colour = ACCENT if sends else INK if name.split()[0] in ("backward", "B", "mix") else WORKER
     return {
         "width": 1e3 * (span.finish - span.start),
         "left": 1e3 * span.start,

@@ -242,5 +242,5 @@ def test_mistakes_are_one_line() -> None:
 def test_words_of_the_command_line_are_kept() -> None:
     found, _ = profile(["recipe=vit", "data.batch_size=2", "trainer.accelerator=cpu", "trainer.max_epochs=1"], steps=2)
     assert found.model.batch == 2
-    assert {work.codec for work in found.model.rounds} >= {"Plain", "Int8"}
+    assert {work.codec for work in found.model.rounds} >= {"Plain()", "Int8(block=256)"}
     assert all(work.seconds_per_byte(1) > 0 for work in found.model.rounds)

@@ -80,7 +80,7 @@ def test_the_recursion_is_the_timeline_of_its_tasks(topology: Topology, delay: i
     compute = drawing.uniform(1, 3, (1, 12, 8))
     plan = rounds(topology, Own(), 8, 1)
     exchange = [drawing.uniform(0, 2, 8) for _ in plan]
-    work = [float(seconds) for seconds in drawing.uniform(0, 1, len(plan))]
+    work = list(drawing.uniform(0, 1, (len(plan), 8)))
     spans = run(step_tasks(compute[0], exchange, plan, delay, work))
     moments = ready(compute, exchange, plan, delay, work)[0]
     for rank in range(8):
@@ -157,20 +157,43 @@ def test_a_rounds_work_is_hidden_where_another_round_is_under_way(delay: int, hi
     assert seconds(method, where) == pytest.approx(sent + (0.0 if hidden else WORK), rel=1e-3)
 
 
-def test_what_a_round_takes_this_device_is_measured_rather_than_assumed() -> None:
+PLAIN_WORK, CODEC_WORK = RoundWork("Plain()", 1e-9), RoundWork("Int8", 5e-9, 1e-9)
+
+
+@pytest.mark.parametrize(("method", "assumed", "with_plain", "measured"), [
+    (Gossiping(Hypercube()), 0.0, 1e-9, 1e-9),
+    (Gossiping(Ring()), 0.0, 1e-9, 1e-9),
+    (Gossiping(Ring(), encoding=QUARTER), 1.3e-9, 2.3e-9, 7e-9),
+    (Gossiping(Ring(), encoding=replace(QUARTER, copies=2)), 2.6e-9, 4.6e-9, 14e-9),
+    (Gossiping(Every(2, Ring()), encoding=QUARTER), 1.3e-9 / 2, 2.3e-9 / 2, 3.5e-9),
+], ids=["one", "several", "codec", "two copies", "every other"])  # fmt: skip
+def test_what_a_round_takes_this_device_is_measured_rather_than_assumed(
+    method: Gossiping, assumed: float, with_plain: float, measured: float
+) -> None:
+    """A codec that the profile doesn't have costs what it is known for on top of messages as they are."""
     where = setting().without_network
-    measured = replace(
-        where, model=replace(where.model, rounds=(RoundWork("Plain", 1e-9), RoundWork("Int8", 5e-9, 1e-9)))
-    )
-    for method, assumed, found in (
-        (Gossiping(Hypercube()), 0.0, 1e-9),
-        (Gossiping(Ring()), 0.0, 1e-9),
-        (Gossiping(Ring(), encoding=QUARTER), 1.3e-9, 7e-9),
-        (Gossiping(Ring(), encoding=replace(QUARTER, copies=2)), 2.6e-9, 14e-9),
-        (Gossiping(Every(2, Ring()), encoding=QUARTER), 1.3e-9 / 2, 3.5e-9),
-    ):
-        assert seconds(method, where) == pytest.approx(model().seconds + assumed * PARAMETERS)
-        assert seconds(method, measured) == pytest.approx(model().seconds + found * PARAMETERS)
+    for works, seconds_per_byte in (((), assumed), ((PLAIN_WORK,), with_plain), ((PLAIN_WORK, CODEC_WORK), measured)):
+        known = replace(where, model=replace(where.model, rounds=works))
+        assert seconds(method, known) == pytest.approx(model().seconds + seconds_per_byte * PARAMETERS)
+
+
+def test_in_a_clique_one_mixture_is_heard_and_in_a_star_the_leaves_hear_one() -> None:
+    assert rounds(Complete(), Own(), 8, 1)[0].heard.tolist() == [1] * 8
+    assert rounds(Complete(), Own(), 8, 1, True)[0].heard.tolist() == [7] * 8
+    assert rounds(Star(), Own(), 4, 1)[0].heard.tolist() == [3, 1, 1, 1]
+    assert rounds(Every(2, Ring()), Own(), 4, 1)[0].heard.tolist() in ([0] * 4, [2] * 4)
+    for one in rounds(AlternatingExponentialRing(4), Own(), 8, 4):
+        assert one.heard.max() == 1, "it all-reduces in cliques of a node's workers and of two nodes'"
+
+
+def test_of_an_island_every_device_corrects_what_it_has_and_hears_its_part() -> None:
+    where = setting(8, 4).without_network
+    where = replace(where, model=replace(where.model, rounds=(RoundWork("Plain()", 2e-9, 1e-9),)))
+    for within, own in ((Replicas(4), 2e-9), (Shards(4), 0.5e-9)):
+        bare = replace(where, model=replace(where.model, rounds=()))
+        method = Gossiping(Hypercube(), within=within)
+        more = (own + 1e-9 / 4) * PARAMETERS
+        assert seconds(method, where) == pytest.approx(seconds(method, bare) + more)
 
 
 def test_where_messages_are_encoded_nothing_is_all_reduced() -> None:

@@ -36,6 +36,7 @@ def test_an_exchange_with_several_neighbours_is_that_with_as_many(peers: int, ra
     found = [Cost("exchange", "between", 8, 1, 1e-4, each, peers=n) for n, each in rates.items()]
     price = Network(tuple(found)).price("exchange", "between", 8, peers=peers)
     assert (price.bytes_per_second, price.extrapolated) == (rate, False)
+    assert Network((found[0],)).price("exchange", "between", 8, peers=peers).extrapolated == (peers > 1)
     standing_in = Network(tuple(found[::-1])).price("all_gather", "between", 8, peers=peers)
     assert standing_in.bytes_per_second == pytest.approx(1e9 / (7 / 8)), "for another operation that with one"
 

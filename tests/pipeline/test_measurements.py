@@ -58,7 +58,7 @@ def test_a_second_run_reads_what_the_first_measured(tmp_path):
     assert second.summary()["fit of the costs"].endswith("measured by an earlier run")
     (file,) = tmp_path.iterdir()
     found = json.loads(file.read_text())
-    assert (found["format"], found["conditions"]["model"]) == (2, "LlamaForCausalLM")
+    assert (found["format"], found["conditions"]["model"]) == (3, "LlamaForCausalLM")
 
 
 def frozen():

@@ -57,7 +57,7 @@ def test_words_become_the_methods_that_they_name() -> None:
 
 
 def test_only_what_this_device_wasnt_timed_for_is_remarked() -> None:
-    timed = replace(model(), rounds=(RoundWork("Int8"), RoundWork("BFloat16")))
+    timed = replace(model(), rounds=(RoundWork("Int8(block=256)"), RoundWork("BFloat16()")))
 
     def remarked(of: Model) -> set[str]:
         return {c.title for c in candidates(CLUSTER, of) if "one CPU thread" in c.remark}
