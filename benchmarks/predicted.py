@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def main() -> None:
         forecasts = predicted(profile, count)
         setting = f"{count}, {rate}"
         rows[setting] = {m: (s, found[m]) for m, s in forecasts.items() if m in found}
-        profiles[setting] = asdict(profile)
+        profiles[setting] = asdict(replace(profile, hosts={}))
     path = HERE / "results" / f"predicted-{slug()}.json"
     path.write_text(json.dumps({"hardware": description(), "rows": rows, "profiles": profiles}, indent=1) + "\n")
     text = f"Simulated accelerator and network, one machine: {sentence()}.\n\n{verdict(rows)}\n\n{table(rows)}\n"
