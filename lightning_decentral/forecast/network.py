@@ -89,17 +89,17 @@ class Network:
         copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
         found = (cost.operation, cost.reach, cost.workers, cost.flows)
         measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
-        measured_so &= cost.peers >= min(peers, (workers - 1).bit_length()) or operation != "exchange"
-        return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not measured_so)
+        as_many = operation != "exchange" or cost.peers >= min(peers, (workers - 1).bit_length())
+        return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not (measured_so and as_many))
 
     def _nearest(self, operation: str, reach: str, workers: int, flows: int, per_node: int, peers: int) -> Cost:
         def distance(cost: Cost) -> tuple[bool, bool, bool, bool, float, float]:
             others = cost.operation != operation
             shared = reach == "between" and (cost.per_node > 1) != (per_node > 1)
             sizes = abs(log(cost.workers / workers)) + abs(log(cost.flows / flows))
-            asked = peers if operation == "exchange" else 1
-            others_first = others and cost.operation != "exchange"
-            return cost.reach != reach, others, others_first, shared, sizes, abs(log(cost.peers / asked))
+            neither = others and cost.operation != "exchange"
+            together = abs(log(cost.peers / (peers if operation == "exchange" else 1)))
+            return cost.reach != reach, others, neither, shared, sizes, together
 
         known = [cost for cost in self.costs if cost.workers > 1 and cost.operation in OPERATIONS]
         usable = [cost for cost in known if reach in (cost.reach, "inside")]

@@ -30,11 +30,11 @@ from lightning_decentral.gossip.within import Alone, Within
 from lightning_decentral.hardware import Model, RoundWork
 from lightning_decentral.timeline import Task, makespan, run
 
-NONE = np.zeros(1)
+NO_WORK = np.zeros(1)
 
 
 def ready(
-    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NONE,)
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NO_WORK,)
 ) -> Floats:
     """[runs, steps, size]: when each worker is ready for its next step.
 
@@ -68,7 +68,7 @@ def per_step(moments: Floats, period: int) -> Floats:
 
 
 def step_tasks(
-    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NONE,)
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NO_WORK,)
 ) -> list[Task[str]]:
     """The same as tasks of every worker and of its link; compute [steps, size]."""
     found = []
