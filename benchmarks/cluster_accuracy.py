@@ -32,10 +32,10 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from lightning_decentral.figure import new_figure
-from lightning_decentral.mean import floating
 from lightning_decentral.recipes.learner import Learner
 from lightning_decentral.recipes.train import build_model
+from lightning_decentral.shared.figure import new_figure
+from lightning_decentral.shared.wire.mean import floating
 
 HERE = Path(__file__).parent
 EXAMPLES = 360

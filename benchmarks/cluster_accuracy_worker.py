@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from quiet_recipe import built, composed
 from torch import Tensor
 
-from lightning_decentral.mean import floating
 from lightning_decentral.recipes.learner import Learner
 from lightning_decentral.recipes.loaders import Loaders
+from lightning_decentral.shared.wire.mean import floating
 
 NO_END = ["trainer.max_epochs=-1", "+trainer.limit_val_batches=0"]
 """Steps end a run, and nothing interrupts it."""

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.codec import Int8
-from lightning_decentral.gossip.combine import Gossip
-from lightning_decentral.gossip.topology import Exponential, OnePeerExponential, Ring
+from lightning_decentral.gossip import Exponential, Gossip, Int8, OnePeerExponential, Ring
 
 torch.set_num_threads(1)
 logging.getLogger("lightning").setLevel(logging.ERROR)

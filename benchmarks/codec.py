@@ -32,11 +32,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_decentral.buckets import Matrix, Pool
-from lightning_decentral.gossip.codec import BFloat16, DifferenceCompression, Float16, Int8, LowRank, Plain, TopK
-from lightning_decentral.gossip.coder import Coded
-from lightning_decentral.gossip.coding import Codec, Layout
-from lightning_decentral.gossip.combine import Gossip
+from lightning_decentral.gossip import (
+    BFloat16,
+    Codec,
+    DifferenceCompression,
+    Float16,
+    Gossip,
+    Int8,
+    LowRank,
+    Plain,
+    TopK,
+)
+from lightning_decentral.gossip.compute.codec.codec import MessageLayout
+from lightning_decentral.gossip.compute.codec.coded import Coded
+from lightning_decentral.shared.compute.buckets import Matrix, Pool
 
 torch.set_num_threads(1)
 SIDE = 512
@@ -109,8 +118,8 @@ def measure(elements: int, turns: int, device: torch.device) -> dict[str, Any]:
             for part, value in timed.items() if turn >= 2 else ():
                 rows[name][part].append(value)
         rows["copy"]["send"].append(seconds(lambda: out.copy_(weights), device))
-    plain = Plain().bytes(Layout(elements, matrices), weights.dtype)
-    sizes = {repr(codec): codec.bytes(Layout(elements, matrices), weights.dtype) for codec in CODECS}
+    plain = Plain().bytes(MessageLayout(elements, matrices), weights.dtype)
+    sizes = {repr(codec): codec.bytes(MessageLayout(elements, matrices), weights.dtype) for codec in CODECS}
     return {"elements": elements, "bytes plain": plain, "bytes": sizes, "seconds": rows}
 
 

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shards import Digits, Network, digits, dirichlet_shards, skew
 from torch import Tensor
 
-from lightning_decentral.gossip.simulation import simulate
+from lightning_decentral.gossip import simulate
 
 ALPHAS = (1.0, 0.1, 0.01)
 SEEDS = (0, 1, 2)

@@ -46,11 +46,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.exchange import Land, PeerExchange
-from lightning_decentral.gossip.topology import Ring
-from lightning_decentral.gossip.weights import MetropolisHastings
-from lightning_decentral.stopwatch import duration, laps
-from lightning_decentral.transport import transport
+from lightning_decentral.gossip import MetropolisHastings, Ring
+from lightning_decentral.gossip.wire.exchange import Land
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.compute.device import duration, laps
+from lightning_decentral.shared.wire.transport import transport
 
 WARM_UP = 5
 BINDINGS = {"plain": lambda device: SingleDeviceStrategy(device=str(device)), "gossip": lambda device: GossipStrategy()}

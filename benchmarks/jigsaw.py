@@ -41,9 +41,8 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_decentral import PartialBackpropStrategy
-from lightning_decentral.multimodel.jigsaw import ComplementaryPairing, Gang, Turns, Unaware
-from lightning_decentral.partial.depth import Staircase
-from lightning_decentral.partial.forecast import Blocks
+from lightning_decentral.partial import Blocks, Staircase
+from lightning_decentral.sweep.plan.gangs import ComplementaryPairing, Gang, Turns, Unaware
 
 RESULTS = Path(__file__).parent / "results"
 JOBS, WORKERS, WARM_UP, BATCH = 2, 2, 2, 1536

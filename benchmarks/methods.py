@@ -2,31 +2,30 @@
 
 from dataclasses import dataclass
 
-from lightning_decentral.gossip.cliques import partition
-from lightning_decentral.gossip.combine import (
-    Combine,
-    ExactDiffusion,
-    Gossip,
-    GradientTracking,
-    Outer,
-    OuterNesterov,
-    PushSum,
-    QuasiGlobalMomentum,
-    RelaySum,
-)
-from lightning_decentral.gossip.topology import (
+from lightning_decentral.gossip import (
     Auto,
+    Combine,
     Complete,
     Every,
+    ExactDiffusion,
     Exponential,
+    Gossip,
+    GradientTracking,
     OnePeerExponential,
+    Outer,
+    OuterNesterov,
+    Own,
     PeriodicAverage,
+    PushSum,
+    QuasiGlobalMomentum,
     RandomMatching,
+    RelaySum,
     Ring,
     Topology,
     Tree,
 )
-from lightning_decentral.gossip.weights import Own, targets
+from lightning_decentral.gossip.plan.traffic import partition
+from lightning_decentral.gossip.plan.weights import targets
 
 WORKERS = 16
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.topology import Auto, Every
+from lightning_decentral.gossip import Auto, Every
 
 torch.set_num_threads(1)
 

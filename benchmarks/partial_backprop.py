@@ -32,10 +32,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import PartialBackpropStrategy
-from lightning_decentral.partial.cut import Cutter
-from lightning_decentral.partial.depth import Temporal
-from lightning_decentral.partial.forecast import Blocks
-from lightning_decentral.partial.order import Cyclic
+from lightning_decentral.partial import Blocks, Cyclic, Temporal
+from lightning_decentral.partial.compute.cut import Cutter
 
 torch.set_num_threads(1)
 

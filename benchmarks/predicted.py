@@ -27,12 +27,11 @@ from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown
 
-from lightning_decentral.forecast.method import Cluster as Devices
-from lightning_decentral.forecast.method import Setting
-from lightning_decentral.forecast.network import Network
-from lightning_decentral.forecast.stragglers import even
-from lightning_decentral.hardware import Block, Model, Profile, RoundWork, read, write
-from lightning_decentral.planning.candidates import method_of
+from lightning_decentral.planner.candidates import method_of
+from lightning_decentral.shared.plan.forecast import Cluster as Devices
+from lightning_decentral.shared.plan.forecast import Setting, even
+from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, RoundWork, read, write
 
 HERE = Path(__file__).parent
 ALIKE = 0.05
@@ -69,7 +68,7 @@ def model(measured: dict[str, Any], beside: float, works: tuple[RoundWork, ...])
     layers, seconds, parameters = measured["layers"], measured["compute"], measured["parameters"]
     forward = seconds / 3 / layers
     size = 4 * (parameters // layers)
-    blocks = [Block(f"layer {i}", forward, 2 * forward, beside / layers, size) for i in range(layers)]
+    blocks = [BlockCost(f"layer {i}", forward, 2 * forward, beside / layers, size) for i in range(layers)]
     return Model("sleeping layers", "simulated accelerator", tuple(blocks), rounds=works)
 
 

@@ -23,13 +23,13 @@ from hardware import description, slug
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.commands.profile import quiet
-from lightning_decentral.commands.schedule import POLICIES
-from lightning_decentral.multimodel.dispatch import Piece, Queue, devices
-from lightning_decentral.multimodel.rehearsal import STAND_INS
-from lightning_decentral.multimodel.schedule import finish_seconds, lower_bound_seconds, makespan_seconds, simulate
-from lightning_decentral.multimodel.trainings import Trainings, recipes
-from lightning_decentral.multimodel.workload import Training
+from lightning_decentral.cli.profile import quiet
+from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
+from lightning_decentral.sweep.plan.jobs_file import Training
+from lightning_decentral.sweep.plan.policy import POLICIES
+from lightning_decentral.sweep.plan.simulation import finish_seconds, lower_bound_seconds, makespan_seconds, simulate
+from lightning_decentral.sweep.trainings import Trainings, recipes
+from lightning_decentral.sweep.wire.rehearsal import STAND_INS
 
 RESULTS = Path(__file__).parent / "results"
 DEVICES = 2
@@ -43,7 +43,7 @@ def jobs(seed: int = 0) -> list[Queue]:
     found = []
     for job, count in enumerate((4, 6, 8, 10, 12, 16)):
         load = 0.02 * (job % 2)
-        pieces = tuple(Piece(round(chance.uniform(0.02, 0.12), 3), load) for _ in range(count))
+        pieces = tuple(WorkPiece(round(chance.uniform(0.02, 0.12), 3), load) for _ in range(count))
         found.append(Queue(f"job {job}", pieces, 0.5 * (job in (1, 4))))
     return found
 

@@ -25,18 +25,18 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from lightning_decentral.gossip import topology as module
-from lightning_decentral.gossip.combine import Gossip
-from lightning_decentral.gossip.simulation import simulate
-from lightning_decentral.gossip.topology import (
+from lightning_decentral.gossip import (
     AlternatingExponentialRing,
     Complete,
     Every,
     FromGraph,
+    Gossip,
     PeriodicAverage,
     Ring,
     Topology,
+    simulate,
 )
+from lightning_decentral.gossip.plan.topology import combined as module
 
 torch.set_num_threads(1)
 DIM, LEARNING_RATE = 10, 0.05

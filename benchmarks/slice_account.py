@@ -20,12 +20,12 @@ from rich.table import Table
 from stages import Size, token_mean
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_decentral.pipeline.causal import CausalModel
-from lightning_decentral.pipeline.channel import Nowhere
-from lightning_decentral.pipeline.executor import Executor
-from lightning_decentral.pipeline.models import Call, Place
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward
-from lightning_decentral.pipeline.stage import Keep, Stage
+from lightning_decentral.pipeline import Keep, OneForwardOneBackward
+from lightning_decentral.pipeline.compute.causal_lm import CausalModel
+from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.compute.stage import Stage
+from lightning_decentral.pipeline.wire.channel import Nowhere
+from lightning_decentral.pipeline.wire.executor import Executor
 
 Step = Callable[[], None]
 Account = dict[str, tuple[float, int]]
@@ -47,7 +47,7 @@ def sliced(size: Size, ids: torch.Tensor, count: int) -> Step:
     actions = OneForwardOneBackward().actions(1, 1, count)[0]
 
     def step() -> None:
-        stage = Stage(model, Place(0, size.blocks, True, True), [Call(ids)], [tokens // count] * count, Keep())
+        stage = Stage(model, StagePlace(0, size.blocks, True, True), [Call(ids)], [tokens // count] * count, Keep())
         Executor(stage, Nowhere(), lambda m, logits: token_mean(logits, ids)).run(actions)
         model.module.zero_grad()
 

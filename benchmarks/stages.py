@@ -15,14 +15,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_decentral.pipeline.boundary import Exact
-from lightning_decentral.pipeline.causal import CausalModel
-from lightning_decentral.pipeline.memory import Memory
-from lightning_decentral.pipeline.models import Call, Place
-from lightning_decentral.pipeline.pipe import Pipe
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedule
-from lightning_decentral.pipeline.stage import Keep
-from lightning_decentral.transport import GlooTransport
+from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Schedule
+from lightning_decentral.pipeline.compute.causal_lm import CausalModel
+from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.shared.wire.transport import GlooTransport
 
 STAGES, HEAD = 2, 64
 QUIET = 0.1  # of a core: what other work may take
@@ -78,7 +76,7 @@ class Bench:
         """Times that something was done again, as other work had disturbed it."""
         self.alone_model = size.model()
         half = size.blocks // STAGES
-        self.place = Place(rank * half, (rank + 1) * half, rank == 0, rank == STAGES - 1)
+        self.place = StagePlace(rank * half, (rank + 1) * half, rank == 0, rank == STAGES - 1)
         self.model = CausalModel(size.model())
         self.model.keep(self.place)
 
@@ -86,7 +84,7 @@ class Bench:
         return torch.randint(0, 256, (batch, self.length), generator=torch.Generator().manual_seed(batch))
 
     def pipe(self, schedule: Schedule) -> Pipe:
-        options = {"activations": Keep(), "boundary": Exact(), "device": torch.device("cpu")}
+        options = {"activations": Keep(), "boundary": ExactActivations(), "device": torch.device("cpu")}
         return Pipe(self.model, self.place, self.over, self.over, schedule=schedule, **options)
 
     def sliced(self, batch: int, slices: list[int], microbatches: int = 1) -> Step:
@@ -191,7 +189,7 @@ def machine_seconds() -> float:
 class _Half(nn.Module):
     """One stage for torch's own schedules, without slices."""
 
-    def __init__(self, model: CausalModel, place: Place) -> None:
+    def __init__(self, model: CausalModel, place: StagePlace) -> None:
         super().__init__()
         self.module, self._model, self._place = model.module, model, place
 

@@ -28,12 +28,12 @@ from hardware import description, slug
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from lightning_decentral.multimodel.arbiter import Arbiter, Turn
-from lightning_decentral.multimodel.entrant import Entrant
-from lightning_decentral.multimodel.policy import FIFO, LRTF, SRTF, Complementary, Policy, RoundRobin
-from lightning_decentral.multimodel.processes import live
-from lightning_decentral.multimodel.seat import Admission, Seat
-from lightning_decentral.multimodel.sweep import Sweep
+from lightning_decentral.sweep import FIFO, LRTF, SRTF, Complementary, Policy, RoundRobin
+from lightning_decentral.sweep.member import Entrant
+from lightning_decentral.sweep.plan.arbiter import Arbiter, TurnReport
+from lightning_decentral.sweep.processes import live
+from lightning_decentral.sweep.server import Sweep
+from lightning_decentral.sweep.wire.client import Admission, Seat
 
 ROOT = Path(__file__).parents[1]
 POLICIES: tuple[Policy, ...] = (LRTF(), SRTF(), RoundRobin(), FIFO(), Complementary())
@@ -97,7 +97,7 @@ def asleep(seat: Seat, job: Job) -> list[tuple[float, float]]:
     """When each grant began and ended."""
     grants: list[tuple[float, float]] = []
     for batch in range(job.batches):
-        turn = Turn(batch / job.batches, (job.batches - batch) * job.device)
+        turn = TurnReport(batch / job.batches, (job.batches - batch) * job.device)
         if not seat.fresh:
             ending = time.perf_counter()
             if seat.held:
@@ -107,10 +107,10 @@ def asleep(seat: Seat, job: Job) -> list[tuple[float, float]]:
         time.sleep(job.device)
         if job.host:
             grants[-1] = (grants[-1][0], time.perf_counter())
-            seat.give(Turn((batch + 1) / job.batches, (job.batches - batch - 1) * job.device))
+            seat.give(TurnReport((batch + 1) / job.batches, (job.batches - batch - 1) * job.device))
             time.sleep(job.host)
     grants[-1] = (grants[-1][0], grants[-1][1] or time.perf_counter())
-    seat.give(Turn(1.0, 0.0))
+    seat.give(TurnReport(1.0, 0.0))
     return grants
 
 

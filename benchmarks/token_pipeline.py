@@ -42,13 +42,13 @@ from rich.table import Table
 from stages import STAGES, Bench, Size, Step, Taken, saved_bytes
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from lightning_decentral.pipeline.forecast import forecast
-from lightning_decentral.pipeline.models import Call
-from lightning_decentral.pipeline.profile import Priced, expected, priced
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, in_flight
-from lightning_decentral.pipeline.slicing import Balanced, Planned, equal
-from lightning_decentral.pipeline.timing import profile
-from lightning_decentral.transport import gather_objects
+from lightning_decentral.pipeline import Balanced, OneForwardOneBackward, Planned, TeraPipe
+from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.plan.schedule import forecast, in_flight
+from lightning_decentral.pipeline.plan.slicing import equal
+from lightning_decentral.pipeline.plan.stage_cost import Priced, expected, priced
+from lightning_decentral.pipeline.wire.measure import profile
+from lightning_decentral.shared.wire.transport import gather_objects
 
 BATCHES = (1, 2, 8)
 KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}

@@ -5,11 +5,11 @@ Importing this package registers the strategies' names: `Trainer(strategy="gossi
 
 import sys
 
-from lightning_decentral import names
 from lightning_decentral.gossip.strategy import GossipStrategy
-from lightning_decentral.multimodel.strategy import SpilledStrategy
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
+from lightning_decentral.shared import registration as names
+from lightning_decentral.spilled.strategy import SpilledStrategy
 
 __version__ = "0.1.0"
 __all__ = ["GossipStrategy", "PartialBackpropStrategy", "SpilledStrategy", "TokenPipelineStrategy", "__version__"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_decentral.transport import Transport, transport
+from lightning_decentral.shared.wire.transport import Transport, transport
 from tests import ports
 from tests.world import world
 

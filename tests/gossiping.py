@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_decentral.gossip.distance import Consensus
-from lightning_decentral.gossip.exchange import Traffic
+from lightning_decentral.gossip.wire.consensus import Consensus
+from lightning_decentral.gossip.wire.exchange import Traffic
 
 
 class Scripted(SingleDeviceStrategy):

@@ -19,9 +19,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral import buckets
 from lightning_decentral.optim import AccumAdamW, QuasiGlobalAdam
-from lightning_decentral.shards import full_tensor
+from lightning_decentral.shared.compute import buckets
+from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests import forking, world
 
 QUIET: dict[str, Any] = {

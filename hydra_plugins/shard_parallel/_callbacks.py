@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-# As lightning_decentral.multimodel.seat.VARIABLE; importing that would cost every Trainer outside of sweeps.
+# As lightning_decentral.sweep.wire.client.VARIABLE; importing that would cost every Trainer outside of sweeps.
 VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
 
 
@@ -15,8 +15,8 @@ def callbacks() -> list[Any]:
     refuse_without_multirun()
     if VARIABLE not in os.environ:
         return []
-    from lightning_decentral.multimodel.gate import Gate
-    from lightning_decentral.multimodel.seat import Admission
+    from lightning_decentral.sweep.time_slicing import Gate
+    from lightning_decentral.sweep.wire.client import Admission
 
     admission = Admission.found()
     return [] if admission is None else [Gate(admission)]

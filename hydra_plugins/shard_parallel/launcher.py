@@ -37,7 +37,7 @@ class ShardParallelConf:
 _STORE = ConfigStore.instance()
 _STORE.store(group="hydra/launcher", name="shard_parallel", node=ShardParallelConf, provider="shard_parallel")
 for _name, _class in POLICIES.items():
-    _node = {"_target_": f"lightning_decentral.multimodel.policy.{_class}"}
+    _node = {"_target_": f"lightning_decentral.sweep.plan.policy.{_class}"}
     _STORE.store(group="hydra/launcher/policy", name=_name, node=_node, provider="shard_parallel")
 
 
@@ -82,7 +82,7 @@ class ShardParallelLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The outcomes in the order of the jobs; those that failed carry their exception."""
-        from lightning_decentral.multimodel.launch import Launch, arbiter_of
+        from lightning_decentral.sweep.launcher import Launch, arbiter_of
 
         launch = Launch(arbiter_of(*self._granting), **self._launching)
         return launch(self._hydra_context, self._task_function, self._config, job_overrides, initial_job_idx)

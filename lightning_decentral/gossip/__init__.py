@@ -1,5 +1,140 @@
-"""Decentralized data-parallel training by gossip.
+"""Decentralized data-parallel training by gossip: neighbours average parameters instead of all workers their gradients.
 
-plan: `topology`, `weights`, `cliques`; rule: `combine`; what travels: `coding`, `codec`, `coder`; wire: `wire`,
-`exchange`, `verdict`, `mixer`; all workers in one process: `simulation`, `links`; binding: `strategy`.
+`strategy` binds it to Lightning, with `islands` for workers of several devices; `callbacks` and `report` are what
+users watch. Below: `plan` (who hears whom: values without torch), `compute` (rules and codecs: tensors), `wire`
+(messages). Public: all names below.
 """
+
+from lightning_decentral.gossip.callbacks import (
+    CommunicationMonitor,
+    ConsensusMonitor,
+    MixingMonitor,
+    StartSummary,
+    WorkerLossMonitor,
+)
+from lightning_decentral.gossip.compute.codec import (
+    BFloat16,
+    Codec,
+    Coding,
+    DifferenceCompression,
+    Float16,
+    Float32,
+    Int8,
+    LowRank,
+    Plain,
+    PowerGossip,
+    TopK,
+)
+from lightning_decentral.gossip.compute.combine import (
+    Combine,
+    ConsensusControl,
+    ExactDiffusion,
+    Gossip,
+    GradientTracking,
+    LearningRatePower,
+    LinearRate,
+    Outer,
+    OuterNesterov,
+    PushSum,
+    QuasiGlobalMomentum,
+    Rate,
+    RateSchedule,
+    RelaySum,
+    State,
+    Turn,
+)
+from lightning_decentral.gossip.plan.forecast import GossipForecast
+from lightning_decentral.gossip.plan.stability import largest_stable_rate
+from lightning_decentral.gossip.plan.topology import (
+    AlternatingExponentialRing,
+    Auto,
+    BaseGraph,
+    Complete,
+    Every,
+    Exponential,
+    FromGraph,
+    Hypercube,
+    OnePeerExponential,
+    OnePeerRing,
+    PeriodicAverage,
+    RandomMatching,
+    Ring,
+    Star,
+    Topology,
+    Torus,
+    Tree,
+)
+from lightning_decentral.gossip.plan.weights import Dyadic, MetropolisHastings, OutDegree, Own, Uniform, Weights
+from lightning_decentral.gossip.report import Report
+from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.gossip.wire.island import AllReduce, FullyShard, Island, Solo
+from lightning_decentral.gossip.wire.replicas import GossipReplicas
+from lightning_decentral.gossip.wire.simulation import simulate
+
+__all__ = [
+    "AllReduce",
+    "AlternatingExponentialRing",
+    "Auto",
+    "BFloat16",
+    "BaseGraph",
+    "Codec",
+    "Coding",
+    "Combine",
+    "CommunicationMonitor",
+    "Complete",
+    "ConsensusControl",
+    "ConsensusMonitor",
+    "DifferenceCompression",
+    "Dyadic",
+    "Every",
+    "ExactDiffusion",
+    "Exponential",
+    "Float16",
+    "Float32",
+    "FromGraph",
+    "FullyShard",
+    "Gossip",
+    "GossipForecast",
+    "GossipReplicas",
+    "GossipStrategy",
+    "GradientTracking",
+    "Hypercube",
+    "Int8",
+    "Island",
+    "LearningRatePower",
+    "LinearRate",
+    "LowRank",
+    "MetropolisHastings",
+    "MixingMonitor",
+    "OnePeerExponential",
+    "OnePeerRing",
+    "OutDegree",
+    "Outer",
+    "OuterNesterov",
+    "Own",
+    "PeriodicAverage",
+    "Plain",
+    "PowerGossip",
+    "PushSum",
+    "QuasiGlobalMomentum",
+    "RandomMatching",
+    "Rate",
+    "RateSchedule",
+    "RelaySum",
+    "Report",
+    "Ring",
+    "Solo",
+    "Star",
+    "StartSummary",
+    "State",
+    "TopK",
+    "Topology",
+    "Torus",
+    "Tree",
+    "Turn",
+    "Uniform",
+    "Weights",
+    "WorkerLossMonitor",
+    "largest_stable_rate",
+    "simulate",
+]

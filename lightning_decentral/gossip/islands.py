@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.island import Island, Solo
-from lightning_decentral.gossip.members import Member
-from lightning_decentral.replica import ReplicaStrategy
-from lightning_decentral.shards import full_tensor, like, local, mapped, own_part
+from lightning_decentral.gossip.wire.island import Island, Solo
+from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
 
 
 class IslandStrategy(ReplicaStrategy):
@@ -25,7 +25,7 @@ class IslandStrategy(ReplicaStrategy):
     def __init__(self, *, island: Island | None = None, **replica: Any) -> None:
         super().__init__(**replica)
         self.island = island or Solo()
-        self._member = Member(None, 1, self._meet)
+        self._member = IslandMember(None, 1, self._meet)
 
     @property
     def workers(self) -> int:
@@ -82,7 +82,7 @@ class IslandStrategy(ReplicaStrategy):
     def release(self) -> None:
         """Leave the module as it was."""
         self._member.close(self.alone)
-        self._member = Member(None, 1, self._meet)
+        self._member = IslandMember(None, 1, self._meet)
 
     # ---- steps --------------------------------------------------------------------------------------------------
 

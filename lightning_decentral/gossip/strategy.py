@@ -8,27 +8,27 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral import names
-from lightning_decentral.buckets import Bucket
-from lightning_decentral.gossip.beside import beside
-from lightning_decentral.gossip.card import all_reduce_copies, copies_through_card
-from lightning_decentral.gossip.clique_exchange import CliqueExchange
-from lightning_decentral.gossip.cliques import Partition, partitions
-from lightning_decentral.gossip.codec import Plain
-from lightning_decentral.gossip.coding import Coding
-from lightning_decentral.gossip.combine import Combine, Gossip
-from lightning_decentral.gossip.distance import Consensus, squared_norm
-from lightning_decentral.gossip.exchange import Exchange, PeerExchange, Traffic
-from lightning_decentral.gossip.exchange_by_step import ExchangeByStep
-from lightning_decentral.gossip.gauge import Gauge
-from lightning_decentral.gossip.island import Island
+from lightning_decentral.gossip.compute.codec.codec import Coding
+from lightning_decentral.gossip.compute.codec.quantize import Plain
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.islands import IslandStrategy
-from lightning_decentral.gossip.mixer import Mixer
-from lightning_decentral.gossip.topology import Auto, Topology
-from lightning_decentral.gossip.trained import Trained
-from lightning_decentral.gossip.weights import Weights, consensus_steps, describe
-from lightning_decentral.replica import Evaluate
-from lightning_decentral.transport import Transport, Wire
+from lightning_decentral.gossip.plan.topology.combined import Auto
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Partition, all_reduce_copies, copies_through_card, partitions
+from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
+from lightning_decentral.gossip.wire.clique import CliqueExchange, ExchangeByStep
+from lightning_decentral.gossip.wire.consensus import Consensus, Gauge, squared_norm
+from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
+from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import Trained
+from lightning_decentral.gossip.wire.overlap import beside
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared import registration as names
+from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class GossipStrategy(IslandStrategy):

@@ -1,10 +1,13 @@
-"""Optimizers for gossip: ordinary torch optimizers, for any strategy.
+"""Optimizers made for gossip: Adam over windows of steps (`AccumAdam`), Adam with quasi-global moments.
 
-`accum` averages gradients over windows before they enter Adam's moments; `quasi_global` takes the moments from where
-the worker went together with its neighbours.
+They are ordinary torch optimizers, for any strategy. Public: all names below.
 """
 
 from lightning_decentral.optim.accum import AccumAdam, AccumAdamW
 from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
 
-__all__ = ["AccumAdam", "AccumAdamW", "QuasiGlobalAdam"]
+__all__ = [
+    "AccumAdam",
+    "AccumAdamW",
+    "QuasiGlobalAdam",
+]

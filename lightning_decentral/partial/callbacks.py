@@ -11,15 +11,15 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral import worker_state
-from lightning_decentral.partial.absent import Absent, Skip, settle
-from lightning_decentral.partial.depth import DepthAssignment, Temporal
-from lightning_decentral.partial.driver import Driver
-from lightning_decentral.partial.forecast import Balance, SavedBytes, compute_fraction, memory_fraction, total
-from lightning_decentral.partial.reducer import Rank
-from lightning_decentral.partial.search import Cuts, check_wish, search
-from lightning_decentral.partial.trial import refuse_unserved, run_of, timed, warm_up_state
-from lightning_decentral.stopwatch import DeviceStopwatch, HostStopwatch, stopwatch
+from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
+from lightning_decentral.partial.compute.search import Cuts, check_wish, search
+from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
+from lightning_decentral.partial.plan.cost import Balance, SavedBytes, compute_fraction, memory_fraction, total
+from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
+from lightning_decentral.partial.wire.depth_controller import Driver
+from lightning_decentral.partial.wire.reducer import Rank
+from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopwatch, stopwatch
 
 
 @runtime_checkable

@@ -9,18 +9,18 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral import names, worker_state
-from lightning_decentral.partial.absent import Absent, Skip, settle
-from lightning_decentral.partial.depth import DepthAssignment, Temporal
-from lightning_decentral.partial.driver import Driver
-from lightning_decentral.partial.forecast import Balance, SavedBytes
-from lightning_decentral.partial.reducer import Rank, Reducer, norms
-from lightning_decentral.partial.running import RunningBuffers
-from lightning_decentral.partial.search import CutPlan, Cuts, check_wish, search
-from lightning_decentral.partial.shares import shared
-from lightning_decentral.partial.trial import refuse_unserved, run_of, timed, warm_up_state
-from lightning_decentral.replica import ReplicaStrategy
-from lightning_decentral.transport import Wire
+from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
+from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
+from lightning_decentral.partial.compute.uneven_batches import shared
+from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
+from lightning_decentral.partial.plan.cost import Balance, SavedBytes
+from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
+from lightning_decentral.partial.wire.depth_controller import Driver
+from lightning_decentral.partial.wire.reducer import Rank, Reducer, RunningBuffers, norms
+from lightning_decentral.shared import registration as names
+from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.wire.transport import Wire
 
 KEY = "partial_backprop"
 

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.pipeline.step import Logs
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.timeline import Span, bubble, chrome_trace, makespan, write_chrome_trace
+from lightning_decentral.pipeline.training_step import Logs
+from lightning_decentral.shared.plan.timeline import Span, bubble, chrome_trace, makespan, write_chrome_trace
 
 STEPS = 3
 COLORS = {"F": "#9ecae1", "B": "#3182bd", "W": "#31a354"}

@@ -14,29 +14,27 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral import names
-from lightning_decentral.optim import QuasiGlobalAdam
-from lightning_decentral.pipeline.boundary import Boundary, Exact
-from lightning_decentral.pipeline.building import PipelineBuilding, tensors_of
-from lightning_decentral.pipeline.evaluation import PipelineEvaluation
-from lightning_decentral.pipeline.find import find
-from lightning_decentral.pipeline.forecast import Forecast
-from lightning_decentral.pipeline.holdings import Holdings
-from lightning_decentral.pipeline.loss import deliver
-from lightning_decentral.pipeline.measurements import Kept, Measurements
-from lightning_decentral.pipeline.models import Call, Pipelined, Place
-from lightning_decentral.pipeline.partition import Even, Partition
-from lightning_decentral.pipeline.pipe import Pipe
-from lightning_decentral.pipeline.plans import Plans
-from lightning_decentral.pipeline.saving import PipelineCheckpoints
-from lightning_decentral.pipeline.schedule import Action, OneForwardOneBackward, Schedule
-from lightning_decentral.pipeline.slicing import Planned, Slicing, Uniform
-from lightning_decentral.pipeline.stage import Activations, Keep
-from lightning_decentral.pipeline.step import Logs, TrainingStep
-from lightning_decentral.refusals import refuse_sync_batch_norm, refuse_unknown
-from lightning_decentral.replicas import Replicas
-from lightning_decentral.timeline import Span
-from lightning_decentral.transport import gather_objects
+from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
+from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
+from lightning_decentral.pipeline.compute.activation_codec import Boundary, ExactActivations
+from lightning_decentral.pipeline.compute.adapters import find
+from lightning_decentral.pipeline.compute.loss import deliver
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, StagePlace
+from lightning_decentral.pipeline.compute.stage import Activations, Keep
+from lightning_decentral.pipeline.plan.partition import Even, Partition
+from lightning_decentral.pipeline.plan.schedule import Action, OneForwardOneBackward, Schedule, ScheduleForecast
+from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
+from lightning_decentral.pipeline.training_step import Logs, TrainingStep
+from lightning_decentral.pipeline.wire.cost_cache import Kept, Measurements
+from lightning_decentral.pipeline.wire.ownership import Holdings
+from lightning_decentral.pipeline.wire.slice_planner import Plans
+from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.workers import PipelineBuilding, PipelineEvaluation, tensors_of
+from lightning_decentral.shared import registration as names
+from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.wire.replicas import Replicas
+from lightning_decentral.shared.wire.transport import gather_objects
 
 
 @runtime_checkable
@@ -63,9 +61,9 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         microbatches: parts that each batch is cut into, along its first axis.
         measurements: of the stages' costs: `Kept()` from one run to the next, `Renewed()` by this one, or `Unkept()`.
         activations: `Keep()` them, or `Recompute()` them at the backward.
-        boundary: of hidden states and their gradients on the wire; anything but `Exact()` isn't exact.
-        replicas: what equal stages of several pipelines do together: `AllReduce()` of gradients, or
-            `gossip.replicas.Gossiping()` of parameters.
+        boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
+        replicas: what equal stages of several pipelines do together: `AverageGradients()`, or
+            `gossip.GossipReplicas()` of parameters.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
     Raises:
@@ -99,7 +97,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         self.microbatches = microbatches
         self.measurements = measurements or Kept()
         self.activations = activations or Keep()
-        self.boundary = boundary or Exact()
+        self.boundary = boundary or ExactActivations()
         self._holdings: Holdings | None = None
         self._logs: Logs | None = None
         self._spans: dict[Action, Span] = {}
@@ -145,7 +143,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         counts = self.partition.counts(*model.loads(), self.num_stages)
         stop = sum(counts[: self.stage + 1])
         first, last = self.stage == 0, self.stage == self.num_stages - 1
-        place = Place(stop - counts[self.stage], stop, first, last)
+        place = StagePlace(stop - counts[self.stage], stop, first, last)
         over = self._over if self.num_stages > 1 else None
         whole = tensors_of(module)
         self._layout = self._holdings = Holdings(module, model, place, over)
@@ -275,7 +273,7 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         rows = [self._spans] if self._pipe.over is None else gather_objects(self._pipe.over, self._spans)
         return {str(action): span for row in rows for action, span in row.items()}
 
-    def expected(self) -> Forecast | None:
+    def expected(self) -> ScheduleForecast | None:
         """What the timeline says of a step with the latest plan; None before the first step or without measurements."""
         return self.plans.expected()
 

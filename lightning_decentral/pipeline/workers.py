@@ -1,14 +1,28 @@
 """Which worker is which stage of which pipeline, and what it's connected to."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_decentral.agreement import check_same_model, start_from_worker_0
-from lightning_decentral.transport import Transport, Wire, connect, connected
+from lightning_decentral.pipeline.compute.deferred_init import Deferred
+from lightning_decentral.pipeline.compute.intercept import answering
+from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.plan.slicing import Uniform
+from lightning_decentral.pipeline.wire.slice_planner import Plans
+from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.shared.mean_model import MeanModel
+from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
+from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.replicas import AverageGradients, Bond, Replicas
+from lightning_decentral.shared.wire.transport import Transport, Wire, connect, connected
 
 
 class PipelineWorkers(DDPStrategy):
@@ -104,3 +118,144 @@ class PipelineWorkers(DDPStrategy):
         """Wait for all workers."""
         if not self.alone:
             super().barrier(*args, **kwargs)
+
+
+class Pipelines(MeanModel, PipelineWorkers):
+    """The part of `TokenPipelineStrategy` that keeps equal stages together.
+
+    Args:
+        replicas: what they do together.
+    """
+
+    def __init__(self, *, replicas: Replicas | None, **workers: Any) -> None:
+        super().__init__(**workers)
+        self.replicas = replicas or AverageGradients()
+        self._bond = Bond()
+
+    def _check_workers(self) -> None:
+        super()._check_workers()
+        if self.num_pipelines > 1:
+            self.replicas.check(self.num_pipelines, self._pipelines_per_node)
+
+    @property
+    def _pipelines_per_node(self) -> int:
+        """1 where a pipeline has several nodes."""
+        return max(1, self.num_processes // self.num_stages)
+
+    @property
+    def _drifting(self) -> bool:
+        return self.num_pipelines > 1 and self.replicas.drifts
+
+    def _join(self) -> None:
+        """Once the optimizers exist. Collective."""
+        if self._wire is not None and self.num_pipelines > 1:
+            self._bond = self.replicas.join(self._stage_group, self.root_device, self._pipelines_per_node)
+            self._bond.prepare(self.optimizers)
+
+    def _part_ways(self) -> None:
+        self._bond.release()
+        self._bond, self._swap, self._apart = Bond(), None, False
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The user's update, then what the replicas do."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._apart = self._drifting
+        self._bond.updated(optimizer)
+        return output
+
+    # ---- the mean of the pipelines --------------------------------------------------------------------------------
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the replicas of this stage, by their shares; all must call it."""
+        assert self._replicas is not None
+        return mean(tensors, self._replicas, self._bond.share())
+
+    def settle(self) -> None:
+        """Land what is in flight."""
+        self._bond.settle()
+
+
+class PipelineBuilding(PipelineWorkers):
+    """The part of `TokenPipelineStrategy` that builds modules.
+
+    What is built in `__init__` has memory at once; what `configure_model` builds waits until its stage is known.
+    """
+
+    def __init__(self, **workers: Any) -> None:
+        super().__init__(**workers)
+        self._deferred = Deferred()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`. Every worker draws what worker 0 would draw on its CPU. Collective."""
+        own = torch.get_rng_state()
+        first = self.broadcast(own)
+        torch.set_rng_state(first)
+        with torch.device("cpu"), self._deferred:
+            yield
+        if not torch.equal(own, first):
+            torch.set_rng_state(own)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning's; where there is no memory yet it's written down."""
+        with self._deferred.again():
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        with self._deferred.again():
+            return self.precision_plugin.convert_module(module)
+
+    def _materialize(self, whole: list[Tensor], kept: set[nn.Parameter]) -> None:
+        """Memory for this stage's parameters and for what isn't a parameter; `whole`: all tensors of the module."""
+        gone = [t for t in whole if isinstance(t, nn.Parameter) and t not in kept]
+        out = set(gone)
+        self._deferred.materialize([t for t in whole if t not in out], gone)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes; each once."""
+    plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    return list(dict.fromkeys([*module.parameters(), *module.buffers(), *plain]))
+
+
+class PipelineEvaluation(PipelineWorkers):
+    """The part of `TokenPipelineStrategy` that evaluates. A step may call the model any number of times."""
+
+    plans: Plans
+    _pipe: Pipe | None = None
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step, its model calls answered by the pipeline."""
+        with self.precision_plugin.val_step_context():
+            return self._evaluate(self._module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step, its model calls answered by the pipeline."""
+        with self.precision_plugin.test_step_context():
+            return self._evaluate(self._module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step, its model calls answered by the pipeline."""
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate(self._module.predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same step with the same answers on every stage, so that whatever it logs or gathers is whole."""
+        assert self._pipe is not None
+        pipe = self._pipe
+
+        def answer(call: Call) -> Any:
+            length = pipe.model.length(call)
+            slices = Uniform(min(length, 2 * self.num_stages)).slices(length, self.plans.situation(self.num_stages))
+            return pipe.model.answer(call, pipe.evaluate(call, slices))
+
+        with answering(pipe.model, answer):
+            return step(*args, **kwargs)

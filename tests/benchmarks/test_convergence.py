@@ -14,7 +14,7 @@ from methods import METHODS, WORKERS, Method, copies_sent
 from shards import Network, digits, dirichlet_shards, skew
 from torch import nn
 
-from lightning_decentral.gossip.topology import Complete, Every, Exponential, Ring
+from lightning_decentral.gossip import Complete, Every, Exponential, Ring
 
 ROOT = Path(__file__).parents[2]
 LABELS = np.random.default_rng(3).integers(0, 10, 1003)

@@ -1,4 +1,4 @@
-"""One YAML is one constructor call, and each group lists exactly what its module offers."""
+"""One YAML is one constructor call, and each group lists exactly the subclasses of its base that a face exports."""
 
 import inspect
 import re
@@ -8,48 +8,36 @@ import pytest
 import torch
 from hydra.utils import get_object
 from lightning.pytorch.callbacks import Callback
+from torch.optim import Optimizer
 
-from lightning_decentral import callbacks, replicas
-from lightning_decentral.gossip import codec, combine, island, weights
-from lightning_decentral.gossip import replicas as gossip_replicas
-from lightning_decentral.gossip.coding import Coding
-from lightning_decentral.multimodel import update
-from lightning_decentral.partial import absent, depth, forecast, freezing, order
-from lightning_decentral.partial import callbacks as partial_callbacks
-from lightning_decentral.pipeline import boundary, measurements, partition, schedule, slicing, stage
+from lightning_decentral import gossip, optim, partial, pipeline, spilled
 from lightning_decentral.recipes import schedules
 from tests.conf.groups import CONF, FILES, choices, nodes, parameters, read, unowned
-from tests.gossip.topologies import classes
 
-PIPELINE = {
-    "strategy/slicing": (slicing, slicing.Slicing),
-    "strategy/schedule": (schedule, schedule.Schedule),
-    "strategy/partition": (partition, partition.Partition),
-    "strategy/measurements": (measurements, measurements.Measurements),
-    "strategy/activations": (stage, stage.Activations),
-    "strategy/boundary": (boundary, boundary.Boundary),
+# group: the faces whose public subclasses it lists, and their base class
+GROUPS: dict[str, tuple[tuple[ModuleType, ...], type]] = {
+    "strategy/topology": ((gossip,), gossip.Topology),
+    "strategy/combine": ((gossip,), gossip.Combine),
+    "strategy/combine/rate": ((gossip,), gossip.RateSchedule),
+    "strategy/weights": ((gossip,), gossip.Weights),
+    "strategy/codec": ((gossip,), gossip.Coding),
+    "strategy/island": ((gossip,), gossip.Island),
+    "strategy/slicing": ((pipeline,), pipeline.Slicing),
+    "strategy/schedule": ((pipeline,), pipeline.Schedule),
+    "strategy/partition": ((pipeline,), pipeline.Partition),
+    "strategy/measurements": ((pipeline,), pipeline.Measurements),
+    "strategy/activations": ((pipeline,), pipeline.Activations),
+    "strategy/boundary": ((pipeline,), pipeline.Boundary),
+    "strategy/replicas": ((pipeline, gossip), pipeline.Replicas),
+    "strategy/depth": ((partial,), partial.DepthAssignment),
+    "strategy/depth/order": ((partial,), partial.Order),
+    "strategy/balance": ((partial,), partial.Balance),
+    "strategy/absent": ((partial,), partial.Absent),
+    "strategy/update": ((spilled,), spilled.Update),
 }
 
 # A group whose files each are one object of this module (or several), under the object's own name.
-OBJECT_GROUPS = [
-    "strategy/topology",
-    "strategy/combine",
-    "strategy/combine/rate",
-    "strategy/weights",
-    "strategy/codec",
-    "strategy/island",
-    *PIPELINE,
-    "strategy/replicas",
-    "strategy/depth",
-    "strategy/depth/order",
-    "strategy/balance",
-    "strategy/absent",
-    "strategy/update",
-    "scheduler",
-    "optimizer",
-    "callback",
-    "model",
-]
+OBJECT_GROUPS = [*GROUPS, "scheduler", "optimizer", "callback", "model"]
 
 
 def snake(name: str) -> str:
@@ -61,11 +49,11 @@ def adamw_style(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def concrete_classes(module: ModuleType, kind: type) -> set[str]:
-    package = module.__name__.rpartition(".")[0]
-    found = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__.startswith(package)]
-    public = [c for c in found if issubclass(c, kind) and c is not kind and not inspect.isabstract(c)]
-    return {c.__name__ for c in public if not c.__name__.startswith("_")}
+def public(face: ModuleType, kind: type) -> set[str]:
+    """Names of the concrete subclasses that a face exports."""
+    exported = [getattr(face, name) for name in face.__all__]
+    classes = [c for c in exported if inspect.isclass(c) and issubclass(c, kind) and c is not kind]
+    return {c.__name__ for c in classes if not inspect.isabstract(c)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
@@ -81,47 +69,20 @@ def test_file_is_named_as_its_object(group):
         assert name in (snake(target), adamw_style(target), target.lower())
 
 
-@pytest.mark.parametrize(("group", "module", "kind"), [
-    ("strategy/weights", weights, weights.Weights),
-    ("strategy/codec", codec, Coding),
-    ("strategy/island", island, island.Island),
-    *((group, *found) for group, found in PIPELINE.items()),
-    ("strategy/depth/order", order, order.Order),
-    ("strategy/update", update, update.Update),
-])  # fmt: skip
-def test_group_lists_its_module(group, module, kind):
-    assert choices(group) == {snake(name) for name in concrete_classes(module, kind)}
+@pytest.mark.parametrize("group", GROUPS)
+def test_group_lists_the_public_subclasses_of_its_base(group):
+    faces, base = GROUPS[group]
+    assert choices(group) == {snake(name) for face in faces for name in public(face, base)}
 
 
-def test_topology_lists_all_that_can_be_had_from_its_module():
-    assert choices("strategy/topology") == {snake(cls.__name__) for cls in classes()}
+def test_optimizer_lists_ours_and_torchs():
+    ours = {adamw_style(name) for name in public(optim, Optimizer)}
+    assert choices("optimizer") == ours | {name for name in choices("optimizer") if _target("optimizer", name)}
 
 
-def test_replicas_lists_its_modules():
-    found = concrete_classes(replicas, replicas.Replicas) | concrete_classes(gossip_replicas, replicas.Replicas)
-    assert choices("strategy/replicas") == {snake(name) for name in found}
-
-
-def test_depth_lists_its_modules():
-    found = concrete_classes(depth, depth.DepthAssignment) | concrete_classes(freezing, depth.DepthAssignment)
-    assert choices("strategy/depth") == {snake(name) for name in found}
-
-
-@pytest.mark.parametrize(("group", "module", "others"), [
-    ("strategy/balance", forecast, {"Balance", "Cost"}),
-    ("strategy/absent", absent, {"Absent"}),
-])  # fmt: skip
-def test_group_lists_the_public_classes(group, module, others):
-    found = {c for c, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__}
-    assert choices(group) == {snake(name) for name in found - others}
-
-
-def test_combine_lists_its_module():
-    members = [getattr(combine, name) for name in combine.__all__]
-    rules = {c.__name__ for c in members if inspect.isclass(c) and issubclass(c, combine.Combine)}
-    rates = {c.__name__ for c in members if inspect.isclass(c) and issubclass(c, combine.Schedule)}
-    assert choices("strategy/combine") == {snake(name) for name in rules - {"Combine"}}
-    assert choices("strategy/combine/rate") == {snake(name) for name in rates - {"Schedule"}}
+def _target(group: str, name: str) -> bool:
+    """Whether it is torch's."""
+    return read(CONF / group / f"{name}.yaml")["_target_"].startswith("torch.optim.")
 
 
 def test_scheduler_lists_its_module():
@@ -130,8 +91,8 @@ def test_scheduler_lists_its_module():
 
 
 def test_callback_lists_all_of_the_package():
-    ours = {snake(name) for module in (callbacks, partial_callbacks) for name in concrete_classes(module, Callback)}
-    assert choices("callback") == ours | {"report", "pipeline_report", "model_checkpoint"}
+    ours = {snake(name) for face in (gossip, partial, pipeline) for name in public(face, Callback)}
+    assert choices("callback") == ours | {"model_checkpoint"}
 
 
 @pytest.mark.parametrize("name", sorted(choices("scheduler") | {f"../optimizer/{n}" for n in choices("optimizer")}))

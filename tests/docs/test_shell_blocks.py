@@ -9,9 +9,10 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_decentral.commands import plan, schedule
-from lightning_decentral.commands.topology import topology_of
-from lightning_decentral.forecast.method import Cluster
+from lightning_decentral.cli import planning as plan
+from lightning_decentral.cli import schedule
+from lightning_decentral.cli.topology import topology_of
+from lightning_decentral.shared.plan.forecast import Cluster
 from tests.docs.pages import PAGES, ROOT, commands, name
 from tests.packaging.project import PROJECT
 

@@ -1,4 +1,4 @@
-"""Every codec of the module, constructed: a new class joins all tests by being there."""
+"""Every codec of the face, constructed: a new class joins all tests by being there."""
 
 import inspect
 from dataclasses import MISSING, fields
@@ -6,9 +6,9 @@ from dataclasses import MISSING, fields
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip import codec as module
-from lightning_decentral.gossip.codec import DifferenceCompression, Int8, LowRank, Plain, TopK
-from lightning_decentral.gossip.coding import Codec, Frame, Layout
+from lightning_decentral.gossip import Codec, DifferenceCompression, Int8, LowRank, Plain, TopK
+from lightning_decentral.gossip.compute import codec as face
+from lightning_decentral.gossip.compute.codec.codec import Frame, MessageLayout
 
 # More than the class without arguments, and classes that need some; small blocks, for small messages.
 INSTANCES: dict[type[Codec], list[Codec]] = {
@@ -24,8 +24,8 @@ INSTANCES: dict[type[Codec], list[Codec]] = {
 
 
 def classes() -> list[type[Codec]]:
-    """Concrete codecs that the module offers, in alphabetical order."""
-    members = [member for _, member in inspect.getmembers(module, inspect.isclass)]
+    """Concrete codecs that the face exports, in alphabetical order."""
+    members = [getattr(face, name) for name in face.__all__]
     return [m for m in members if issubclass(m, Codec) and not inspect.isabstract(m) and not m.__name__.startswith("_")]
 
 
@@ -44,14 +44,14 @@ def usable() -> list[Codec]:
     return [codec for codec in instances() if codec.complete and codec != Plain()]
 
 
-def payload(codec: Codec, layout: Layout, dtype: torch.dtype) -> list[Tensor]:
+def payload(codec: Codec, layout: MessageLayout, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty(part.elements, dtype=part.dtype) for part in codec.parts(layout, dtype)]
 
 
-def round_trip(codec: Codec, message: Tensor, layout: Layout | None = None, key: int = 0) -> Tensor:
+def round_trip(codec: Codec, message: Tensor, layout: MessageLayout | None = None, key: int = 0) -> Tensor:
     """What a hearer makes of a message; estimates at zero."""
     estimate = torch.zeros_like(message) if codec.remembers else None
-    frame = Frame(layout or Layout(len(message)), key, estimate)
+    frame = Frame(layout or MessageLayout(len(message)), key, estimate)
     parts, decoded = payload(codec, frame.layout, message.dtype), torch.empty_like(message)
     codec.encode(message, parts, frame)
     codec.decode(parts, decoded, frame)

@@ -5,29 +5,27 @@ from dataclasses import MISSING, fields
 
 import networkx as nx
 
-from lightning_decentral.gossip import combine as module
-from lightning_decentral.gossip.combine import (
+from lightning_decentral.gossip import (
+    BaseGraph,
     Combine,
     ConsensusControl,
+    Every,
     ExactDiffusion,
+    FromGraph,
     Gossip,
     LearningRatePower,
     LinearRate,
-    PushSum,
-    QuasiGlobalMomentum,
-)
-from lightning_decentral.gossip.topology import (
-    BaseGraph,
-    Every,
-    FromGraph,
     OnePeerExponential,
     PeriodicAverage,
+    PushSum,
+    QuasiGlobalMomentum,
     RandomMatching,
     Ring,
     Star,
     Topology,
     Tree,
 )
+from lightning_decentral.gossip.compute import combine as module
 
 # Heard by another number than it hears, and no weights that sum to one both ways.
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 0), (0, 2), (1, 3)]))

@@ -9,12 +9,29 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.codec import BFloat16, DifferenceCompression, Plain
-from lightning_decentral.gossip.coding import Codec
-from lightning_decentral.gossip.combine import Combine, ExactDiffusion, Gossip, GradientTracking, PushSum
-from lightning_decentral.gossip.island import AllReduce, FullyShard, Island, Solo
-from lightning_decentral.gossip.simulation import simulate
-from lightning_decentral.gossip.topology import Auto, Complete, Hypercube, OnePeerExponential, Ring, Star, Topology
+from lightning_decentral.gossip import (
+    AllReduce,
+    Auto,
+    BFloat16,
+    Codec,
+    Combine,
+    Complete,
+    DifferenceCompression,
+    ExactDiffusion,
+    FullyShard,
+    Gossip,
+    GradientTracking,
+    Hypercube,
+    Island,
+    OnePeerExponential,
+    Plain,
+    PushSum,
+    Ring,
+    Solo,
+    Star,
+    Topology,
+    simulate,
+)
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 7

@@ -12,11 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.combine import Gossip
-from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
-from lightning_decentral.gossip.simulation import simulate
-from lightning_decentral.gossip.topology import Auto, Hypercube
-from lightning_decentral.shards import full_tensor
+from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
+from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.tiny import QUIET, Batches, Net, Record, SizedBatches, in_processes, recorded
 
 both = pytest.mark.parametrize("island", [AllReduce(2), FullyShard(2)], ids=str)

@@ -10,10 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.island import AllReduce, FullyShard, Island
-from lightning_decentral.gossip.topology import Auto
-from lightning_decentral.gossip.weights import mixing_matrix
-from lightning_decentral.shards import full_tensor
+from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Island
+from lightning_decentral.gossip.plan.weights import mixing_matrix
+from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.gossip.test_resume import SaveOwn, fit
 from tests.tiny import QUIET, Net, Record, SizedBatches, cut_small_models, in_processes, recorded
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lightning_decentral
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.topology import OnePeerExponential, Ring
+from lightning_decentral.gossip import OnePeerExponential, Ring
 from tests.tiny import QUIET, Batches, Net, SizedBatches, in_processes
 
 SIZE = 3
@@ -269,9 +269,7 @@ class Rounds(Inspect):
 
 
 def test_each_optimizer_has_rounds_of_its_own(tmp_path: Path) -> None:
-    from lightning_decentral.gossip.combine import Gossip
-    from lightning_decentral.gossip.simulation import simulate
-    from lightning_decentral.gossip.topology import Auto
+    from lightning_decentral.gossip import Auto, Gossip, simulate
 
     run(tmp_path, Two(), callbacks=[Rounds(tmp_path)], trainer_options={"max_steps": -1, "max_epochs": 1})
     rows = seen(tmp_path)
@@ -297,7 +295,7 @@ class Backbone(Net):
 
 def test_parameters_that_an_optimizer_gets_while_training_are_mixed_too(tmp_path: Path) -> None:
     """Lightning #20340: under DDP unfrozen parameters never enter the reducer. Complete, blocking: equal workers."""
-    from lightning_decentral.gossip.topology import Complete
+    from lightning_decentral.gossip import Complete
 
     finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
     run(
@@ -552,7 +550,7 @@ class Waits(Inspect):
 
 def test_no_barrier_before_every_batch(tmp_path: Path) -> None:
     """One exchange in 100 steps: the others run ahead of a slow worker 0, which Lightning's broadcast would forbid."""
-    from lightning_decentral.gossip.topology import Every
+    from lightning_decentral.gossip import Every
 
     run(
         tmp_path,

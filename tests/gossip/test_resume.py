@@ -11,30 +11,32 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.buckets import is_short
-from lightning_decentral.gossip.codec import DifferenceCompression, Int8, LowRank, Plain, TopK
-from lightning_decentral.gossip.coding import Codec
-from lightning_decentral.gossip.combine import (
+from lightning_decentral.gossip import (
+    Codec,
     ConsensusControl,
+    DifferenceCompression,
+    Every,
     ExactDiffusion,
     Gossip,
     GradientTracking,
+    Int8,
     LearningRatePower,
+    LowRank,
+    OnePeerExponential,
     Outer,
+    PeriodicAverage,
+    Plain,
     PushSum,
     QuasiGlobalMomentum,
-    RelaySum,
-)
-from lightning_decentral.gossip.topology import (
-    Every,
-    OnePeerExponential,
-    PeriodicAverage,
     RandomMatching,
+    RelaySum,
     Ring,
     Star,
+    TopK,
     Tree,
 )
-from lightning_decentral.shards import local
+from lightning_decentral.shared.compute.buckets import is_short
+from lightning_decentral.shared.wire.fsdp import local
 from tests.gossip.test_lightning import Backbone
 from tests.tiny import QUIET, Net, SizedBatches, cut_small_models, in_processes
 

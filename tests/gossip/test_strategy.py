@@ -9,37 +9,36 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.codec import PowerGossip, TopK
-from lightning_decentral.gossip.coding import Codec
-from lightning_decentral.gossip.combine import (
-    Combine,
-    ConsensusControl,
-    ExactDiffusion,
-    Gossip,
-    GradientTracking,
-    Outer,
-    OuterNesterov,
-    PushSum,
-    QuasiGlobalMomentum,
-    RelaySum,
-)
-from lightning_decentral.gossip.simulation import simulate
-from lightning_decentral.gossip.topology import (
+from lightning_decentral.gossip import (
     Auto,
     BaseGraph,
+    Codec,
+    Combine,
     Complete,
+    ConsensusControl,
     Every,
+    ExactDiffusion,
     FromGraph,
+    Gossip,
+    GradientTracking,
     Hypercube,
     OnePeerExponential,
+    Outer,
+    OuterNesterov,
     PeriodicAverage,
+    PowerGossip,
+    PushSum,
+    QuasiGlobalMomentum,
     RandomMatching,
+    RelaySum,
     Ring,
     Star,
+    TopK,
     Topology,
     Tree,
+    Weights,
+    simulate,
 )
-from lightning_decentral.gossip.weights import Weights
 from tests.backends import trainer_backends
 from tests.gossip.codecs import usable
 from tests.gossip.rules import IRREGULAR

@@ -1,12 +1,11 @@
-"""Every topology of the module, constructed, with small sizes it serves: a new class joins all tests by being there."""
+"""Every topology of the face, constructed, with small sizes it serves: a new class joins all tests by being there."""
 
 import inspect
 from dataclasses import MISSING, fields
 
 import networkx as nx
 
-from lightning_decentral.gossip import topology as module
-from lightning_decentral.gossip.topology import (
+from lightning_decentral.gossip import (
     AlternatingExponentialRing,
     Auto,
     BaseGraph,
@@ -19,6 +18,7 @@ from lightning_decentral.gossip.topology import (
     Topology,
     Torus,
 )
+from lightning_decentral.gossip.plan import topology as face
 
 SIZES = range(1, 9)
 
@@ -46,8 +46,8 @@ INSTANCES: dict[type[Topology], list[Topology]] = {
 
 
 def classes() -> list[type[Topology]]:
-    """Concrete topologies that the module offers, in alphabetical order."""
-    members = [member for _, member in inspect.getmembers(module, inspect.isclass)]
+    """Concrete topologies that the face exports, in alphabetical order."""
+    members = [getattr(face, name) for name in face.__all__]
     return [member for member in members if issubclass(member, Topology) and not inspect.isabstract(member)]
 
 

@@ -1,6 +1,9 @@
-"""What the import contracts can't see: submodules of torch, and modules that nobody put on a floor."""
+"""The contract of the floors holds, each part of it breaks where it should, one module names torch.distributed."""
 
 import ast
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,24 +11,64 @@ import pytest
 from tests.packaging.project import PYPROJECT, ROOT
 
 PACKAGE = ROOT / "lightning_decentral"
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+MODULES = sorted(
+    path for path in PACKAGE.rglob("*.py") if not {"conf", "recipes"} & set(path.relative_to(PACKAGE).parts)
+)
+CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
 
-# Folders that may know methods: their own, and those that choose between them.
-KNOWING = ("gossip", "partial", "pipeline", "multimodel", "planning", "commands")
-
-# What users watch may read what a method offers.
-WATCHING = {f"lightning_decentral.{name}" for name in ("callbacks", "report", "figure", "loggers", "cli")}
+# (the contract, where a line is added, the line): each is broken once for every way in which it can be.
+BREACHES = [
+    ("Methods don't know each other", "pipeline/wire/channel.py", "import lightning_decentral.gossip.plan.weights"),
+    ("Methods don't know each other", "shared/wire/mean.py", "import lightning_decentral.gossip.plan.weights"),
+    ("Plans are values", "gossip/plan/weights.py", "import torch"),
+    ("Plans are values", "sweep/plan/policy.py", "import lightning_decentral.sweep.wire.client"),
+    ("Computing is tensor arithmetic", "gossip/compute/integrity.py", "import lightning_decentral.shared.wire.pending"),
+    ("Only the top of a folder knows Lightning", "partial/wire/reducer.py", "import lightning"),
+]
 
 
 def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def contracts() -> tuple[list[set[str]], list[set[str]]]:
-    """(floors from the binding down to the plan, the modules of each prohibition)."""
-    layers, *prohibitions = PYPROJECT["tool"]["importlinter"]["contracts"]
-    floors = [set("".join(layer.split()).split(":")) for layer in layers["layers"]]
-    return floors, [set(contract["source_modules"]) for contract in prohibitions]
+def linted(folder: Path) -> str:
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100).stdout
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("copy")
+    left_out = shutil.ignore_patterns("__pycache__", "conf", "recipes")
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def test_four_contracts_are_kept(copy: Path) -> None:
+    assert len(CONTRACTS) == 4
+    assert "Contracts: 4 kept, 0 broken." in linted(copy)
+
+
+@pytest.mark.parametrize(("contract", "module", "line"), BREACHES, ids=[f"{b[1]}-{b[2]}" for b in BREACHES])
+def test_a_breach_is_seen(copy: Path, contract: str, module: str, line: str) -> None:
+    path = copy / PACKAGE.name / module
+    before = path.read_text()
+    path.write_text(f"{before}\n{line}\n")
+    said = linted(copy)
+    path.write_text(before)
+    broken = [row for row in said.splitlines() if row.endswith("BROKEN")]
+    assert [row for row in broken if row.startswith(contract)], said
+
+
+def test_a_folder_beside_the_nine_is_seen(copy: Path) -> None:
+    stray = copy / PACKAGE.name / "stray"
+    stray.mkdir()
+    (stray / "__init__.py").touch()
+    said = linted(copy)
+    shutil.rmtree(stray)
+    assert "stray" in said
+    assert "4 kept" not in said
 
 
 def torch_distributed(source: str) -> list[int]:
@@ -42,28 +85,29 @@ def torch_distributed(source: str) -> list[int]:
     return lines
 
 
-def test_every_module_stands_on_one_floor() -> None:
-    floors, _ = contracts()
-    assert sorted(module for floor in floors for module in floor) == [dotted(path) for path in MODULES]
+# The transport moves messages; FSDP2 moves its own.
+TALKING = (PACKAGE / "shared" / "wire" / "transport.py", PACKAGE / "shared" / "wire" / "fsdp.py")
 
 
-def test_prohibitions_cover_their_floors() -> None:
-    (binding, wire, rule, plan), (without_torch, without_lightning, shared) = contracts()
-    assert without_torch == plan
-    assert without_lightning == wire | rule
-    assert shared == {m for m in binding | wire | rule if m.split(".")[1] not in KNOWING} - WATCHING
+def test_only_the_transport_and_fsdp_name_torch_distributed() -> None:
+    assert [dotted(path) for path in MODULES if path not in TALKING and torch_distributed(path.read_text())] == []
 
 
-# The transport moves messages; shards asks FSDP, which moves its own.
-TALKING = ("transport.py", "shards.py")
-
-
-@pytest.mark.parametrize("path", [path for path in MODULES if path.name not in TALKING], ids=dotted)
-def test_only_the_transport_and_shards_call_torch_distributed(path: Path) -> None:
-    assert torch_distributed(path.read_text()) == []
-
-
-def test_the_transport_is_seen_to_call_it() -> None:
-    assert torch_distributed((PACKAGE / "transport.py").read_text())
+def test_the_transport_is_seen_to_name_it() -> None:
+    assert torch_distributed(TALKING[0].read_text())
     assert torch_distributed("from torch import distributed\n") == [1]
     assert torch_distributed("import torch\ntorch.distributed.barrier()\n") == [2, 2]
+
+
+def test_folders_are_small_and_names_apart() -> None:
+    """No folder of more than 14 modules, no two names that differ by an ending, one module beside the folders."""
+    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
+    for folder in {path.parent for path in MODULES}:
+        names = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+        assert len(names) <= 14, folder
+        assert [(a, b) for a in names for b in names if a != b and b.startswith(a) and len(b) - len(a) <= 3] == []
+
+
+def test_no_module_imports_the_recipes() -> None:
+    """By string neither."""
+    assert [dotted(path) for path in MODULES if "lightning_decentral.recipes" in path.read_text()] == []

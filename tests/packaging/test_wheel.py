@@ -109,7 +109,7 @@ def test_configurations_compose_elsewhere(clean: Path, tmp_path: Path) -> None:
     said = dict(
         line.split(" ", 1) for line in output.splitlines() if line.split(" ", 1)[0] in ("own", "reused", "from")
     )
-    assert said["own"] == "lightning_decentral.gossip.topology.Ring"
+    assert said["own"] == "lightning_decentral.gossip.Ring"
     assert said["reused"] == "lightning_decentral.GossipStrategy"
     assert Path(said["from"]).is_relative_to(clean)
 

@@ -12,12 +12,19 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from torch import Tensor
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
-from lightning_decentral.gossip.topology import Complete, Ring
-from lightning_decentral.partial.absent import Coast, Decay, Skip
-from lightning_decentral.partial.callbacks import PartialBackpropMonitor, PartialBackward
-from lightning_decentral.partial.depth import PerWorker, Staircase, Temporal
-from lightning_decentral.partial.forecast import total
-from lightning_decentral.partial.freezing import Adaptive
+from lightning_decentral.gossip import Complete, Ring
+from lightning_decentral.partial import (
+    Adaptive,
+    Coast,
+    Decay,
+    PartialBackpropMonitor,
+    PartialBackward,
+    PerWorker,
+    Skip,
+    Staircase,
+    Temporal,
+)
+from lightning_decentral.partial.plan.cost import total
 from tests.partial.towers import Batches, Scripted, Tower, Watch, batch_of, run
 from tests.tiny import QUIET, in_processes
 from tests.wandb_file import history

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 
 from lightning_decentral import PartialBackpropStrategy
-from lightning_decentral.partial.order import Order
+from lightning_decentral.partial import Order
 from tests.tiny import QUIET, in_processes
 
 WIDTH, LABELS, BLOCKS = 8, 6, 4

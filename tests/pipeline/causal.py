@@ -8,17 +8,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.boundary import Boundary
-from lightning_decentral.pipeline.causal import CausalModel
-from lightning_decentral.pipeline.channel import Links, Nowhere
-from lightning_decentral.pipeline.executor import Executor
-from lightning_decentral.pipeline.loss import Share, TargetCount, total
-from lightning_decentral.pipeline.models import Call, Place
-from lightning_decentral.pipeline.partition import Even
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward, Schedule
-from lightning_decentral.pipeline.stage import Activations, Keep, Stage
-from lightning_decentral.pipeline.weights import Apart, AtOnce
-from lightning_decentral.transport import GlooTransport
+from lightning_decentral.pipeline import Activations, Boundary, Even, Keep, OneForwardOneBackward, Schedule
+from lightning_decentral.pipeline.compute.causal_lm import CausalModel
+from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
+from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.compute.stage import Stage
+from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
+from lightning_decentral.pipeline.wire.channel import Links, Nowhere
+from lightning_decentral.pipeline.wire.executor import Executor
+from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.world import world
 
 VOCABULARY, WIDTH, BLOCKS = 61, 32, 4
@@ -124,7 +122,7 @@ def sliced(
 
     def worker(group: Any) -> tuple[list[Share], Gradients]:
         rank = group.rank() if group else 0
-        place = Place(ends[rank] - counts[rank], ends[rank], rank == 0, rank == num_stages - 1)
+        place = StagePlace(ends[rank] - counts[rank], ends[rank], rank == 0, rank == num_stages - 1)
         model = CausalModel(copy.deepcopy(original))
         calls = [Call(parts[0][m], None if parts[1] is None else parts[1][m]) for m in range(microbatches)]
         model.keep(place)

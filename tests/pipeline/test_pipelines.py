@@ -9,13 +9,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip.combine import ConsensusControl, Gossip, PushSum
-from lightning_decentral.gossip.replicas import Gossiping
-from lightning_decentral.gossip.simulation import simulate
-from lightning_decentral.gossip.topology import Complete, Hypercube, Ring
-from lightning_decentral.pipeline.slicing import Uniform
-from lightning_decentral.replicas import AllReduce
-from lightning_decentral.transport import GlooTransport
+from lightning_decentral.gossip import (
+    Complete,
+    ConsensusControl,
+    Gossip,
+    GossipReplicas,
+    Hypercube,
+    PushSum,
+    Ring,
+    simulate,
+)
+from lightning_decentral.pipeline import Uniform
+from lightning_decentral.shared.wire.replicas import AverageGradients
+from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.gossip.rules import IRREGULAR
 from tests.pipeline.causal import VOCABULARY, WIDTH, token_mean
 from tests.pipeline.training import Language, distance, forked, pipeline
@@ -66,14 +72,14 @@ WHOLE = {"gradient_clip_val": CLIP, "max_steps": STEPS, "limit_train_batches": S
 
 
 def test_blocking(tmp_path):
-    how = pipelines(Gossiping(topology=Complete(), delay=0))
+    how = pipelines(GossipReplicas(topology=Complete(), delay=0))
     found, *_ = forked(Language(ordered=False), how, tmp_path, **WHOLE)
     assert distance(found, by_hand(delay=0)) < 1e-9
 
 
 def test_stages_gossip_as_whole_models_would(tmp_path):
     """Tied embeddings stand on two stages; the mean is validated and handed back."""
-    how = pipelines(Gossiping(topology=Complete()))
+    how = pipelines(GossipReplicas(topology=Complete()))
     found, losses, metrics = forked(Language(ordered=False), how, tmp_path / "p", **WHOLE)
     whole = gossip(topology=Complete())
     wanted, wanted_losses, wanted_metrics = forked(Language(ordered=False), whole, tmp_path / "g", **WHOLE)
@@ -113,7 +119,7 @@ class Copies(Callback):
 
 def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path):
     """A sum of three depends on its order, and that on where in a stage's gradients a parameter lies."""
-    how = pipelines(AllReduce(), devices=6, slicing=Uniform(1))
+    how = pipelines(AverageGradients(), devices=6, slicing=Uniform(1))
     forked(Scaled(), how, tmp_path, max_steps=2, limit_val_batches=0, callbacks=[Copies(tmp_path)])
     first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(6)]
     assert first["embedding"].numel() == VOCABULARY * WIDTH
@@ -126,7 +132,7 @@ def test_a_gradient_that_only_some_have_counts_as_zero_of_the_others():
     own = [[torch.ones(2), None, None], [None, torch.full((3,), 4.0), None]]
 
     def worker(group):
-        bond = AllReduce().join(lambda: GlooTransport(group), torch.device("cpu"), per_node=1)
+        bond = AverageGradients().join(lambda: GlooTransport(group), torch.device("cpu"), per_node=1)
         return bond.gradients(own[group.rank()], parameters)
 
     for first, second, nobody in world(2, worker):
@@ -149,7 +155,7 @@ def run(folder, checkpoint=None, **options):
     make = Language(ordered=False)
     callbacks = {"enable_checkpointing": True, "callbacks": [Keeping(folder)]}
     settings = {"limit_train_batches": 3, "max_steps": 6, "gradient_clip_val": CLIP, **callbacks, **options}
-    return forked(make, pipelines(Gossiping(topology=Complete())), folder, checkpoint, **settings)
+    return forked(make, pipelines(GossipReplicas(topology=Complete())), folder, checkpoint, **settings)
 
 
 def test_resume_is_exact_and_the_file_is_the_mean(tmp_path):
@@ -185,10 +191,10 @@ def gradient(x, step):
 
 
 RULES = [
-    (Gossiping(), 3),
-    (Gossiping(topology=Hypercube(), delay=0), 4),
-    (Gossiping(topology=Ring(), combine=Gossip(rate=0.4), delay=2), 4),
-    (Gossiping(topology=IRREGULAR, combine=PushSum()), 5),
+    (GossipReplicas(), 3),
+    (GossipReplicas(topology=Hypercube(), delay=0), 4),
+    (GossipReplicas(topology=Ring(), combine=Gossip(rate=0.4), delay=2), 4),
+    (GossipReplicas(topology=IRREGULAR, combine=PushSum()), 5),
 ]
 
 
@@ -226,15 +232,15 @@ def test_a_bond_equals_the_simulation(how, size):
 
 def test_a_negative_delay_is_refused():
     with pytest.raises(ValueError, match="delay must be at least 0, got -1: 0 blocks"):
-        Gossiping(delay=-1)
+        GossipReplicas(delay=-1)
 
 
 def test_a_rule_that_measures_a_distance_is_refused():
     with pytest.raises(ValueError, match=r"ConsensusControl\(.*use a rule without a distance, such as Gossip"):
-        Gossiping(combine=ConsensusControl(target=0.05)).check(4, per_node=1)
+        GossipReplicas(combine=ConsensusControl(target=0.05)).check(4, per_node=1)
 
 
 def test_a_topology_that_cannot_serve_the_pipelines_is_refused(tmp_path):
-    how = pipeline(3, stages=1, replicas=Gossiping(topology=Hypercube()))
+    how = pipeline(3, stages=1, replicas=GossipReplicas(topology=Hypercube()))
     with pytest.raises(RuntimeError, match=r"Hypercube.* 3"):
         forked(Language(), how, tmp_path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.test_processes import ROOT, start
+from tests.processes.test_training import ROOT, start
 
 
 @pytest.mark.slow

@@ -11,10 +11,16 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.optim import QuasiGlobalAdam
-from lightning_decentral.pipeline.report import PipelineReport
-from lightning_decentral.pipeline.schedule import OneForwardOneBackward, TeraPipe, ZeroBubble
-from lightning_decentral.pipeline.slicing import Balanced, Planned, Uniform
-from lightning_decentral.pipeline.stage import Recompute
+from lightning_decentral.pipeline import (
+    Balanced,
+    OneForwardOneBackward,
+    PipelineReport,
+    Planned,
+    Recompute,
+    TeraPipe,
+    Uniform,
+    ZeroBubble,
+)
 from tests.pipeline.training import Language, alone, ddp, distance, fit, forked, pipeline
 from tests.tiny import QUIET, in_processes
 

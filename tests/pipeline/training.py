@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_decentral import TokenPipelineStrategy
-from lightning_decentral.pipeline.slicing import Given
+from lightning_decentral.pipeline import Given
 from tests.pipeline.causal import VOCABULARY, built, token_mean
 from tests.tiny import QUIET, in_processes
 

@@ -1,0 +1,71 @@
+"""`lightning-decentral`: console commands beside training.
+
+lightning-decentral cuts recipe=gpt strategy.cuts=3
+lightning-decentral plan profile.json --workers 64 --per-node 8
+lightning-decentral topology base_graph --workers 24
+lightning-decentral profile recipe=gpt
+lightning-decentral placement hosts.json --topology ring
+lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
+"""
+
+import importlib
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+
+from lightning_decentral.partial.compute.search import CutPlan, search
+from lightning_decentral.partial.dry_run import refuse_unserved, run_of
+from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
+
+
+def cut_plan(overrides: Sequence[str]) -> CutPlan:
+    """The cuts that a run with these words of the command line would find at its first batch, on this machine's CPU."""
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        cfg = compose("train", ["strategy=partial_backprop", *overrides])
+    recipes = importlib.import_module("lightning_decentral.recipes.train")
+    data = instantiate(cfg.data, _convert_="all")
+    module: LightningModule = recipes.build_model(cfg, data.sizes)
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    refuse_unserved(module)
+    data.prepare_data()
+    data.setup("fit")
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    batch = next(iter(data.train_dataloader()))
+    return search(module, strategy.cuts, strategy.balance, run_of(trainer, batch, 0))
+
+
+def depths(plan: CutPlan) -> Table:
+    """Predicted costs of every depth as fractions of a full step's."""
+    table = Table("depth", "trains from", "compute", "saved activations", "gradients sent", title="predicted")
+    starts = ["the inputs", *plan.boundaries]
+    sizes = [cost.parameter_bytes for cost in plan.costs]
+    for depth in range(plan.segments, 0, -1):
+        fractions = (
+            compute_fraction(plan.costs, depth),
+            memory_fraction(plan.costs, depth),
+            sum(sizes[-depth:]) / sum(sizes),
+        )
+        table.add_row(str(depth), starts[-depth], *(f"{fraction:.3f}" for fraction in fractions))
+    return table
+
+
+def verdicts(plan: CutPlan) -> Table:
+    """Every parameter's segment and its verdict at every cut."""
+    table = Table("parameter", "segment", *(f"cut {j}" for j in range(len(plan.boundaries))), title="verified")
+    for name, segment in plan.segment_of.items():
+        table.add_row(name, str(segment), *(judged.verdicts[name].value for judged in plan.judged))
+    return table
+
+
+def cuts(overrides: Sequence[str]) -> None:
+    """Print blocks, cuts, verdicts and predictions."""
+    found = cut_plan(overrides)
+    console = Console()
+    console.print(f"chain: {found.chain or 'as named'}")
+    for index, boundary in enumerate(found.boundaries):
+        console.print(f"cut {index}: before {boundary}")
+    console.print(verdicts(found), depths(found))

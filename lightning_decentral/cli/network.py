@@ -1,0 +1,186 @@
+"""`torchrun ... -m lightning_decentral.profile --model profile.json`: what messages cost on this network.
+
+Started on all hosts as a training is, it measures every collective, and exchanges with one and several neighbours, on
+groups inside a node and between nodes, one flow and parallel ones, and puts lines through them into the profile.
+"""
+
+import argparse
+import dataclasses
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_decentral.planner.network import SIZES, Meter
+from lightning_decentral.planner.plan import host_links as files
+from lightning_decentral.planner.plan.host_links import HostLinks
+from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_differences, refuse_mistakes
+from lightning_decentral.shared.compute.device import device_name
+from lightning_decentral.shared.plan.profile import LinkCost, Profile, read, write
+from lightning_decentral.shared.wire.transport import Wire, connect, gather_objects, gather_world, world
+
+Say = Callable[[str], None]
+
+
+def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """(rank, size, local rank, workers of a node) that torchrun gave.
+
+    Raises:
+        ValueError: it gave none.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    missing = [name for name in names if name not in environment]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is not set: start it on every host with "
+            "`torchrun --nnodes=... --nproc-per-node=... -m lightning_decentral.profile`"
+        )
+    rank, size, local_rank, per_node = (int(environment[name]) for name in names)
+    return rank, size, local_rank, per_node
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """ValueError for sizes and numbers that measure nothing."""
+    if min(options.sizes) < 1 or list(options.sizes) != sorted(set(options.sizes)):
+        raise ValueError(f"sizes must be ascending numbers of bytes, got {list(options.sizes)}: --sizes 4096 1048576")
+    if options.repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {options.repeats}: 5 outlive a disturbance")
+
+
+def device_of(local_rank: int, per_node: int) -> torch.device:
+    """A CUDA device of its own where the node has one for each worker, otherwise the CPU."""
+    if torch.cuda.device_count() < per_node:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """A name that came before gets its number behind it."""
+    return [f"{name}-{i}" if name in names[:i] else name for i, name in enumerate(names)]
+
+
+def shown(costs: Sequence[LinkCost]) -> Table:
+    """One row a line."""
+    table = Table(
+        "operation", "reach", "workers", "flows", "neighbours", "latency us", "MB/s", "largest error", title="network"
+    )
+    for cost in costs:
+        numbers = (cost.operation, cost.reach, str(cost.workers), str(cost.flows), str(cost.peers))
+        fitted = f"{1e6 * cost.latency_seconds:.0f}", f"{cost.bytes_per_second / 1e6:,.0f}", f"{100 * cost.error:.0f}%"
+        table.add_row(*numbers, *fitted)
+    return table
+
+
+def start_of(options: argparse.Namespace, rank: int, per_node: int, device: torch.device) -> Start:
+    """What this worker tells the others."""
+    words = (tuple(options.sizes), options.repeats, options.longest_seconds, bool(options.hosts))
+    return Start(platform.node(), mistake(options, rank), per_node, device.type, *words)
+
+
+def mistake(options: argparse.Namespace, rank: int) -> str:
+    """In this worker's words, or in worker 0's file; empty where there is none."""
+    try:
+        refuse(options)
+        if rank == 0:
+            _refuse_unread(options.model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _refuse_unread(path: str) -> None:
+    try:
+        read(path)
+    except ValueError as error:
+        raise ValueError(f"{error}, or copy it to this host") from None
+
+
+def agree(start: Start) -> None:
+    """ValueError on all workers where one can't start or starts otherwise. Collective."""
+    starts = gather_world(start)
+    refuse_mistakes(starts)
+    refuse_differences(starts)
+
+
+def measured(
+    wire: Wire, options: argparse.Namespace, plan: Sequence[Probe], device: torch.device, per_node: int, say: Say
+) -> tuple[list[LinkCost], HostLinks | None, dict[str, str]]:
+    """(lines, links between hosts where asked for, devices by host). Collective."""
+    meter = Meter(wire, device, options.sizes, options.repeats, options.longest_seconds, say)
+    costs = meter.costs(plan)
+    leaders = range(0, wire.world.size, per_node)
+    named = gather_objects(wire.flags, (platform.node(), device_name(device)))
+    hosts = unique([named[leader][0] for leader in leaders])
+    links = files.of(hosts, meter.links(leaders)) if options.hosts and len(hosts) > 1 else None
+    return costs, links, {host: named[leader][1] for host, leader in zip(hosts, leaders, strict=True)}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Agree and measure on all; worker 0 shows and writes."""
+    rank, size, local_rank, per_node = place(os.environ)
+    device = device_of(local_rank, per_node)
+    timeout = timedelta(seconds=options.timeout_seconds)
+    with world(timeout):
+        agree(start_of(options, rank, per_node, device))
+        plan = probes(size, per_node)
+        wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")
+        if rank != 0:
+            measured(wire, options, plan, device, per_node, lambda text: None)
+            return
+        console = Console()
+        with console.status("measuring") as status:
+            found = measured(wire, options, plan, device, per_node, status.update)
+    _tell(console, options, *found)
+
+
+def _tell(
+    console: Console,
+    options: argparse.Namespace,
+    costs: Sequence[LinkCost],
+    links: HostLinks | None,
+    hosts: Mapping[str, str],
+) -> None:
+    console.print(shown(costs))
+    write(_with(read(options.model), costs, hosts), options.out or options.model)
+    console.print(f"wrote {options.out or options.model}")
+    if links:
+        links.write(options.hosts)
+        console.print(f"wrote {options.hosts}: lightning-decentral placement {options.hosts}")
+
+
+def _with(profile: Profile, costs: Sequence[LinkCost], hosts: Mapping[str, str]) -> Profile:
+    return dataclasses.replace(profile, network=tuple(costs), hosts={**profile.hosts, **hosts})
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(prog="lightning_decentral.cli.network", description=__doc__.partition("\n")[0])
+    made.add_argument(
+        "--model", default="profile.json", help="what `lightning-decentral profile` wrote; worker 0's file"
+    )
+    made.add_argument("--out", help="the file to write (default: that one)")
+    made.add_argument("--hosts", help="also measure every pair of hosts and write this file for `placement`")
+    made.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the messages, ascending")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--longest-seconds", type=float, default=0.5, help="no larger message after one that took longer")
+    made.add_argument("--timeout-seconds", type=float, default=600.0, help="for a worker that doesn't answer")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    options = parser().parse_args(arguments)
+    try:
+        run(options)
+    except (ValueError, OSError) as error:  # a lost neighbour is an OSError, too
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

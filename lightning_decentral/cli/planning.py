@@ -1,0 +1,95 @@
+"""`lightning-decentral plan profile.json --workers 64 --per-node 8`: what to train with, before it is trained."""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_decentral.planner import show as units
+from lightning_decentral.planner.compare import THRESHOLD, plan
+from lightning_decentral.planner.plan.published import compare
+from lightning_decentral.planner.report import page
+from lightning_decentral.planner.show import published_sentences, published_table, sentences, table
+from lightning_decentral.shared.plan.forecast import Cluster, Setting
+from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import Profile, read
+
+LATENCY = "100us"
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("plan", help="predicted seconds per step of every method on a cluster, the best first")
+    parser.add_argument("profile", nargs="?", help="file that `lightning-decentral profile` wrote")
+    parser.add_argument("--workers", type=int, help="devices in all")
+    parser.add_argument("--per-node", type=int, default=1, help="devices of a node (default 1)")
+    parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
+    parser.add_argument("--latency", default=LATENCY, help=f"of a message with --bandwidth (default {LATENCY})")
+    parser.add_argument("--inside-bandwidth", help="between devices of a node, in place of measurements: 200gbit")
+    parser.add_argument("--inside-latency", default="10us", help="with --inside-bandwidth (default 10us)")
+    parser.add_argument("--memory-bytes", help="of a device; what needs more isn't recommended: 24GB")
+    parser.add_argument("--slices", type=int, default=1, help="of a sequence in a pipeline (default 1: no token axis)")
+    parser.add_argument("--threshold", type=float, default=100 * THRESHOLD, help="gain in %% below which ddp stays")
+    parser.add_argument("--also", action="append", default=[], help="words of a further strategy; may be repeated")
+    parser.add_argument("--report", type=Path, help="page to write: plan.html")
+    parser.add_argument("--published", action="store_true", help="the seed paper's runs against this model; no profile")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table and the recommendation, or the published runs."""
+    console = Console()
+    if options.published:
+        _show_published(console)
+        return
+    if options.profile is None or options.workers is None:
+        raise ValueError("plan needs a profile and --workers: lightning-decentral plan profile.json --workers 64")
+    profile = read(options.profile)
+    setting = setting_of(profile, options)
+    limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else None
+    found = plan(
+        setting,
+        profile.variation,
+        slices=options.slices,
+        also=options.also,
+        memory_bytes=limit,
+        threshold=options.threshold / 100,
+    )
+    console.print(table(found))
+    _say(console, sentences(found))
+    if options.report:
+        text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
+        _write(options.report, text)
+        console.print(f"report: {options.report}", soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"--report {path} can't be written: {error.strerror}") from None
+
+
+def _show_published(console: Console) -> None:
+    verdicts = list(compare())
+    console.print(published_table(verdicts))
+    _say(console, published_sentences(verdicts))
+
+
+def _say(console: Console, sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+
+
+def setting_of(profile: Profile, options: argparse.Namespace) -> Setting:
+    """The profile's model on the cluster and links of the command line."""
+    network = Network(profile.network)
+    if options.bandwidth:
+        rate, latency = units.bytes_per_second(options.bandwidth), units.seconds(options.latency)
+        network = network.linked("between", latency, rate)
+    if options.inside_bandwidth:
+        rate, latency = units.bytes_per_second(options.inside_bandwidth), units.seconds(options.inside_latency)
+        network = network.linked("inside", latency, rate)
+    return Setting(profile.model, network, Cluster(options.workers, options.per_node))

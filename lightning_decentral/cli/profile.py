@@ -1,0 +1,203 @@
+"""`lightning-decentral profile recipe=vit`: what one training step costs on one device, block by block, and what rounds
+of gossip add to it.
+
+variation(step) = seconds of the step / mean seconds of a step: how unequal steps are, which is what makes workers wait
+"""
+
+import argparse
+import importlib
+import logging
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise, takewhile
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
+from lightning_decentral.partial.compute.search import joints
+from lightning_decentral.partial.dry_run import run_of, step_of
+from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_blocks
+from lightning_decentral.shared.compute.device import DeviceLaps, HostLaps, device_name, laps
+from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
+
+ALONE = ["strategy=auto", "callbacks=none", "logger=none", "trainer.devices=1", "trainer.num_nodes=1"]
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class StepProfile(Callback):
+    """Measures the blocks in one step of a real run, then whole steps until the run ends.
+
+    Attributes:
+        blocks: from the inputs to the loss.
+        batch: samples of the first batch.
+        state_bytes: of the optimizers after the last step.
+    """
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.blocks: tuple[BlockCost, ...] = ()
+        self.batch, self.state_bytes = 1, 0
+        self._done = done
+        self._laps: HostLaps | DeviceLaps | None = None
+
+    def steps(self) -> list[float]:
+        """Seconds of each whole step behind the measured one."""
+        stamps = self._laps.seconds() if self._laps else []
+        return [end - start for start, end in list(pairwise(stamps))[::2]]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what has no blocks to measure."""
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                f"{type(pl_module).__name__} optimizes manually, so nobody knows what belongs to a step: "
+                "profile a module with automatic optimization"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Measure the blocks once, then start the clock."""
+        if trainer.global_step < WARM_UP:
+            return
+        if self._laps is None:
+            self.batch = extract_batch_size(batch)
+            self._measure(trainer, pl_module, batch)
+            self._laps = laps(pl_module.device)
+        self._laps.lap()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Stop it."""
+        if self._laps is not None:
+            self._laps.lap()
+            self._done()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """All moments are there."""
+        self.state_bytes = _state_bytes(trainer.optimizers)
+
+    def _measure(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
+        names = joints(module, run_of(trainer, batch, 0))
+        run = step_of(trainer, module, batch, 0)
+        try:
+            self.blocks = measure_blocks(module, names, run, trainer.optimizers, module.device, self._done)
+        finally:
+            del module.__dict__["log"]
+
+
+def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    leaves = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def profile(overrides: Sequence[str], steps: int, done: Callable[[], None] = lambda: None) -> tuple[Profile, float]:
+    """(the profile of one device for these words of the command line, mean seconds of a step in Lightning's loop).
+
+    Args:
+        steps: whole steps that the distribution is taken from.
+    """
+    if steps < 2:
+        raise ValueError(f"steps must be at least 2, got {steps}: 30 show how unequal steps are")
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        cfg = compose("train", [*overrides, *ALONE, "trainer.default_root_dir=null"])
+    _refuse_accumulation(cfg.trainer.accumulate_grad_batches)
+    recipes = importlib.import_module("lightning_decentral.recipes.train")
+    data = instantiate(cfg.data, _convert_="all")
+    module: LightningModule = recipes.build_model(cfg, data.sizes)
+    measured = StepProfile(done)
+    length = {"max_steps": WARM_UP + steps, "max_epochs": -1, "max_time": None, "accumulate_grad_batches": 1}
+    nothing_else = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **QUIET}
+    trainer: Trainer = instantiate(cfg.trainer, callbacks=[measured], **length, **nothing_else, _convert_="all")
+    trainer.fit(module, datamodule=data)
+    seconds = measured.steps()
+    mean = sum(seconds) / len(seconds)
+    device = device_name(trainer.strategy.root_device)
+    name, words = " ".join(overrides) or "recipe=vit", tuple(overrides)
+    rounds = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device, done)
+    model = Model(name, device, measured.blocks, measured.batch, measured.state_bytes, words, rounds)
+    return Profile(model, (), tuple(round(s / mean, 4) for s in seconds), {platform.node(): device}), mean
+
+
+def _refuse_accumulation(batches: int) -> None:
+    if batches != 1:
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={batches}: a profile, and a plan from it, is of steps of one batch; "
+            "leave the word out"
+        )
+
+
+def shown(model: Model) -> Table:
+    """One row a block."""
+    table = Table("block", "forward ms", "backward ms", "update ms", "parameters kB", "saved kB", "output kB")
+    table.title = f"{model.name} on {model.device}, {model.batch} samples a step"
+    for name, block in zip(_short([block.name for block in model.blocks]), model.blocks, strict=True):
+        seconds = (block.forward_seconds, block.backward_seconds, block.update_seconds)
+        sizes = (block.parameter_bytes, block.saved_bytes, block.output_bytes)
+        table.add_row(name, *(f"{1e3 * s:.3f}" for s in seconds), *(f"{size / 1e3:,.1f}" for size in sizes))
+    return table
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Without the modules that all of them lie in; a single word is no module's path."""
+    paths = [name.split(".") for name in names]
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*(path[:-1] for path in paths if path[1:]), strict=False))
+    depth = len(list(same))
+    return [".".join(path[depth:] or path) for path in paths]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Lightning says about a run: this one is nobody's."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def mixing(model: Model) -> str:
+    """What a round of gossip takes the device."""
+    seconds = {work.codec: model.parameter_bytes * work.seconds_per_byte(1) for work in model.rounds}
+    each = ", ".join(f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms" for codec, of_round in seconds.items())
+    return f"a round of gossip with one neighbour, without the network: {each or 'not measured on this device'}"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    with quiet(), Progress(transient=True) as progress:
+        task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps + ROUNDS)
+        found, seconds = profile(options.overrides, options.steps, lambda: progress.advance(task))
+    write(found, options.out)
+    console, model = Console(), found.model
+    console.print(shown(model))
+    console.print(mixing(model))
+    console.print(
+        f"sum of the blocks {1e3 * model.seconds:.2f} ms; a step in Lightning's loop {1e3 * seconds:.2f} ms, "
+        f"the slowest {max(found.variation):.2f} times the mean"
+    )
+    console.print(
+        f"wrote {options.out}; its network: torchrun ... -m lightning_decentral.profile --model {options.out}"
+    )
+
+
+def add(commands: Any) -> None:
+    """Describe the subcommand to argparse."""
+    command = commands.add_parser("profile", help="what a training step of a recipe costs on one device")
+    command.add_argument(
+        "overrides", nargs="*", help="words of recipes/train.py: recipe=vit model.config.hidden_size=64"
+    )
+    command.add_argument("--out", default="profile.json", help="the file to write (default: %(default)s)")
+    command.add_argument("--steps", type=int, default=30, help="whole steps to take the distribution from")
+    command.set_defaults(run=run)

@@ -1,0 +1,222 @@
+"""`lightning-decentral schedule jobs.yaml --policy lrtf --devices 2`: how long many jobs take on few devices."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_decentral.planner import show as units
+from lightning_decentral.shared.plan.profile import Profile, read
+from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
+from lightning_decentral.sweep import gantt
+from lightning_decentral.sweep.plan.dispatch import Processor, Queue, devices
+from lightning_decentral.sweep.plan.jobs_file import Jobs, read_jobs
+from lightning_decentral.sweep.plan.policy import POLICIES, Policy
+from lightning_decentral.sweep.plan.simulation import (
+    Spans,
+    busy_fraction,
+    finish_seconds,
+    lower_bound_seconds,
+    makespan_seconds,
+    mean_completion_seconds,
+    simulate,
+)
+from lightning_decentral.sweep.plan.traces import LAYOUTS, PIECES, queues, read_trace
+from lightning_decentral.sweep.trainings import MEASURED, Trainings, recipes
+from lightning_decentral.sweep.wire.rehearsal import STAND_INS
+
+Choice = TypeVar("Choice")
+
+PROGRAM = recipes  # what the overrides of a job are words of
+SHOWN_JOBS = 30
+AIM = 0.1  # of the simulated makespan
+
+
+class Rehearsal(Protocol):
+    """How jobs run for real."""
+
+    @property
+    def said(self) -> str:
+        """What was real."""
+
+    def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
+        """When and where each piece ran."""
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("schedule", help="makespan of many jobs on few devices, simulated and for real")
+    parser.add_argument("jobs", nargs="?", help="YAML file of jobs: pieces in seconds, profiles, trainings")
+    parser.add_argument(
+        "--policy", default="lrtf", help=f"one or more of {','.join(POLICIES)}; the first is drawn and run"
+    )
+    parser.add_argument("--devices", type=int, default=1, help="equal ones (default: %(default)s)")
+    parser.add_argument("--memory-bytes", help="of each device; a job that needs more is refused: 24GB")
+    parser.add_argument("--plot", type=Path, help="Gantt chart to write: schedule.png")
+    parser.add_argument("--chrome", type=Path, help="trace to write for Perfetto or chrome://tracing: schedule.json")
+    parser.add_argument("--trace", type=Path, help="public trace of jobs in place of the YAML file")
+    parser.add_argument(
+        "--layout", default="tiresias", help=f"of the trace: {', '.join(LAYOUTS)} (default: %(default)s)"
+    )
+    parser.add_argument("--profile", action="append", default=[], help="MODEL=FILE or FILE for all models of the trace")
+    parser.add_argument("--pieces", type=int, default=PIECES, help="of a job of the trace (default: %(default)s)")
+    parser.add_argument("--first", type=int, help="so many jobs of the trace only")
+    parser.add_argument("--seed", type=int, default=0, help="of the variation of the trace's steps")
+    parser.add_argument("--run", action="store_true", dest="rehearse", help="for real, too: trainings; else stand-ins")
+    parser.add_argument("--stand-in", default="compute", help=f"{', '.join(STAND_INS)} (default: %(default)s)")
+    parser.add_argument(
+        "--measured", type=int, default=MEASURED, help="steps of each training without a profile (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, simulate, print, rehearse, draw."""
+    names = options.policy.split(",")
+    policies = {name: chosen("policy", name, POLICIES) for name in names}
+    stand_in = chosen("stand-in", options.stand_in, STAND_INS)
+    limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else float("inf")
+    there = devices(options.devices, limit)
+    asked, remarks = jobs_of(options)
+    if options.rehearse:
+        refuse_unrunnable(asked, limit)
+    console = Console(highlight=False)
+    trainings = Trainings(asked.trainings, len(there), outputs(), PROGRAM(), options.measured)
+    for line in trainings.announced:
+        console.print(line, soft_wrap=True, markup=False)
+    jobs = [*asked.queues, *trainings.queues()]
+    schedules = {name: simulate(jobs, there, policy) for name, policy in policies.items()}
+    found = {"simulated": schedules[names[0]]}
+    console.print(policies_table(jobs, there, schedules), jobs_table(jobs, found["simulated"]))
+    if options.rehearse:
+        real: Rehearsal = trainings if asked.trainings else stand_in
+        console.print(f"running for about {makespan_seconds(jobs, found['simulated']):.3g} s ...")
+        found["real"] = real.rehearse(jobs, there, policies[names[0]])
+        console.print(ends_table(jobs, found))
+        remarks = [*remarks, verdict(jobs, found, real.said)]
+    for line in [*remarks, *written(options, found)]:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:
+    """ValueError for what can be simulated only."""
+    if asked.queues and asked.trainings:
+        raise ValueError(
+            f"--run: job {asked.trainings[0].name} is a training, job {asked.queues[0].name} has a stand-in only: "
+            "put them into two files, or leave out --run"
+        )
+    if asked.trainings and limit_bytes < float("inf"):
+        raise ValueError("--run keeps all trainings in memory at once: leave out --memory-bytes, or --run")
+
+
+def outputs() -> Path:
+    """Where this run's trainings leave theirs."""
+    return Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def chosen(kind: str, name: str, known: Mapping[str, Choice]) -> Choice:
+    """By its name.
+
+    Raises:
+        ValueError: an unknown one, with the known ones.
+    """
+    if name not in known:
+        raise ValueError(f"there is no {kind} {name!r}: use one of {', '.join(known)}")
+    return known[name]
+
+
+def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
+    """Of the file or the trace, and what must be said about them."""
+    if (options.jobs is None) == (options.trace is None):
+        raise ValueError("give either a file of jobs or --trace: lightning-decentral schedule jobs.yaml --policy lrtf")
+    if options.trace is None:
+        return read_jobs(options.jobs), []
+    layout = chosen("layout", options.layout, LAYOUTS)
+    lines = read_trace(options.trace, layout)[: options.first]
+    several = sum(line.devices > 1 for line in lines)
+    remarks = ["seconds per iteration are synthesised from the profiles: the trace has arrivals and iterations only"]
+    if several:
+        work = f"{several} of {len(lines)} jobs asked for several devices: they count as so many times the work on one"
+        remarks.append(work)
+    found = queues(lines, profiles_of(options.profile), options.pieces, options.seed)
+    return Jobs(tuple(found)), remarks
+
+
+def profiles_of(words: Sequence[str]) -> dict[str, Profile]:
+    """{model: profile} of MODEL=FILE; "" is that of all others."""
+    pairs = [word.rpartition("=") for word in words]
+    return {model: read(path) for model, _, path in pairs}
+
+
+def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], schedules: Mapping[str, Spans]) -> Table:
+    """A row for each policy, the shortest makespan first."""
+    bound = lower_bound_seconds(jobs, there)
+    title = f"{len(jobs)} jobs, {len(there)} device{'s' * (len(there) > 1)}: no makespan is under {bound:.4g} s"
+    table = Table(title=title, title_justify="left")
+    for heading in ("policy", "makespan s", "x bound", "mean completion s", "devices busy"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name, spans in sorted(schedules.items(), key=lambda item: makespan_seconds(jobs, item[1])):
+        makespan = makespan_seconds(jobs, spans)
+        ratio = f"{makespan / bound:.3f}" if bound else "1"
+        mean, busy = mean_completion_seconds(jobs, spans), busy_fraction(jobs, spans, there)
+        table.add_row(name, f"{makespan:.4g}", ratio, f"{mean:.4g}", f"{100 * busy:.1f} %")
+    return table
+
+
+def jobs_table(jobs: Sequence[Queue], spans: Spans) -> Table:
+    """When each arrived and ended under the first policy."""
+    finish = finish_seconds(spans)
+    table = Table("job", "pieces", "arrival s", "end s", "completion s")
+    for job in jobs[:SHOWN_JOBS]:
+        end, arrival = finish[job.name], job.arrival_seconds
+        table.add_row(job.name, str(len(job.pieces)), f"{arrival:.4g}", f"{end:.4g}", f"{end - arrival:.4g}")
+    if len(jobs) > SHOWN_JOBS:
+        table.add_row(f"... {len(jobs) - SHOWN_JOBS} more")
+    return table
+
+
+def ends_table(jobs: Sequence[Queue], found: Mapping[str, Spans]) -> Table:
+    """When each job ended, simulated and for real."""
+    simulated, real = (finish_seconds(found[name]) for name in ("simulated", "real"))
+    table = Table("job", "simulated end s", "real end s", "off")
+    for job in jobs[:SHOWN_JOBS]:
+        a, b = simulated[job.name], real[job.name]
+        table.add_row(job.name, f"{a:.4g}", f"{b:.4g}", f"{100 * off(a, b):+.1f} %")
+    return table
+
+
+def off(simulated: float, real: float) -> float:
+    """(real - simulated) / simulated"""
+    return (real - simulated) / simulated if simulated else 0.0
+
+
+def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], said: str) -> str:
+    """How far the simulation was from what happened, and what did happen."""
+    simulated, real = (makespan_seconds(jobs, found[name]) for name in ("simulated", "real"))
+    held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
+    return (
+        f"makespan {simulated:.4g} s simulated, {real:.4g} s for real "
+        f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {said}"
+    )
+
+
+def written(options: argparse.Namespace, found: Mapping[str, Spans]) -> list[str]:
+    """Files that were asked for."""
+    lines = []
+    if options.plot:
+        policy = options.policy.partition(",")[0]
+        panels = {f"{policy}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
+        gantt.draw(panels, options.plot)
+        lines.append(f"picture: {options.plot}")
+    if options.chrome:
+        events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]
+        try:
+            write_chrome_trace(events, options.chrome)
+        except OSError as error:
+            raise ValueError(f"--chrome {options.chrome} can't be written: {error.strerror}") from None
+        lines.append(f"trace: {options.chrome}")
+    return lines

@@ -1,0 +1,82 @@
+"""`lightning-decentral topology base_graph --workers 24`: who hears whom, and how fast all agree."""
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from lightning_decentral.gossip.plan.checks import check
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import describe
+from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.planner.candidates import strategy_of
+from lightning_decentral.planner.topology_curves import Curves, curves, draw_topology, heard
+
+PRINTED_SIZE = 16  # workers whose matrices fit on a screen
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("topology", help="steps, matrices, spectral gap and consensus curve of a topology")
+    parser.add_argument("name", help="as in strategy/topology=NAME: ring, base_graph, auto, ...")
+    parser.add_argument("overrides", nargs="*", help="of its fields: max_degree=2")
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--per-node", type=int, default=1, help="workers that share a node, for those that ask")
+    parser.add_argument("--plot", type=Path, help="picture to write: topology.png")
+    parser.set_defaults(run=run)
+
+
+def names() -> list[str]:
+    """Of the group strategy/topology."""
+    group = files("lightning_decentral.conf") / "strategy" / "topology"
+    return sorted(file.name.removesuffix(".yaml") for file in group.iterdir() if file.name.endswith(".yaml"))
+
+
+def topology_of(name: str, overrides: list[str]) -> Topology:
+    """By its Hydra name.
+
+    Raises:
+        ValueError: an unknown name or field.
+    """
+    if name not in names():
+        raise ValueError(f"there is no topology {name!r}: use one of {', '.join(names())}")
+    words = [f"strategy.topology.{override}" for override in overrides]
+    strategy = strategy_of(" ".join(["strategy=gossip", f"strategy/topology={name}", *words]))
+    assert isinstance(strategy, GossipStrategy)
+    return strategy.topology
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print, and draw where asked."""
+    topology = topology_of(options.name, options.overrides).placed(options.per_node)
+    check(topology, options.workers)
+    found = curves(topology, options.workers)
+    console = Console(highlight=False)
+    for line in lines(topology, options.workers, found):
+        console.print(line, soft_wrap=True, markup=False)
+    if options.plot:
+        draw_topology(topology, options.workers, found, options.plot)
+        console.print(f"picture: {options.plot}", soft_wrap=True)
+
+
+def lines(topology: Topology, size: int, found: Curves) -> list[str]:
+    """What is printed."""
+    period = topology.period(size)
+    shown = [
+        f"step {step}: spectral gap {gap:.3g}: {heard(topology, size, step)}" for step, gap in enumerate(found.gaps)
+    ]
+    left = [f"... {period - len(found.gaps)} more steps"] if period > len(found.gaps) else []
+    matrices = [np.array2string(m, precision=3, max_line_width=160) for m in found.matrices if size <= PRINTED_SIZE]
+    worst, typical = (" ".join(f"{left:.2g}" for left in curve) for curve in (found.distances, found.typical))
+    return [
+        describe(topology, size),
+        f"period: {period} step{'s' if period > 1 else ''}, spectral gap per step {found.gap_per_step:.3g}",
+        *shown,
+        *left,
+        *(f"matrix of step {step}:\n{matrix}" for step, matrix in enumerate(matrices)),
+        f"distance from the mean that is left after 0, 1, ... steps, worst start: {worst}",
+        f"random start: {typical}",
+    ]

@@ -1,0 +1,282 @@
+"""What users watch while the workers gossip: distance from consensus, mixing, waiting, bytes, losses, the plan.
+
+Under a strategy that does not gossip each of these does nothing. Values go to every logger, at the step that Lightning
+gives its own rows; consensus distance, waiting and mixing rate go to the progress bar too, and what every worker knows
+of itself to `trainer.callback_metrics`.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_decentral.gossip.wire.consensus import Consensus
+from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.shared.replica import ReplicaStrategy
+
+KEPT_LOSSES = 8
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """What a strategy offers to those who watch it."""
+
+    def traffic(self) -> Traffic:
+        """This worker's counters since fit began; no communication."""
+
+    def consensus(self) -> Consensus:
+        """How far the workers are apart; collective."""
+
+    def summary(self) -> dict[str, str]:
+        """The plan in words."""
+
+    def rounds(self) -> list[int]:
+        """Rounds taken, one number for each optimizer."""
+
+    def mixing(self) -> dict[str, float]:
+        """How this worker mixes now, by name, only what its rule and codec have; no communication."""
+
+
+class _EveryNSteps(Callback, ABC):
+    """Measures when the number of rounds passes a multiple of `every_n_steps`.
+
+    That is at the same round on every worker, and once per real step under gradient accumulation.
+
+    Raises:
+        ValueError: `every_n_steps` below 1.
+    """
+
+    def __init__(self, *, every_n_steps: int) -> None:
+        if every_n_steps < 1:
+            raise ValueError(
+                f"every_n_steps must be at least 1, got {every_n_steps}: leave the callback out to measure never"
+            )
+        self.every_n_steps = every_n_steps
+        self._steps = 0
+        self._measured = 0
+
+    @abstractmethod
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+        """Measure and log; `steps` were taken since the last time this was asked."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from here, also after a resume."""
+        self._steps = self._measured = _steps_taken(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure where it's time."""
+        before, self._steps = self._steps, _steps_taken(trainer)
+        due = self._steps // self.every_n_steps > before // self.every_n_steps
+        if due and isinstance(trainer.strategy, Watched):
+            self.measure(trainer, pl_module, trainer.strategy, self._steps - self._measured)
+            self._measured = self._steps
+
+
+class ConsensusMonitor(_EveryNSteps):
+    """gossip/consensus_distance = sqrt((1/n) sum_i ||x_i - xbar||^2), and _relative = the same / ||xbar||.
+
+    Cost: every `every_n_steps` steps one all-reduce of the trained parameters, for which all workers wait for each
+    other: as much as one step of all-reduce training. Choose a large number where links are slow or workers unevenly
+    fast.
+
+    Source: consensus control, Kong et al., ICML 2021, watches the same distance.
+    """
+
+    def __init__(self, *, every_n_steps: int = 50) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+        """Collective, at the same round on every worker."""
+        apart = strategy.consensus()
+        metrics = {"gossip/consensus_distance": apart.absolute, "gossip/consensus_distance_relative": apart.relative}
+        _publish(trainer, pl_module, metrics, on_bar="gossip/consensus_distance")
+
+
+class CommunicationMonitor(_EveryNSteps):
+    """What the exchange costs this worker; loggers show worker 0's, or each worker's own with `WandbPerWorker`.
+
+    gossip/wait_seconds        per step since the last row: the exchange that training did not hide
+    gossip/in_flight_seconds   per step since the last row: from launch to landing
+    gossip/bytes_sent          since fit began
+    gossip/refused_messages    since fit began: messages with NaN or infinity
+
+    Cost: reads counters; no communication.
+    """
+
+    def __init__(self, *, every_n_steps: int = 10) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+        self._before = Traffic()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counters start anew with every fit."""
+        super().on_train_start(trainer, pl_module)
+        self._before = Traffic()
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+        """This worker alone."""
+        before, now = self._before, strategy.traffic()
+        self._before = now
+        metrics: dict[str, float] = {
+            "gossip/wait_seconds": (now.wait_seconds - before.wait_seconds) / steps,
+            "gossip/in_flight_seconds": (now.in_flight_seconds - before.in_flight_seconds) / steps,
+            "gossip/bytes_sent": now.bytes_sent,
+            "gossip/refused_messages": now.refused,
+        }
+        _publish(trainer, pl_module, metrics, on_bar="gossip/wait_seconds")
+
+
+class MixingMonitor(_EveryNSteps):
+    """How this worker mixes now: what `strategy.mixing()` says, each value as gossip/<its name>.
+
+    gossip/mixing_rate          how far a worker moves towards what it heard, 1 all the way
+    gossip/delay                rounds between launch and landing
+    gossip/codec_error          ||decoded - message|| relative to what was left to send, in the last measured round
+    gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
+    gossip/consensus_measured   that distance as it was told last
+
+    A value is logged where the rule and the codec have it. Cost: reads numbers; no communication.
+    """
+
+    def __init__(self, *, every_n_steps: int = 10) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+        """This worker alone."""
+        metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
+        _publish(trainer, pl_module, metrics, on_bar="gossip/mixing_rate")
+
+
+class WorkerLossMonitor(_EveryNSteps):
+    """worker/{k}/loss = mean training loss of worker k over its batches since the last row; worker 0 logs all workers'.
+
+    Cost: every `every_n_steps` steps each worker writes a few numbers into the run's key-value store and worker 0 reads
+    all of them. Nobody waits for another: a worker that is behind appears in the logs later, at the step of its loss.
+    """
+
+    def __init__(self, *, every_n_steps: int = 10) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+        self._losses: list[Tensor] = []
+        self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT_LOSSES)
+        self._logged: list[int] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget an earlier fit."""
+        super().on_train_start(trainer, pl_module)
+        self._losses.clear()
+        self._recent.clear()
+        self._logged = [_log_step(trainer) - 1] * trainer.world_size
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss; write and read where it's time."""
+        # Lightning divides by the number of accumulated batches before it hands the loss on.
+        scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        self._losses += [loss.detach() * scale for loss in _loss(outputs)]
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
+        """Write this worker's mean loss; worker 0 logs what it finds."""
+        if self._losses:
+            self._recent.append((_log_step(trainer), float(torch.stack(self._losses).mean())))
+            self._losses = []
+        self._share(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What slower workers wrote meanwhile: all have ended the epoch."""
+        if isinstance(trainer.strategy, Watched):
+            self._share(trainer)
+
+    def _share(self, trainer: Trainer) -> None:
+        rows = _posted(trainer, list(self._recent))
+        if not trainer.is_global_zero:
+            return
+        found: dict[int, dict[str, float]] = defaultdict(dict)
+        for rank, row in enumerate(rows):
+            new = [(step, loss) for step, loss in row if step > self._logged[rank]]
+            for step, loss in new:
+                found[step][f"worker/{rank}/loss"] = loss
+                self._logged[rank] = step
+        for step in sorted(found):
+            _log(trainer, found[step], step)
+
+
+class StartSummary(Callback):
+    """A table of the plan when training begins: workers, topology, steps to consensus, bytes per worker and step.
+
+    The same lines go to the loggers once, as hyperparameters `gossip/...`.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """On worker 0."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, Watched) or not trainer.is_global_zero:
+            return
+        summary = strategy.summary()
+        Console().print(_two_columns(summary))
+        for logger in trainer.loggers:
+            logger.log_hyperparams({f"gossip/{name}": text for name, text in summary.items()})
+
+
+def _two_columns(lines: Mapping[str, str]) -> Table:
+    table = Table(show_header=False, title="gossip", title_justify="left")
+    for name, text in lines.items():
+        table.add_row(name, text)
+    return table
+
+
+def _steps_taken(trainer: Trainer) -> int:
+    """Rounds; a single worker takes none, so its updates."""
+    strategy = trainer.strategy
+    rounds = strategy.rounds() if isinstance(strategy, Watched) else []
+    return max(rounds, default=trainer.global_step)
+
+
+def _log_step(trainer: Trainer) -> int:
+    """The step of Lightning's own rows, so that ours stand beside them (its LearningRateMonitor does the same)."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=step)
+
+
+def _publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: str) -> None:
+    """To the loggers directly: through `pl_module.log` they would repeat a value until the next one is measured."""
+    for name, value in metrics.items():
+        pl_module.log(name, float(value), prog_bar=name == on_bar, logger=False)
+    _log(trainer, metrics, _log_step(trainer))
+
+
+def _loss(outputs: Any) -> list[Tensor]:
+    """The loss in what a training step handed back, if there is one."""
+    match outputs:
+        case Tensor() as loss:
+            return [loss]
+        case {"loss": Tensor() as loss}:
+            return [loss]
+        case _:
+            return []
+
+
+def _posted(trainer: Trainer, mine: list[tuple[int, float]]) -> list[list[tuple[int, float]]]:
+    """Write this worker's (step, loss) pairs; on worker 0, every worker's, or nothing before all have written once."""
+    strategy = trainer.strategy
+    wire = strategy._wire if isinstance(strategy, ReplicaStrategy) else None
+    if wire is None:
+        return [mine]
+    keys = [f"loss/{rank}" for rank in range(trainer.world_size)]
+    wire.store.set(keys[trainer.global_rank], json.dumps(mine))
+    if not trainer.is_global_zero or not wire.store.check(keys):
+        return []
+    return [[(int(step), float(loss)) for step, loss in json.loads(text)] for text in wire.store.multi_get(keys)]

@@ -1,0 +1,1 @@
+"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), compression (`codec`), `integrity`."""

@@ -1,0 +1,302 @@
+"""One bucket on the links of one worker: what a codec needs beside the numbers."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.codec.codec import (
+    Codec,
+    Coding,
+    Frame,
+    MessageLayout,
+    Payload,
+    PayloadPart,
+    check_codec,
+)
+from lightning_decentral.gossip.compute.codec.coder import Buffers, Coder, Direct
+from lightning_decentral.gossip.compute.codec.counter_rng import key
+from lightning_decentral.gossip.compute.codec.power_gossip import Paired, PowerGossip
+from lightning_decentral.gossip.compute.codec.quantize import Plain
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
+from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.device import AsyncRead
+
+
+class BucketCodec:
+    """One bucket: its layout, and the estimates by link.
+
+    Args:
+        reference: where all estimates start; equal on all workers.
+        exact: elements at a message's end that aren't encoded.
+    """
+
+    def __init__(self, codec: Codec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
+        self.estimates: dict[str, Tensor] = {}
+        self._codec, self._matrices, self._exact = codec, matrices, exact
+        self._reference = _real(reference)
+        self._layouts: dict[int, MessageLayout] = {}
+
+    def parts(self, message: Tensor) -> list[PayloadPart]:
+        """The payload's, and the exact tail."""
+        coded, tail = self._split(message)
+        parts = self._codec.checked_parts(self._layout(coded), coded.dtype)
+        return [*parts, PayloadPart(tail.numel(), tail.dtype)] if self._exact else list(parts)
+
+    def encode(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
+        """Fill the payload."""
+        self._fill(self._codec.encode, message, payload, link, key)
+
+    def replace(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
+        """Fill the payload, and overwrite the message by what is decoded of it."""
+        self._fill(self._codec.replace, message, payload, link, key)
+
+    def decode(self, payload: Buffers, out: Tensor, link: str) -> None:
+        """Fill `out`."""
+        coded, tail = self._split(out)
+        self._codec.decode(self._coded(payload), coded, self._frame(link, coded, 0))
+        if self._exact:
+            tail.copy_(payload[-1])
+
+    def gap(self, message: Tensor, link: str) -> Tensor:
+        """||message - what is known of it||^2; 0 where that is rounding."""
+        coded = self._split(message)[0]
+        estimate = self._frame(link, coded, 0).estimate
+        gap = _squared(coded if estimate is None else coded - estimate)
+        rounding = 16 * torch.finfo(coded.dtype).eps
+        return gap.where(gap > rounding**2 * _squared(coded), 0)
+
+    def error(self, message: Tensor, decoded: Tensor) -> Tensor:
+        """||message - decoded||^2."""
+        return _squared(self._split(message)[0] - self._split(decoded)[0])
+
+    def remember(self, decoded: Tensor, link: str, healthy: Tensor) -> None:
+        """estimate <- decoded where healthy; a device decides by itself."""
+        estimate, coded = self.estimates[link], self._split(decoded)[0]
+        if healthy.is_cuda:
+            torch.where(healthy, coded, estimate, out=estimate)
+        elif bool(healthy):
+            estimate.copy_(coded)
+
+    def load(self, estimates: Mapping[str, Tensor]) -> None:
+        """Go on with these."""
+        device = self._reference.device
+        self.estimates = {link: estimate.to(device, copy=True) for link, estimate in estimates.items()}
+
+    def _fill(
+        self, code: Callable[[Tensor, Payload, Frame], None], message: Tensor, payload: Buffers, link: str, key: int
+    ) -> None:
+        coded, tail = self._split(message)
+        code(coded, self._coded(payload), self._frame(link, coded, key))
+        if self._exact:
+            payload[-1].copy_(tail)
+
+    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        end = len(message) - self._exact
+        return _real(message[:end]), message[end:]
+
+    def _coded(self, payload: Buffers) -> Buffers:
+        return payload[:-1] if self._exact else payload
+
+    def _layout(self, coded: Tensor) -> MessageLayout:
+        if len(coded) not in self._layouts:
+            self._layouts[len(coded)] = MessageLayout.of(len(coded), self._matrices, len(self._reference))
+        return self._layouts[len(coded)]
+
+    def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
+        if self._codec.remembers and link not in self.estimates:
+            self.estimates[link] = torch.zeros_like(coded)  # a message may hold more than the parameters
+            self.estimates[link][: len(self._reference)].copy_(self._reference)
+        return Frame(self._layout(coded), key, self.estimates.get(link))
+
+
+def _squared(tensor: Tensor) -> Tensor:
+    return tensor.double().square().sum()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def coder(codec: Coding, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
+    """Of one worker; what encodes nothing where nothing is to be encoded."""
+    match codec:
+        case Plain():
+            return Direct(pool)
+        case PowerGossip():
+            return Paired(codec, rank, pool)
+        case Codec():
+            return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)
+    raise TypeError(f"{codec} is no Codec: subclass lightning_decentral.gossip.coding.Codec")
+
+
+class Coded(Coder):
+    """Every link is encoded and decoded by a codec.
+
+    Args:
+        rank: of this worker; its noise differs from the others'.
+        audiences: {target: its audience}; targets of one audience always hear this worker in the same steps. Those
+            that aren't named are one.
+    """
+
+    def __init__(self, codec: Codec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
+        self._codec, self._rank, self._pool = codec, rank, pool
+        self.estimates = codec.remembers
+        self._audiences = audiences
+        self._channels: list[BucketCodec] = []
+        self._rate = 1.0
+        self._error: float | None = None
+        self._open: tuple[AsyncRead, int] | None = None
+        self._sums: list[Tensor] = []
+        self._warned = False
+
+    def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        """One channel for each bucket."""
+        self._rate = combine.largest_rate
+        pairs = zip(references, matrices, strict=True)
+        self._channels += [BucketCodec(self._codec, r, m, combine.exact) for r, m in pairs]
+
+    def encode(
+        self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
+    ) -> dict[int, Buffers]:
+        """Once for each audience that hears this step; its targets share the payload."""
+        shares: dict[int, float] = {}
+        for target, weight in targets.items():
+            audience = self._audiences.get(target, 0)
+            shares[audience] = shares.get(audience, 0.0) + weight
+        payloads: dict[int, Buffers] = {audience: [] for audience in shares}
+        watched = [m.clone() for m in message] if shares and step & (step - 1) == 0 else []
+        channels = self._channels[first : first + len(message)]
+        gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(channels, watched, strict=False)]
+        for bucket, (channel, m) in enumerate(zip(channels, message, strict=True), first):
+            keys = {audience: key(self._rank, step, bucket, audience) for audience in shares}
+            parts = self._encode(channel, m, keys, shares)
+            for audience, payload in parts.items():
+                payloads[audience] += payload
+        if watched:
+            errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
+            self._sums.append(torch.stack([torch.stack(errors).sum(), torch.stack(gaps).sum()]))
+            if first + len(message) == len(self._channels):
+                sums, self._sums = self._sums, []
+                self._watch(AsyncRead(torch.stack(sums).sum(0)), step)
+        return {target: payloads[self._audiences.get(target, 0)] for target in targets}
+
+    def error(self) -> float | None:
+        """||message - decoded|| / ||message - estimate|| as last measured: in rounds 0, 1, 2, 4, 8 and so on."""
+        self._read()
+        return self._error
+
+    def _watch(self, sums: AsyncRead, step: int) -> None:
+        """The host's are read at once, a device's when somebody asks or at the next measurement."""
+        self._read()
+        self._open = sums, step
+        if sums.on_host:
+            self._read()
+
+    def _read(self) -> None:
+        if self._open is not None:
+            (sums, step), self._open = self._open, None
+            error, gap = sums.read().tolist()
+            self._judge(error, gap, step)
+
+    def _judge(self, error: float, gap: float, step: int) -> None:
+        """Warn, once, where the rate is over the share of a difference that arrives: the rest is stale."""
+        if not gap > 0:  # nothing new was to be sent, or NaN
+            return
+        self._error = (error / gap) ** 0.5
+        arrived = 1 - error / gap
+        if self._codec.remembers and self._rank == 0 and arrived < 0.9 * self._rate and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._codec} passed on {arrived:.1%} of what a hearer lacked in round {step}: at rate {self._rate} "
+                f"the workers may drift apart; use Gossip(rate={max(arrived, 0.01):.2g}) or a codec that sends more",
+                stacklevel=2,
+            )
+
+    def _encode(
+        self, channel: BucketCodec, message: Tensor, keys: Mapping[int, int], shares: Mapping[int, float]
+    ) -> dict[int, Buffers]:
+        """{audience: payload};  message <- sum over audiences of share * what it decodes."""
+        parts = {audience: self._payload(channel, message) for audience in keys}
+        if len(parts) == 1:
+            ((audience, payload),) = parts.items()
+            channel.replace(message, payload, f"to {audience}", keys[audience])
+            self._remember_own(channel, message, audience)
+        elif parts:
+            for audience, payload in parts.items():
+                channel.encode(message, payload, f"to {audience}", keys[audience])
+            self._overwrite(message, channel, parts, shares)
+        return parts
+
+    def _overwrite(
+        self, message: Tensor, channel: BucketCodec, parts: Mapping[int, Buffers], shares: Mapping[int, float]
+    ) -> None:
+        first, *others = parts
+        total = sum(shares.values()) or 1.0
+        self._decode_own(channel, parts[first], message, first)
+        for place, audience in enumerate(others):
+            decoded = self._pool.take(message)
+            self._decode_own(channel, parts[audience], decoded, audience)
+            message.mul_(shares[first] / total if place == 0 else 1.0).add_(decoded, alpha=shares[audience] / total)
+            self._pool.give([decoded])
+
+    def _decode_own(self, channel: BucketCodec, payload: Buffers, out: Tensor, audience: int) -> None:
+        channel.decode(payload, out, f"to {audience}")
+        self._remember_own(channel, out, audience)
+
+    def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
+        if self._codec.remembers:
+            channel.remember(decoded, f"to {audience}", torch.ones((), dtype=torch.bool))
+
+    def _payload(self, channel: BucketCodec, message: Tensor) -> Buffers:
+        parts = channel.parts(message)
+        return [self._pool.take_new(torch.Size([p.elements]), p.dtype, message.device) for p in parts]
+
+    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
+        """The payload of each bucket in turn."""
+        pairs = zip(self._channels[first:], message, strict=False)
+        return [part for channel, m in pairs for part in self._payload(channel, m)]
+
+    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
+        """By the link's estimate."""
+        rest, decoded = list(buffers), []
+        for channel, m in zip(self._channels[first:], message, strict=False):
+            number = len(channel.parts(m))
+            out = self._pool.take(m)
+            channel.decode(rest[:number], out, f"from {source}")
+            rest = rest[number:]
+            decoded.append(out)
+        self._pool.give(buffers)
+        return decoded
+
+    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
+        """Nothing where the codec doesn't."""
+        for channel, d in zip(self._channels[first:] if self._codec.remembers else [], decoded, strict=False):
+            channel.remember(d, f"from {source}", healthy)
+
+    def release(self, sent: Mapping[int, Buffers]) -> None:
+        """Back to the pool, each once."""
+        for payload in {id(payload): payload for payload in sent.values()}.values():
+            self._pool.give(payload)
+
+    def bytes(self, message: Sequence[Tensor]) -> int:
+        """By the codec's formula, and the exact tails."""
+        pairs = zip(self._channels, message, strict=False)
+        return sum(part.bytes for channel, m in pairs for part in channel.parts(m))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The codec and the estimates of each bucket."""
+        return {"codec": repr(self._codec), "estimates": [dict(channel.estimates) for channel in self._channels]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Estimates on this device.
+
+        Raises:
+            ValueError: they were made by another codec.
+        """
+        check_codec(state, repr(self._codec))
+        for channel, estimates in zip(self._channels, state["estimates"], strict=True):
+            channel.load(estimates)

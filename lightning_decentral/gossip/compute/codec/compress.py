@@ -1,0 +1,123 @@
+"""What can travel: types, small integers, the largest elements, low rank, differences (`coding`: what a codec is)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.codec.codec import (
+    LARGEST_BLOCK,
+    Codec,
+    Frame,
+    MessageLayout,
+    Payload,
+    PayloadPart,
+    check_block,
+    pieces,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Codec):
+    """decoded = message where |message| is among the largest of its block, 0 elsewhere.
+
+    Bytes, k = ceil(fraction block) of each block: k (itemsize + 2), the value and its place in the block; for float32
+    6 fraction n. A small element of a message would never arrive, so this codes differences: wrap it.
+
+    Args:
+        fraction: of the elements, in (0, 1].
+        block: elements among which the largest are sought.
+
+    Raises:
+        ValueError: fraction is not in (0, 1], block not in 1 .. 65536.
+
+    Source: Stich et al. 1809.07599.
+    """
+
+    complete = False
+    fraction: float = 0.1
+    block: int = 4096
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"TopK's fraction must be in (0, 1], got {self.fraction}: 0.1 sends every tenth element")
+        check_block(self.block, "4096 is fast to search")
+
+    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        """(values, places as pairs of bytes)."""
+        whole, rest = divmod(layout.length, self.block)
+        kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)
+        return PayloadPart(kept, dtype), PayloadPart(2 * kept, torch.uint8)
+
+    def _kept(self, block: int) -> int:
+        return ceil(self.fraction * block)
+
+    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        """The largest of each block; NaN counts as largest."""
+        for start, stop, (values, places) in self._blocks(message, payload):
+            rows = message[start:stop].view(len(values), -1)
+            largest = rows.abs().topk(values.shape[1], dim=1, sorted=False).indices
+            torch.gather(rows, 1, largest, out=values)
+            places.copy_(largest - LARGEST_BLOCK // 2)
+
+    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
+        """Zero but for what was sent."""
+        out.zero_()
+        for start, stop, (values, places) in self._blocks(out, payload):
+            out[start:stop].view(len(values), -1).scatter_(1, places.long() + LARGEST_BLOCK // 2, values)
+
+    def _blocks(self, message: Tensor, payload: Payload) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
+        """(start, stop, (values, places) [blocks, kept]) of pieces."""
+        values, places = payload[0], payload[1].view(torch.int16)
+        at = 0
+        for start, stop, columns in pieces(message, self.block):
+            kept = self._kept(columns)
+            end = at + (stop - start) // columns * kept
+            yield start, stop, (values[at:end].view(-1, kept), places[at:end].view(-1, kept))
+            at = end
+
+
+@dataclass(frozen=True)
+class DifferenceCompression(Codec):
+    """payload = inner.encode(message - estimate);  decoded = estimate + inner.decode(payload);  estimate <- decoded.
+
+    Both ends of a link keep the estimate, so only what the hearer doesn't know yet is compressed: as the workers
+    settle, the error of any contracting codec vanishes. Bytes: the inner codec's.
+
+    Targets that hear a worker in exactly the same steps share one estimate. So on a graph that doesn't change this is
+    CHOCO-Gossip, at CHOCO's memory: an estimate of itself, and one of each source. On a graph that changes CHOCO's
+    single estimate can't be kept, since a target misses what was sent while it didn't listen; one for each link is
+    exact there, at a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
+    All start at worker 0's parameters.
+
+    Coarse codecs need a smaller rate (`Gossip(rate=...)`), as CHOCO's gamma.
+
+    Raises:
+        ValueError: inner remembers by itself.
+
+    Source: Koloskova et al. 1902.00340, algorithm 2, there for one constant W.
+    """
+
+    remembers = True
+    inner: Codec
+
+    def __post_init__(self) -> None:
+        if self.inner.remembers:
+            raise ValueError(f"DifferenceCompression's inner codec remembers by itself, got {self.inner}: unwrap it")
+
+    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        """The inner codec's."""
+        return self.inner.parts(layout, dtype)
+
+    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        """What the hearer lacks."""
+        assert frame.estimate is not None
+        self.inner.encode(message - frame.estimate, payload, frame)
+
+    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
+        """The estimate and what came."""
+        assert frame.estimate is not None
+        self.inner.decode(payload, out, frame)
+        out.add_(frame.estimate)

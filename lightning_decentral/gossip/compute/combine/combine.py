@@ -1,0 +1,132 @@
+"""What a rule is: the one equation of decentralized averaging, in correction form, and what may be added to it.
+
+    mixed_i = sum_j w_ij sent_j
+    x_i    <- x_i + rate * (mixed_i - sent_i)
+
+It keeps what x_i learnt since it was sent. So adapt-then-combine (no update between launch and landing),
+adapt-while-combining (one update) and every longer delay are this one rule with other launch and landing points.
+
+LAW (translation): apply(x + d) == apply(x) + d for every d. It is what makes overlap safe for any rule.
+
+Rules that need the user's update see it as a displacement u = x - last, where `last`, a part of their state, is x after
+the update before, and gets every correction that x gets. It is -eta g for SGD and whatever any other optimizer makes
+of the gradient, so that a rule knows neither.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.plan.checks import check
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Own, Weights
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a rule may know of a round beside its bucket.
+
+    Args:
+        round: its number; while landing, that of the round that lands.
+        learning_rate: of the optimizer's first group, as its last update used it.
+        peak: the largest learning rate so far.
+        own: w_ii of the round: a scalar on a worker, [size, 1] in a simulation.
+        degree: how many others are heard in the round, likewise.
+    """
+
+    round: int
+    learning_rate: float
+    peak: float
+    own: Callable[[], Tensor]
+    degree: Callable[[], Tensor]
+
+
+class Combine(ABC):
+    """Rule of one bucket. `x` has the shape [n] on a worker, [size, n] in a simulation; a message, what was sent and
+    what was mixed have a shape of their own, [m] or [size, m].
+
+    In every step: the user's update; what lands is applied; `adapt`; `message` leaves. At delay 0 it lands at once.
+    """
+
+    @property
+    def weights(self) -> Weights:
+        """Of what is heard, where the user names none."""
+        return Own()
+
+    @property
+    def copies(self) -> int:
+        """Numbers in a message for each parameter."""
+        return 1
+
+    @property
+    def largest_rate(self) -> float:
+        """The largest step towards what was heard, from 0 to 1: what a codec's error is judged against."""
+        return 1.0
+
+    @property
+    def exact(self) -> int:
+        """Elements at the end of every message that no codec may round, as push-sum's weight."""
+        return 0
+
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        """See that the rule works with this plan, before any worker talks.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        check(topology, size, weights)
+
+    def init(self, x: Tensor) -> State:
+        """The rule's state for a bucket with value x."""
+        return {}
+
+    def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
+        """Correct x in place once in every step, after the user's update and what landed."""
+        return
+
+    def message(self, x: Tensor, state: State) -> Tensor:
+        """What is sent. The mixer takes a copy of it at once, so it may be x itself."""
+        return x.detach()
+
+    def values(self, message: Tensor) -> Tensor:
+        """The parameters that a message, or a mixture of messages, stands for."""
+        return message
+
+    def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
+        """The message is on its way. `sent` waits for a codec, which may have made it differ from the message."""
+        return
+
+    @abstractmethod
+    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        """Correct x in place by what landed. `mixed` is the rule's to overwrite."""
+
+    def mixing(self, turn: Turn) -> dict[str, float]:
+        """What users watch of a round, by name: only what the rule has."""
+        return {}
+
+    @property
+    def lag(self) -> int:
+        """Steps after which `rounds` is told what `measure` measured; 0: nothing is measured."""
+        return 0
+
+    def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
+        """What this worker adds to (squared distance, squared norm), over all workers in a simulation."""
+        return torch.zeros(2, dtype=torch.float64, device=sent.device)
+
+    def rounds(self, distance: float, idle: int) -> int:
+        """Rounds to take in this step.
+
+        Args:
+            distance: sqrt(squared distance / squared norm) of all workers, `lag` steps ago; nan before the first.
+            idle: steps since the last one with a round.
+        """
+        return 1
+
+    def share(self, state: State) -> Tensor | None:
+        """This worker's weight in the mean of the workers; None: all equal."""
+        return None

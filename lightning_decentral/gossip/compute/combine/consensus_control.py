@@ -1,0 +1,124 @@
+"""As many rounds as the distance between the workers asks for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsensusControl(Combine):
+    """`most` rounds in a step while theta > target, none else, but one at least in every `probe` steps.
+
+        theta^2 = sum_i ||mixed_i - sent_i||^2 / sum_i ||sent_i||^2     over those that heard somebody
+
+    theta is measured where mixing happens anyway. With symmetric W, theta / (1 - lambda_n) <= Xi / ||x|| <= theta /
+    (1 - lambda_2): on a well connected graph it is nearly the relative consensus distance. Its two sums travel as 16
+    bytes in an all-reduce that starts after a step and is read `lag` steps later: nobody waits for it unless another is
+    `lag` steps behind, and all decide by the same bits. Rounds beyond the first in a step block: there is nothing to
+    hide them behind.
+
+    State and bytes: the inner rule's, once for each round.
+
+    Args:
+        target: relative distance above which to mix more; positive.
+        most: rounds in a step above the target, at least 1.
+        probe: under the target one round in so many steps, to measure; 1 takes one in each step.
+        lag: steps between a measurement and what is decided by it, at least 1.
+        inner: the rule of each round.
+
+    Raises:
+        ValueError: a number outside of its range.
+
+    Source: Kong et al., Consensus control for decentralized deep learning, ICML 2021, with a relative target.
+    """
+
+    target: float
+    most: int = 4
+    probe: int = 10
+    lag: int = 2
+    inner: Combine = field(default_factory=Gossip)
+
+    def __post_init__(self) -> None:
+        if self.target <= 0:
+            raise ValueError(f"the target distance must be positive, got {self.target}: 0.01 is 1 % of the parameters")
+        for name in ("most", "probe", "lag"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"ConsensusControl's {name} must be at least 1, got {getattr(self, name)}: "
+                    "leave it out for the default"
+                )
+
+    @property
+    def weights(self) -> Weights:
+        """The inner rule's."""
+        return self.inner.weights
+
+    @property
+    def copies(self) -> int:
+        """The inner rule's."""
+        return self.inner.copies
+
+    @property
+    def largest_rate(self) -> float:
+        """The inner rule's."""
+        return self.inner.largest_rate
+
+    @property
+    def exact(self) -> int:
+        """The inner rule's."""
+        return self.inner.exact
+
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        """As the inner rule: rounds in one step are rounds of the same plan."""
+        self.inner.check(topology, size, weights, delay)
+
+    def init(self, x: Tensor) -> State:
+        """The inner rule's."""
+        return self.inner.init(x)
+
+    def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
+        """The inner rule's."""
+        self.inner.adapt(x, state, turn)
+
+    def message(self, x: Tensor, state: State) -> Tensor:
+        """The inner rule's."""
+        return self.inner.message(x, state)
+
+    def values(self, message: Tensor) -> Tensor:
+        """The inner rule's."""
+        return self.inner.values(message)
+
+    def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
+        """The inner rule's."""
+        self.inner.launched(x, sent, state, turn)
+
+    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        """The inner rule's."""
+        self.inner.apply(x, sent, mixed, state, turn)
+
+    def mixing(self, turn: Turn) -> dict[str, float]:
+        """The inner rule's, and the target."""
+        return {**self.inner.mixing(turn), "consensus_target": self.target}
+
+    def share(self, state: State) -> Tensor | None:
+        """The inner rule's."""
+        return self.inner.share(state)
+
+    def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
+        """(||mixed - sent||^2, ||sent||^2) of the parameters; nothing of who heard nobody."""
+        listens = (turn.own() < 1).to(sent)
+        said, heard = self.values(sent) * listens, self.values(mixed) * listens
+        return torch.stack([t.abs().double().square().sum() for t in (heard - said, said)])
+
+    def rounds(self, distance: float, idle: int) -> int:
+        """`most`, or none."""
+        if distance > self.target:
+            return self.most
+        return 1 if idle + 1 >= self.probe else 0

@@ -1,0 +1,149 @@
+"""Rules that reach the exact optimum however much the workers' data differ."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.rate import Rate, at, check_echo, check_rate, check_stable, largest
+from lightning_decentral.gossip.plan.checks import check_symmetric
+from lightning_decentral.gossip.plan.stability import RepeatedCorrection
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactDiffusion(Combine):
+    """x+ = W' (2 x - x_prev - eta (g - g_prev)),  W' = rate W + (1 - rate) I.
+
+    In other words: c, the sum of all corrections so far, is added in every step again,
+
+        x <- x + u + c;  correction = rate (W - I) x;  x += correction;  c += memory correction,
+
+    so that at rest c_i = -u_i: it carries what worker i's gradient differs from the others'. sum_i c_i = 0 keeps.
+
+    rate=0.5 is exact diffusion, rate=1 is D2. Overlapped (delay 1), rate=0.5 is EXTRA: x+ = x + u + (W - I) x +
+    (1/2) sum over the past of (W - I) x.
+
+    State: c, a copy of the parameters. Bytes: the parameters.
+
+    Args:
+        rate: D2 needs every eigenvalue of W above -1/3, 0.5 none.
+        memory: less than 1 is slower to learn a difference, and stable with delays over 1 or local steps: about 1/k
+            for `Every(k, ...)`.
+
+    Raises:
+        ValueError: rate or memory not in (0, 1]; at set-up, where the matrix isn't symmetric or the rate not stable.
+
+    Source: Yuan et al. 1702.05122 (exact diffusion), Tang et al. 1803.07068 (D2), Shi et al. 1404.6264 (EXTRA).
+    """
+
+    rate: float = 0.5
+    memory: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+        if not 0 < self.memory <= 1:
+            raise ValueError(f"memory must be in (0, 1], got {self.memory}: 1 is exact diffusion, Gossip() has none")
+
+    @property
+    def largest_rate(self) -> float:
+        """Of the rate."""
+        return largest(self.rate)
+
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        """A symmetric matrix whose smallest eigenvalue is large enough for the rate: above -1/3 at rate 1."""
+        super().check(topology, size, weights, delay)
+        check_symmetric("ExactDiffusion", topology, size, weights, "combine=GradientTracking()")
+        echo = RepeatedCorrection(gain=self.memory, keep=1.0)
+        check_echo("ExactDiffusion", echo, self.rate, topology, size, weights, delay)
+
+    def init(self, x: Tensor) -> State:
+        """c = 0."""
+        return {"corrections": torch.zeros_like(x)}
+
+    def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
+        """x += c."""
+        x.add_(state["corrections"])
+
+    def mixing(self, turn: Turn) -> dict[str, float]:
+        """The rate."""
+        return {"mixing_rate": self.rate}
+
+    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        """x += rate * (mixed - sent), and c likewise."""
+        correction = mixed.sub_(sent).mul_(self.rate)
+        x.add_(correction)
+        state["corrections"].add_(correction, alpha=self.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientTracking(Combine):
+    """x+ = W x - eta y;  y+ = W y + g+ - g: y follows the mean of all workers' gradients, and x goes along it.
+
+    In displacements: v+ = W v + u+ - u, x+ = W x + v (delay 1) or W (x + v) (delay 0). sum_i v_i = sum_i u_i keeps,
+    also when the learning rate changes, with any optimizer and on any doubly stochastic sequence of matrices.
+
+    State: x after the last update, u and v, three copies of the parameters. Bytes: twice the parameters.
+
+    Args:
+        rate: towards what was heard, as in `Gossip`.
+
+    Raises:
+        ValueError: rate is not in (0, 1].
+
+    Source: Di Lorenzo and Scutari 1602.00591; Nedic, Olshevsky and Shi 1607.03218 (DIGing, which delay 1 is).
+    """
+
+    rate: Rate = 1.0
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    @property
+    def largest_rate(self) -> float:
+        """Of the rate."""
+        return largest(self.rate)
+
+    @property
+    def copies(self) -> int:
+        """x and v."""
+        return 2
+
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        """As Gossip: v mixes as x does and doesn't depend on it."""
+        super().check(topology, size, weights, delay)
+        check_stable("GradientTracking", self.rate, topology, size, weights, delay)
+
+    def init(self, x: Tensor) -> State:
+        """u = v = 0."""
+        return {"last": x.detach().clone(), "update": torch.zeros_like(x), "tracked": torch.zeros_like(x)}
+
+    def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
+        """v += u - u_prev; x = last + v."""
+        last, before, tracked = state["last"], state["update"], state["tracked"]
+        update = x - last
+        tracked.add_(update).sub_(before)
+        before.copy_(update)
+        torch.add(last, tracked, out=x.detach())
+        last.copy_(x)
+
+    def message(self, x: Tensor, state: State) -> Tensor:
+        """(x, v)."""
+        return torch.cat((x.detach(), state["tracked"]), dim=-1)
+
+    def values(self, message: Tensor) -> Tensor:
+        """x."""
+        return message.tensor_split(2, dim=-1)[0]
+
+    def mixing(self, turn: Turn) -> dict[str, float]:
+        """The rate."""
+        return {"mixing_rate": at(self.rate, turn)}
+
+    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        """Both += rate * (mixed - sent)."""
+        correction, tracked = mixed.sub_(sent).mul_(at(self.rate, turn)).tensor_split(2, dim=-1)
+        x.add_(correction)
+        state["last"].add_(correction)
+        state["tracked"].add_(tracked)

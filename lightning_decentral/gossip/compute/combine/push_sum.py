@@ -1,0 +1,90 @@
+"""Push-sum: averages over graphs on which no weights sum to one both ways."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.plan.checks import check_columns
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import OutDegree, Weights
+
+
+@dataclass(frozen=True)
+class PushSum(Combine):
+    """X <- P (X + u), w <- P w, z = X / w: stochastic gradient push; the module computes with z.
+
+    P's columns sum to one: everybody splits what it has among those who hear it, and no more is asked of the graph than
+    that everyone hears of everyone in time. Sum_i X_i and sum_i w_i = n keep, so that z reaches the mean.
+
+    What a worker gives away leaves when it is sent and arrives when it lands. Whatever the delay, what is under way is
+    only late: mixing is stable at every delay, without a rate. The mean of the workers is sum_i w_i z_i / sum_i w_i.
+
+    State: z after the last update (a copy of the parameters) and w, which begins at 1. Bytes: the parameters and a
+    number. Where P is doubly stochastic w stays 1, and at delays 0 and 1 it is Gossip().
+
+    Raises:
+        ValueError: at set-up, where parameters have half precision: w would be rounded, and scale all of them.
+
+    Source: Assran et al. 1811.10792, algorithms 1 (delay 0) and 2 (overlapped, bounded delay).
+    """
+
+    @property
+    def weights(self) -> Weights:
+        """p_ij = 1 / (1 + number of those that hear j)."""
+        return OutDegree()
+
+    @property
+    def exact(self) -> int:
+        """The weight."""
+        return 1
+
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        """Columns that sum to one."""
+        check_columns(topology, size, weights)
+
+    def init(self, x: Tensor) -> State:
+        """w = 1."""
+        if x.dtype.itemsize < 4:
+            raise ValueError(
+                f"PushSum needs parameters of at least 32 bits, got {x.dtype}: use precision='bf16-mixed', "
+                "or another rule on a symmetric graph"
+            )
+        return {"last": x.detach().clone(), "weight": torch.ones_like(x[..., :1])}
+
+    def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
+        """z <- last + u / w: the numerator gets the whole update."""
+        x.sub_(state["last"]).div_(state["weight"]).add_(state["last"])
+        state["last"].copy_(x)
+
+    def message(self, x: Tensor, state: State) -> Tensor:
+        """(z w, w)."""
+        return torch.cat((x.detach() * state["weight"], state["weight"]), dim=-1)
+
+    def values(self, message: Tensor) -> Tensor:
+        """X / w."""
+        return message[..., :-1] / message[..., -1:]
+
+    def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
+        """Keep p_ii of it: X -= (1 - p_ii) X."""
+        mass = sent()
+        self._add(x, mass * (turn.own().to(mass) - 1), state)
+
+    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        """X += what arrived from the others: mixed - p_ii sent."""
+        self._add(x, mixed.sub_(sent * turn.own().to(sent)), state)
+
+    def share(self, state: State) -> Tensor:
+        """w."""
+        return state["weight"]
+
+    def _add(self, x: Tensor, mass: Tensor, state: State) -> None:
+        """last <- (last w + X) / (w + v) for a mass (X, v); x gets the same correction and keeps what it learnt."""
+        last, before = state["last"], state["weight"]
+        weight = before + mass[..., -1:]
+        corrected = last.mul(before).add_(mass[..., :-1]).div_(weight)
+        x.add_(corrected - last)
+        last.copy_(corrected)
+        before.copy_(weight)

@@ -1,0 +1,132 @@
+"""How far a rule moves towards what it heard: a number, or a schedule.
+
+Less mixing late in training keeps a disagreement between the workers that helps their mean (2602.02899).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from lightning_decentral.gossip.compute.combine.combine import Turn
+from lightning_decentral.gossip.plan.stability import RepeatedCorrection, largest_rate_with_echo, largest_stable_rate
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights, describe
+
+
+class RateSchedule(ABC):
+    """turn -> rate, in [0, largest]."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """The largest rate it may ever give: what stability is judged by."""
+
+    @abstractmethod
+    def __call__(self, turn: Turn) -> float:
+        """The rate of this round."""
+
+
+Rate = float | RateSchedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRate(RateSchedule):
+    """first + (last - first) min(1, round / rounds).
+
+    Args:
+        first: at round 0, in (0, 1].
+        last: from round `rounds` on, in (0, 1].
+        rounds: at least 1.
+    """
+
+    first: float = 1.0
+    last: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        for rate in (self.first, self.last):
+            check_rate(rate)
+        if self.rounds < 1:
+            raise ValueError(f"LinearRate's rounds must be at least 1, got {self.rounds}: give the rounds to `last`")
+
+    @property
+    def largest(self) -> float:
+        """The larger end."""
+        return max(self.first, self.last)
+
+    def __call__(self, turn: Turn) -> float:
+        """By the round."""
+        return self.first + (self.last - self.first) * min(1.0, turn.round / self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRatePower(RateSchedule):
+    """gamma = (lr / lr_max)^power, lr_max the largest learning rate so far: 1 while it warms up, then falling with it.
+
+    Mixing is with gamma W + (1 - gamma) I. Every worker must have the same learning rate.
+
+    Raises:
+        ValueError: power is not positive.
+
+    Source: 2602.02899.
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.power <= 0:
+            raise ValueError(f"LearningRatePower's power must be positive, got {self.power}: 1 falls as the rate does")
+
+    @property
+    def largest(self) -> float:
+        """1."""
+        return 1.0
+
+    def __call__(self, turn: Turn) -> float:
+        """By the learning rate of the last update."""
+        return (turn.learning_rate / turn.peak) ** self.power if turn.peak > 0 else 1.0
+
+
+def at(rate: Rate, turn: Turn) -> float:
+    """The rate of this round."""
+    return rate(turn) if isinstance(rate, RateSchedule) else rate
+
+
+def largest(rate: Rate) -> float:
+    """The largest rate it may ever give."""
+    return rate.largest if isinstance(rate, RateSchedule) else rate
+
+
+def check_rate(rate: Rate) -> None:
+    """ValueError unless every rate is in (0, 1]."""
+    if not 0 < largest(rate) <= 1:
+        raise ValueError(f"rate must be in (0, 1], got {largest(rate)}: 1 mixes fully, smaller values mix less")
+
+
+def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+    """ValueError unless plain mixing at the largest rate contracts, with the largest that does."""
+    safe, used = largest_stable_rate(topology, size, delay, weights), largest(rate)
+    if used >= safe and size > 1:
+        raise ValueError(
+            f"rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: the rate must "
+            f"stay below {safe:.4g}; use {rule}(rate={below(safe)}), or topology=Every({delay}, ...), which is stable "
+            "at rate 1"
+        )
+
+
+def below(limit: float) -> float:
+    """The largest multiple of 0.001 that is less."""
+    return max(0, int(limit * 1000 - 1e-9)) / 1000
+
+
+def check_echo(
+    rule: str, echo: RepeatedCorrection, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int
+) -> None:
+    """ValueError unless mixing at the largest rate contracts although corrections come back; names a rate that does."""
+    safe, used = largest_rate_with_echo(topology, size, delay, weights, echo), largest(rate)
+    if used < safe or size == 1:
+        return
+    remedy = f"use {rule}(rate={below(safe)})" if below(safe) else "use a shorter delay, or a topology of one matrix"
+    raise ValueError(
+        f"{rule} at rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: "
+        f"the rate must stay below {safe:.4g}; {remedy}"
+    )

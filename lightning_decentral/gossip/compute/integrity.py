@@ -1,0 +1,106 @@
+"""What a worker thinks of the messages of a round: right round, finite numbers; and what follows."""
+
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.codec.codec import Coding
+from lightning_decentral.shared.compute.device import AsyncRead
+
+LAG = 2
+"""Rounds until the host reads a device's verdict."""
+
+
+class Verdicts:
+    """Checks the rounds of one exchange.
+
+    On the host the verdict falls at once. On a device it is copied to pinned memory and read two rounds later, long
+    after the device passed it: nobody waits for it, and a message is accepted or refused on the device itself. One
+    round later would be too soon for a round that lands on a second stream, beside the step.
+
+    Args:
+        rank: of this worker, for the texts.
+        codec: of the messages, for the texts.
+    """
+
+    def __init__(self, rank: int, codec: Coding | None = None) -> None:
+        self.refused = 0
+        self._rank = rank
+        self._beyond = f", or more than {codec} can express," if codec is not None else ""
+        self._open: deque[tuple[int, Sequence[int], AsyncRead]] = deque()
+        self._refused_in: dict[int, int] = {}
+
+    def add(self, round: int, rows: Mapping[int, Tensor]) -> None:
+        """Judge messages of a round by a row (round, elements, finite) of integers for this worker and each it heard.
+
+        Raises:
+            RuntimeError: a source is in another round, or its model has another size.
+            FloatingPointError: this worker's own message is not finite.
+        """
+        workers, flags = tuple(rows), AsyncRead(torch.stack(list(rows.values())))
+        if flags.on_host:
+            self._judge(workers, flags)
+            return
+        while self._open and self._open[0][0] <= round - LAG:
+            self._judge(*self._open.popleft()[1:])
+        self._open.append((round, workers, flags))
+
+    def _judge(self, workers: Sequence[int], flags: AsyncRead) -> None:
+        rows = dict(zip(workers, flags.read().tolist(), strict=True))
+        step, elements, finite = rows.pop(self._rank)
+        for source, (other_step, other_elements, healthy) in rows.items():
+            if other_step != step:
+                raise RuntimeError(
+                    f"worker {self._rank} is in round {step} but heard round {other_step} from worker {source}: "
+                    "every worker must take the same number of optimizer steps"
+                )
+            if other_elements != elements:
+                raise RuntimeError(
+                    f"worker {self._rank} mixes {elements} elements but worker {source} sent {other_elements}: "
+                    "every worker must train the same parameters in the same step"
+                )
+            if not healthy:
+                self._count(source, step)
+        if not finite:
+            raise FloatingPointError(
+                f"worker {self._rank}: its parameters hold NaN or infinity{self._beyond} in round {step}; its "
+                "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
+                "operation with detect_anomaly=True"
+            )
+
+    def _count(self, source: int, step: int) -> None:
+        """A source's refused buckets of one round are one refused message."""
+        if self._refused_in.get(source) == step:
+            return
+        self._refused_in[source] = step
+        self.refused += 1
+        warnings.warn(
+            f"worker {self._rank} refused a message from worker {source} in round {step}: "
+            f"it holds NaN or infinity ({self.refused} refused so far)",
+            stacklevel=2,
+        )
+
+
+def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
+    """heard <- own unless `healthy`, in place: NaN times a weight of zero would still be NaN.
+
+    A device decides by itself; on the host a healthy message is left alone.
+    """
+    if not healthy.is_cuda and bool(healthy):
+        return
+    for tensor, mine in zip(heard, own, strict=True):
+        torch.where(healthy, tensor, mine, out=tensor)
+
+
+def header_of(step: int, elements: int, device: torch.device) -> Tensor:
+    """(round, elements of all buckets), filled on the device as `number` is."""
+    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (step, elements)])
+
+
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar: no element is NaN or infinite. One pass each and no copy: the extremes carry both."""
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return torch.stack([torch.isfinite(extreme) for t in real for extreme in torch.aminmax(t)]).all()

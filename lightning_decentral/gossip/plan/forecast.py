@@ -1,0 +1,233 @@
+"""Seconds of a gossip step: a worker waits for its neighbours only, and only for what they launched `delay` steps ago.
+
+    update_i(k)   = ready_i(k-1) + compute_i(k)
+    launch_i(k)   = max(update_i(k), finish_i(k - delay)) + work_i(k)
+                                                             correct, copy or encode, decode, mix: all of it, though on
+                                                             a host most is done beside, where processors are free
+    depart_i(k)   = max(launch_i(k), finish_i(k-1))          a round leaves when the one before has landed,
+                                                             but for a short last bucket, which is left out here
+    finish_i(k)   = max(depart_j(k) for j = i and all whom i hears) + exchange_i(k)
+    ready_i(k)    = launch_i(k), with delay 0 finish_i(k)
+
+A max-plus recursion over steps: a straggler is felt by its neighbours `delay` steps later, by theirs after that.
+
+Source: Wang et al. 2410.11998 (the recursion takes the place of the barrier).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightning_decentral.gossip.plan.island_cost import Alone, Within
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Round, RoundLoad, mean_copies, rounds
+from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
+from lightning_decentral.shared.plan.forecast import COUNTED_STEPS, Floats, Method, Setting, at_factors
+from lightning_decentral.shared.plan.network import Price
+from lightning_decentral.shared.plan.profile import Model, RoundWork
+from lightning_decentral.shared.plan.timeline import Task, makespan, run
+
+NO_WORK = np.zeros(1)
+
+
+def ready(
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NO_WORK,)
+) -> Floats:
+    """[runs, steps, size]: when each worker is ready for its next step.
+
+    Args:
+        compute: [runs, steps, size] seconds.
+        exchange: for each step of the period [size] seconds.
+        work: for each step of the period [size] seconds, or [1] for all.
+    """
+    runs, steps, size = compute.shape
+    now = link = np.zeros((runs, size))
+    found = np.empty_like(compute)
+    finished: list[Floats] = []
+    for step in range(steps):
+        phase = step % len(plan)
+        launch = now + compute[:, step]
+        if 0 < delay <= step:
+            launch = np.maximum(launch, finished[step - delay])
+        launch = launch + work[step % len(work)]
+        depart = np.maximum(launch, link)
+        link = depart[:, plan[phase].sources].max(axis=2) + exchange[phase]
+        finished.append(link)
+        now = found[:, step] = launch if delay else link
+    return found
+
+
+def per_step(moments: Floats, period: int) -> Floats:
+    """[runs]: mean seconds per step by the last worker, over the last 64 or whole periods in them."""
+    counted = COUNTED_STEPS // period * period or COUNTED_STEPS
+    last = moments.max(axis=2)
+    return np.asarray((last[:, -1] - last[:, -1 - counted]) / counted, dtype=np.float64)
+
+
+def step_tasks(
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats] = (NO_WORK,)
+) -> list[Task[str]]:
+    """The same as tasks of every worker and of its link; compute [steps, size]."""
+    found = []
+
+    def landed(rank: int, step: int) -> tuple[str, ...]:
+        return (f"exchange {step} of {rank}",) if step >= 0 else ()
+
+    def before(rank: int, step: int) -> tuple[str, ...]:
+        return () if delay else landed(rank, step - 1)
+
+    for step, seconds in enumerate(compute):
+        phase = step % len(plan)
+        mixing = np.broadcast_to(work[step % len(work)], seconds.shape)
+        for rank in range(len(seconds)):
+            found.append(Task(f"compute {step} of {rank}", f"worker {rank}", float(seconds[rank]), before(rank, step)))
+            needs = landed(rank, step - delay) if delay else ()
+            found.append(Task(f"mix {step} of {rank}", f"worker {rank}", float(mixing[rank]), needs))
+        for rank, sources in enumerate(plan[phase].sources.tolist()):
+            launched = [f"mix {step} of {j}" for j in sources]
+            waits = [name for j in sources for name in (landed(j, step - 1) if delay else ())]
+            duration = float(exchange[phase][rank])
+            found.append(Task(f"exchange {step} of {rank}", f"link {rank}", duration, (*launched, *waits)))
+    return found
+
+
+AS_THEY_ARE = "Plain()"
+UNMEASURED = RoundWork(AS_THEY_ARE)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a codec makes of a message.
+
+    Args:
+        codec: its repr, by which the profile knows it.
+        wire_bytes: of the payload, by the bytes of the parameters in it.
+        assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
+        copies: messages of the model's size that are encoded for one, as a rule may want.
+        peers_only: whether messages are encoded, so that nothing can be all-reduced.
+    """
+
+    codec: str = AS_THEY_ARE
+    wire_bytes: Callable[[float], float] = float
+    assumed: RoundWork = UNMEASURED
+    copies: float = 1.0
+    peers_only: bool = False
+
+    def work(self, model: Model) -> RoundWork:
+        """As measured, or what messages as they are take and what is assumed."""
+        known = {work.codec: work for work in model.rounds}
+        plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
+        own = plain.own_seconds_per_byte + more.own_seconds_per_byte
+        heard = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
+        return known.get(self.codec, RoundWork(self.codec, own, heard))
+
+
+PLAIN = Encoding()
+
+
+@dataclass(frozen=True)
+class GossipForecast(Method):
+    """x_i+ = sum_j w_ij x_j + u_i over islands of devices.
+
+    Args:
+        topology: over the islands, told of the nodes (`placed`) where it asks.
+        delay: updates between launch and landing.
+        encoding: of messages.
+        within: what an island is.
+    """
+
+    topology: Topology
+    delay: int = 1
+    weights: Weights = field(default_factory=Own)
+    encoding: Encoding = PLAIN
+    within: Within = field(default_factory=Alone)
+
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        """Of exchanges, all-reduces in cliques, and what an island's devices send each other."""
+        loads = {load for one in self._rounds(setting) for load in one.loads}
+        exchanged = [price for load in loads for price, _ in self._exchanged(setting, load)]
+        return (*exchanged, *self.within.prices(setting))
+
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        """Of the last worker, after waves of waiting have spread."""
+        exchange, plan = self._plan(setting)
+        compute, work = self._compute(setting, factors), self._work(setting)
+        return per_step(ready(compute, exchange, plan, self.delay, work), len(plan))
+
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        """A period, at most `COUNTED_STEPS` and at least 4 steps, of all workers."""
+        exchange, plan = self._plan(setting)
+        steps = min(COUNTED_STEPS, max(4, len(plan), 2 * self.delay))
+        compute = self._compute(setting, np.ones((1, steps, setting.cluster.workers)))
+        return step_tasks(compute[0], exchange, plan, self.delay, self._work(setting))
+
+    def card_bytes(self, setting: Setting) -> float:
+        """Counted from the plan: of an island on one node, whatever its devices send stays inside."""
+        size, per_node = self._size(setting), self._workers_per_node(setting)
+        plan = self.topology, self.weights, size, per_node
+        return mean_copies(*plan, peers_only=self.encoding.peers_only) * self.encoding.wire_bytes(
+            setting.model.parameter_bytes
+        )
+
+    def memory_bytes(self, setting: Setting) -> float:
+        """That of an island's device; a message sent and one for each peer heard, for each round in flight."""
+        part = setting.model.parameter_bytes / self.within.devices
+        plan = self._rounds(setting)
+        heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
+        flights = most_in_flight(self.topology, self._size(setting), self.delay)
+        messages = part + heard * self.encoding.wire_bytes(part) if heard else 0.0
+        return self.within.memory_bytes(setting) + flights * messages
+
+    # ---- what a round takes -------------------------------------------------------------------------------------
+
+    def _size(self, setting: Setting) -> int:
+        return setting.cluster.workers // self.within.devices
+
+    def _workers_per_node(self, setting: Setting) -> int:
+        return max(1, setting.cluster.per_node // self.within.devices)
+
+    def _rounds(self, setting: Setting) -> tuple[Round, ...]:
+        size, per_node = self._size(setting), self._workers_per_node(setting)
+        return rounds(self.topology, self.weights, size, per_node, self.encoding.peers_only)
+
+    def _plan(self, setting: Setting) -> tuple[list[Floats], tuple[Round, ...]]:
+        """(exchange seconds of every worker, rounds) for each step of a period."""
+        plan = self._rounds(setting)
+        loads = {load for one in plan for load in one.loads}
+        seconds = {load: self._exchange_seconds(setting, load) for load in loads}
+        own = [np.array([seconds[load] for load in one.loads]) for one in plan]
+        # A sender with several targets serves them together, so its slowest source decides when a worker has heard.
+        return [busy[one.sources].max(axis=1) for busy, one in zip(own, plan, strict=True)], plan
+
+    def _exchange_seconds(self, setting: Setting, load: RoundLoad) -> float:
+        part = self.encoding.wire_bytes(setting.model.parameter_bytes / self.within.devices)
+        moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, load)]
+        gathered = self.within.gathering(setting).seconds(setting.model.parameter_bytes)
+        return max(moved) + gathered if moved else 0.0
+
+    def _exchanged(self, setting: Setting, load: RoundLoad) -> list[tuple[Price, int]]:
+        """(price, how many messages) inside the node and between nodes, which go on at the same time."""
+        cluster = setting.cluster
+        flows = load.flows * min(self.within.devices, cluster.per_node)
+        # Of exchanges, one worker of each node, or the workers of one, were measured together.
+        sides = ("inside", load.inside, cluster.per_node, 1), ("between", load.between, cluster.nodes, flows)
+        operation = "all_reduce" if load.clique else "exchange"
+        return [
+            (setting.network.price(operation, reach, load.clique or group, flows, load.per_node, messages), messages)
+            for reach, messages, group, flows in sides
+            if messages
+        ]
+
+    def _compute(self, setting: Setting, factors: Floats) -> Floats:
+        """[runs, steps, islands]: of the slowest device."""
+        runs, steps, _ = factors.shape
+        slowest = factors.reshape(runs, steps, self._size(setting), self.within.devices).max(axis=3)
+        return at_factors(lambda factor: makespan(run(self.within.step(setting, factor))), slowest)
+
+    def _work(self, setting: Setting) -> list[Floats]:
+        """[size] seconds of a round's own work by step of the period. A device of an island hears its part."""
+        work, copies = self.encoding.work(setting.model), self.encoding.copies
+        own = copies * self.within.kept_bytes(setting) * work.own_seconds_per_byte
+        each = copies * setting.model.parameter_bytes / self.within.devices * work.heard_seconds_per_byte
+        return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in self._rounds(setting)]

@@ -1,0 +1,190 @@
+"""Eigenvalues of mixing matrices and what follows from them: how fast mixing converges, how long a delay it bears."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import inf, pi
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import (
+    Matrix,
+    Weights,
+    mixing_matrix,
+    most_in_flight,
+    spectrum,
+    talking_steps,
+)
+
+
+def stable_rate(matrix: Matrix, flights: int) -> float:
+    """The rate below which x(t+1) = x(t) + rate (W - I) x(t-k+1) contracts, k = flights >= 1 messages in flight.
+
+    Along an eigenvector with eigenvalue lambda, mu = rate (1 - lambda), a solution z^t has z^k - z^(k-1) + mu = 0. At
+    mu = 0 the roots are 1 and 0 (k - 1 times); for small mu the first moves inwards, as Re(1 - lambda) > 0. Stability
+    is lost where a root meets the unit circle: z = e^(ia) gives
+
+        mu = z^(k-1) (1 - z) = 2 sin(a/2) e^(i ((2k-1) a/2 - pi/2)),        0 < a < 2 pi,
+
+    so at |arg mu| = pi/2 - (2k-1) a/2 first (e^(-ia) belongs to the conjugate mu). Hence it is stable iff
+
+        |mu| < 2 sin((pi/2 - |arg mu|) / (2k - 1))            for every lambda != 1,
+
+    which for real lambda is rate (1 - lambda) < 2 sin(pi / (2 (2k - 1))): 2, 1, 0.618, 0.445 for k = 1, 2, 3, 4.
+    Infinite where nothing is mixed.
+    """
+    mu = 1 - spectrum(matrix)
+    mu = mu[np.abs(mu) > 1e-9]
+    limits = 2 * np.sin((pi / 2 - np.abs(np.angle(mu))) / (2 * flights - 1)) / np.abs(mu)
+    return float(limits.min(initial=inf))
+
+
+def rate_for_any_order(matrix: Matrix, flights: int) -> float:
+    """1 / ((1 - w) (2k - 1)), w the smallest W[i, i]: stable below, whatever doubly stochastic matrices take turns.
+
+    With L = I - W, |L y|^2 <= 2 (1 - w) y^T L y, since (W - w I) / (1 - w) is doubly stochastic too. Sum over t
+
+        |x(t+1)|^2 - |x(t)|^2 = -2 rate x(t)^T L x(t-k+1) + rate^2 |L x(t-k+1)|^2,
+
+    write x(t) as x(t-k+1) plus k - 1 increments rate L x, and bound each product of two terms |L x| by half the sum of
+    their squares: the sum is negative if rate (1 - w) (2k - 1) < 1.
+    """
+    smallest = float(np.diagonal(matrix).min())
+    return inf if smallest == 1 else 1 / ((1 - smallest) * (2 * flights - 1))
+
+
+def growth(matrices: Sequence[Matrix], delay: int, rate: float) -> float:
+    """Spectral radius of one period of x(t+1) = x(t) + rate (W_t - I) x(t-k+1), k = max(1, delay), without the mean.
+
+    `matrices`: W_t of all steps of the period. The state is the last k values of x: a matrix of k (size - 1) rows.
+    """
+    size, depth = len(matrices[0]), max(1, delay)
+    apart = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
+    state = np.eye(depth * (size - 1))
+    for matrix in matrices:
+        oldest = state[-(size - 1) :]
+        newest = state[: size - 1] + rate * (apart @ (matrix - np.eye(size)) @ apart.T) @ oldest
+        state = np.concatenate([newest, state[: -(size - 1)]])
+    return float(np.abs(np.linalg.eigvals(state)).max())
+
+
+def first_unstable(matrices: Sequence[Matrix], delay: int, below: float, above: float, points: int = 8) -> float:
+    """The lowest rate from `below`, which is stable, to `above` at which a period grows; `above` if there is none."""
+    if below >= above:
+        return above
+    scan = [float(rate) for rate in np.linspace(below, above, points + 1)[1:] * (1 - 1e-4)]
+    unstable = next((i for i, rate in enumerate(scan) if growth(matrices, delay, rate) > 1), None)
+    if unstable is None:
+        return above
+    below, above = (scan[unstable - 1] if unstable else below), scan[unstable]
+    while above - below > 1e-3 * above:
+        middle = (below + above) / 2
+        below, above = (below, middle) if growth(matrices, delay, middle) > 1 else (middle, above)
+    return below
+
+
+class RepeatedCorrection(NamedTuple):
+    """A rule that repeats a correction d: gain keep^j d is added in the j-th step after it landed, from j = 0 on."""
+
+    gain: float
+    keep: float
+
+
+def echoed_growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorrection) -> float:
+    """Spectral radius of one period of mixing whose corrections d(t) = rate B_t x(t-k+1), k = max(1, delay), come back:
+
+        e(t) = keep e(t-1) + gain d(t);  x(t+1) = x(t) + d(t) + e(t).
+
+    `blocks`: B_t = W_t - I of all steps of the period, [m, m], without the mean. The state has (k + 1) m rows.
+    """
+    m, depth = len(blocks[0]), max(1, delay)
+    state = np.eye((depth + 1) * m)
+    for block in blocks:
+        newest, oldest, before = state[:m], state[(depth - 1) * m : depth * m], state[depth * m :]
+        correction = rate * (block @ oldest)
+        again = echo.keep * before + echo.gain * correction
+        state = np.concatenate([newest + correction + again, state[: (depth - 1) * m], again])
+    return float(np.abs(np.linalg.eigvals(state)).max())
+
+
+LARGEST_STATE = 1024  # rows; about a second for each rate that is tried
+CONTRACTS = 1 - 1e-9
+
+
+@lru_cache(maxsize=64)
+def largest_rate_with_echo(
+    topology: Topology, size: int, delay: int, weights: Weights, echo: RepeatedCorrection
+) -> float:
+    """The largest rate up to 1 at which mixing contracts although each correction comes back; 2 if it does at 1.
+
+    One matrix, perhaps in every k-th step only: each eigenvalue by itself. A sequence of matrices: one period as a
+    linear map, which must not be too large.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    periods = list(_periods(topology, size, delay, weights))
+
+    def contracts(rate: float) -> bool:
+        return all(echoed_growth(blocks, delay, rate, echo) < CONTRACTS for blocks in periods)
+
+    if contracts(1.0):
+        return 2.0
+    stable, unstable = 0.0, 1.0
+    while unstable - stable > 1e-3:
+        middle = (stable + unstable) / 2
+        stable, unstable = (middle, unstable) if contracts(middle) else (stable, middle)
+    return stable
+
+
+def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Iterator[list[Matrix]]:
+    """W_t - I of a period's steps without the mean: one system for each eigenvalue, or all in one."""
+    talking = talking_steps(topology, size)
+    steps = range(topology.period(size))
+    if len(talking) <= 1:
+        for value in _eigenvalues(mixing_matrix(topology, size, talking[0] if talking else 0, weights)):
+            yield [np.full((1, 1), value - 1 if step in talking else 0.0) for step in steps]
+        return
+    if (size - 1) * (max(1, delay) + 1) > LARGEST_STATE:
+        raise ValueError(
+            f"{topology.label(size)} changes over {len(steps)} steps, which is too large to judge for {size} workers "
+            f"with delay {delay}: use a topology of one matrix, such as Ring(), Torus() or Exponential()"
+        )
+    apart = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal rows that span what is orthogonal to the mean
+    yield [apart @ (mixing_matrix(topology, size, step, weights) - np.eye(size)) @ apart.T for step in steps]
+
+
+def _eigenvalues(matrix: Matrix) -> list[complex]:
+    """All but one eigenvalue 1, each once."""
+    values = spectrum(matrix)
+    rest = np.delete(values, np.argmin(np.abs(values - 1)))
+    return list(dict.fromkeys(complex(v) for v in np.round(rest, 9)))
+
+
+LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
+
+
+def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weights | None = None) -> float:
+    """The rate below which mixing with this delay contracts.
+
+    One matrix: `stable_rate`, which is exact. A sequence of matrices: the smallest of theirs isn't always safe (seven
+    workers in five random pairings with delay 2 diverge at rates below 1), so it is lowered to where one period, taken
+    as a whole, stops contracting; periods too large for that get `rate_for_any_order`.
+
+    k, messages in flight, is `most_in_flight`: Every(k, topology) with delay k has one. Infinite for one worker.
+    """
+    window, period, talking = max(1, delay), topology.period(size), talking_steps(topology, size)
+    flights = most_in_flight(topology, size, delay)
+
+    def lowest(limit: Callable[[Matrix, int], float]) -> float:
+        return min((limit(mixing_matrix(topology, size, step, weights), flights) for step in talking), default=inf)
+
+    by_eigenvalue = lowest(stable_rate)
+    if flights == 1 or len(talking) == 1:
+        return by_eigenvalue
+    in_any_order = lowest(rate_for_any_order)
+    if (size - 1) * window > LARGEST_PERIOD_STATE:
+        return min(by_eigenvalue, in_any_order)
+    matrices = [mixing_matrix(topology, size, step, weights) for step in range(period)]
+    return first_unstable(matrices, window, below=in_any_order, above=by_eigenvalue)

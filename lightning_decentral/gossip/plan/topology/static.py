@@ -1,0 +1,151 @@
+"""A plan drawn as a graph."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from lightning_decentral.gossip.plan.topology.topology import (
+    Edges,
+    Topology,
+    at_least_one,
+    ceil_log2,
+    grid,
+    numbered,
+    others,
+)
+
+
+@dataclass(frozen=True, init=False)
+class FromGraph(Topology):
+    """Any networkx graph; a directed edge u -> v means that v hears u. Weights of edges are not read.
+
+    Args:
+        graph: its nodes are the workers, numbered in sorted order; self-loops and parallel edges count for nothing.
+        edges: instead of `graph`, undirected edges between ranks: [[0, 1], [1, 2]].
+
+    Raises:
+        ValueError: not exactly one of both, or nodes that can't be sorted.
+    """
+
+    nodes: int
+    edges: Edges = field(repr=False)
+
+    def __init__(self, graph: nx.Graph | None = None, *, edges: Iterable[Sequence[int]] = ()) -> None:
+        pairs = [(int(u), int(v)) for u, v in edges]
+        if (graph is None) == (not pairs):
+            given = "neither" if graph is None else "both"
+            raise ValueError(
+                f"FromGraph needs a networkx graph or edges=[[0, 1], [1, 2], ...], got {given}: give one of them"
+            )
+        if graph is None:
+            graph = nx.empty_graph(1 + max(map(max, pairs)))
+            graph.add_edges_from(pairs)
+        nodes, directed = numbered(graph)
+        object.__setattr__(self, "nodes", nodes)
+        object.__setattr__(self, "edges", directed)
+
+    def period(self, size: int) -> int:
+        """1; ValueError unless the graph has `size` nodes."""
+        if size != self.nodes:
+            raise ValueError(f"FromGraph has {self.nodes} nodes, got {size} workers: give a graph with {size} nodes")
+        return super().period(size)
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        """The tails of the edges into `rank`."""
+        return tuple(u for u, v in self.edges if v == rank)
+
+    def label(self, size: int) -> str:
+        """With the number of its edges."""
+        return f"FromGraph with {len(self.edges)} directed edges"
+
+
+@dataclass(frozen=True)
+class Tree(Topology):
+    """Worker i and (i - 1) // children hear each other: a binary tree by default, a chain with children=1.
+
+    For `RelaySum`, which is exact on trees; plain gossip mixes slowly on them. Source: Vogels et al. 2110.04175.
+    """
+
+    children: int = 2
+
+    def __post_init__(self) -> None:
+        at_least_one("Tree's children", self.children, "1 is a chain, 2 a binary tree")
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        """The parent and the children."""
+        first = rank * self.children + 1
+        parent = (rank - 1) // self.children if rank else rank
+        return others(rank, (parent, *range(first, min(first + self.children, size))))
+
+
+@dataclass(frozen=True)
+class Complete(Topology):
+    """W = 1 1^T / n: everyone hears everyone, the exact mean in every step."""
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        """All others."""
+        return others(rank, range(size))
+
+
+@dataclass(frozen=True)
+class Ring(Topology):
+    """Worker i hears i - 1 and i + 1, weights 1/3; second eigenvalue 1/3 + 2/3 cos(2 pi / n)."""
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        """Both neighbours, which are one for two workers."""
+        return others(rank, ((rank - 1) % size, (rank + 1) % size))
+
+
+@dataclass(frozen=True)
+class Torus(Topology):
+    """A grid of rows x columns, row by row, closed in both directions; each worker hears up to four.
+
+    Without `rows` and `columns` it is as square as possible: 12 is 3 x 4; a prime number is one row, which is a ring.
+    """
+
+    rows: int | None = None
+    columns: int | None = None
+
+    def period(self, size: int) -> int:
+        """1; ValueError where the grid doesn't have `size` places."""
+        steps = super().period(size)
+        rows, columns = grid(size, self.rows, self.columns)
+        if min(rows, columns) < 1 or rows * columns != size:
+            raise ValueError(
+                f"{self!r} can't hold {size} workers: leave out rows and columns, or make their product {size}"
+            )
+        return steps
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        """Above, below, left, right."""
+        rows, columns = grid(size, self.rows, self.columns)
+        row, column = divmod(rank, columns)
+        vertical = [(row + d) % rows * columns + column for d in (-1, 1)]
+        return others(rank, vertical + [row * columns + (column + d) % columns for d in (-1, 1)])
+
+    def label(self, size: int) -> str:
+        """With its shape."""
+        rows, columns = grid(size, self.rows, self.columns)
+        return f"Torus {rows} x {columns}" + (" (a ring)" if min(rows, columns) == 1 < size else "")
+
+
+@dataclass(frozen=True)
+class Star(Topology):
+    """Worker 0 and everyone else hear each other, weights 1/n."""
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        """Worker 0 hears all, the others worker 0."""
+        return others(rank, (0,) if rank else range(size))
+
+
+@dataclass(frozen=True)
+class Exponential(Topology):
+    """Worker i hears i - 2^k for all 2^k < n, weights 1 / (1 + ceil(log2 n)); directed.
+
+    rho = 1 - 2 / (1 + ceil(log2 n)) for even n. Source: Ying et al. 2110.13363.
+    """
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        """ceil(log2 n) workers."""
+        return others(rank, ((rank - (1 << k)) % size for k in range(ceil_log2(size))))

@@ -1,0 +1,201 @@
+"""What a step of a plan asks of the network: who waits for whom, and what each worker's exchange moves.
+
+A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are; in every
+other one peers send each other messages.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_decentral.gossip.plan.topology.topology import Topology, step_graph
+from lightning_decentral.gossip.plan.weights import Weights, targets
+
+
+@dataclass(frozen=True)
+class RoundLoad:
+    """What one worker's exchange is.
+
+    Args:
+        clique: workers that all-reduce together, the worker included; 0 where peers exchange.
+        inside: messages to or from workers of the same node, whichever are more; in a clique 1 if it is in one node.
+        between: the same with other nodes.
+        flows: workers of the node, or cliques on it, that use its network card at the same time.
+        per_node: the most workers of the clique that share a node.
+    """
+
+    clique: int = 0
+    inside: int = 0
+    between: int = 0
+    flows: int = 1
+    per_node: int = 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """One step. sources[i]: i and all whom it hears, filled up with i to equal lengths, [size, most + 1]."""
+
+    sources: npt.NDArray[np.intp]
+    loads: tuple[RoundLoad, ...]
+
+    @property
+    def heard(self) -> npt.NDArray[np.intp]:
+        """[size]: messages that each worker mixes; of a clique that all-reduces one, which is that of all."""
+        others = (self.sources != np.arange(len(self.sources))[:, None]).sum(axis=1)
+        together = [load.clique > 0 for load in self.loads]
+        return np.asarray(np.where(together, np.minimum(others, 1), others), dtype=np.intp)
+
+    @property
+    def silent(self) -> bool:
+        """Whether nobody talks."""
+        return bool(self.sources.shape[1] == 1)
+
+
+@lru_cache(maxsize=64)
+def rounds(
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, peers_only: bool = False
+) -> tuple[Round, ...]:
+    """Of a period.
+
+    Args:
+        peers_only: no all-reduce where it would do, as with a codec.
+    """
+    cliques = None if peers_only else partitions(topology, weights, size)
+    by_step = cliques or [None] * topology.period(size)
+    return tuple(_round(topology, size, step, found, workers_per_node) for step, found in enumerate(by_step))
+
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+def _round(topology: Topology, size: int, step: int, cliques: Partition | None, per_node: int) -> Round:
+    graph = step_graph(topology, size, step)
+    most = graph.degree
+    sources = np.array([[rank, *heard, *[rank] * (most - len(heard))] for rank, heard in enumerate(graph.sources)])
+    peers = (
+        _peer_messages(graph.sources, graph.targets, per_node) if cliques is None else _cliques(cliques, size, per_node)
+    )
+    return Round(sources, peers)
+
+
+def _peer_messages(
+    sources: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]], per_node: int
+) -> tuple[RoundLoad, ...]:
+    def outside(rank: int, others: Sequence[int]) -> int:
+        return sum(other // per_node != rank // per_node for other in others)
+
+    pairs = list(zip(sources, targets, strict=True))
+    between = [max(outside(rank, heard), outside(rank, told)) for rank, (heard, told) in enumerate(pairs)]
+    inside = [
+        max(len(heard) - outside(rank, heard), len(told) - outside(rank, told))
+        for rank, (heard, told) in enumerate(pairs)
+    ]
+    nodes = [between[start : start + per_node] for start in range(0, len(between), per_node)]
+    flows = [max(1, sum(map(bool, node))) for node in nodes]
+    return tuple(RoundLoad(0, inside[r], between[r], flows[r // per_node]) for r in range(len(pairs)))
+
+
+def _cliques(cliques: Partition, size: int, per_node: int) -> tuple[RoundLoad, ...]:
+    nodes = {clique: Counter(rank // per_node for rank in clique) for clique in cliques}
+    spanning = [node for touched in nodes.values() if len(touched) > 1 for node in touched]
+    loads = [RoundLoad()] * size
+    for clique, touched in nodes.items():
+        if len(clique) > 1:
+            flows = max([1, *(spanning.count(node) for node in touched)])
+            load = RoundLoad(len(clique), int(len(touched) == 1), int(len(touched) > 1), flows, max(touched.values()))
+            for rank in clique:
+                loads[rank] = load
+    return tuple(loads)
+
+
+def all_reduce_copies(size: int, workers_per_node: int) -> float:
+    """2 (n - 1) / n: what a ring all-reduce over n workers sends out of each node, in units of the parameters' bytes;
+    0 on one node."""
+    return 2 * (size - 1) / size if size > workers_per_node else 0.0
+
+
+def copies_through_card(
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+) -> list[float]:
+    """For each step of a period: the most that any node sends out through its card, in units of the parameters' bytes.
+
+    A message to a worker of another node counts 1; a ring all-reduce over c workers 2 (c - 1) / c for each of its
+    links that leaves the node. What a node receives is as much wherever all are heard by as many as they hear.
+
+    Args:
+        peers_only: no all-reduce where it would do, as with a codec.
+    """
+    by_node = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only)
+    return [max(sent.values(), default=0.0) for sent in by_node]
+
+
+def mean_copies(
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+) -> float:
+    """What the busiest node sends out through its card in a step, as a mean over a period."""
+    steps = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only)
+    nodes = {node for sent in steps for node in sent}
+    return max((sum(sent.get(node, 0.0) for sent in steps) / len(steps) for node in nodes), default=0.0)
+
+
+def copies_by_node(
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+) -> list[dict[int, float]]:
+    """For each step of a period what every node that sends anything sends out, counted as above."""
+    period = topology.period(size)
+    cliques = None if peers_only else partitions(topology, weights, size)
+    steps = [
+        _peers(topology, size, step) if alone is None else _rings(alone)
+        for step, alone in enumerate(cliques or [None] * period)
+    ]
+    return [_by_node(links, workers_per_node) for links in steps]
+
+
+Links = Iterator[tuple[int, int, float]]
+
+
+def _peers(topology: Topology, size: int, step: int) -> Links:
+    return ((rank, target, 1.0) for rank in range(size) for target in targets(topology, rank, size, step))
+
+
+def _rings(cliques: Partition) -> Links:
+    for clique in cliques:
+        for rank, successor in zip(clique, (*clique[1:], clique[0]), strict=True):
+            yield rank, successor, 2 * (len(clique) - 1) / len(clique)
+
+
+def _by_node(links: Links, workers_per_node: int) -> dict[int, float]:
+    sent: dict[int, float] = {}
+    for rank, target, copies in links:
+        node = rank // workers_per_node
+        if node != target // workers_per_node:
+            sent[node] = sent.get(node, 0.0) + copies
+    return sent
+
+
+def partition(topology: Topology, weights: Weights, size: int, step: int) -> Partition | None:
+    """The cliques of one step, each sorted, a silent worker alone; None where the step isn't a mean over cliques."""
+    rows = [weights.row(topology, rank, size, step) for rank in range(size)]
+    members = [tuple(sorted(row)) for row in rows]
+    equal = all(abs(w - 1 / len(row)) < 1e-12 for row in rows for w in row.values())
+    closed = all(members[j] == members[i] for i in range(size) for j in members[i])
+    return tuple(dict.fromkeys(members)) if equal and closed else None
+
+
+def partitions(topology: Topology, weights: Weights, size: int) -> tuple[Partition | None, ...] | None:
+    """For each step of a period the cliques that all-reduce, or None where peers exchange; None where no step pays.
+
+    It pays where a clique has more than two workers: two exchange the same bytes as peers. Steps of pairs go with the
+    cliques if every step is a mean over cliques.
+    """
+    steps = [partition(topology, weights, size, step) for step in range(topology.period(size))]
+    pays = [cliques is not None and any(len(c) > 2 for c in cliques) for cliques in steps]
+    if not any(pays):
+        return None
+    if all(steps):
+        return tuple(steps)
+    return tuple(cliques if worth else None for cliques, worth in zip(steps, pays, strict=True))

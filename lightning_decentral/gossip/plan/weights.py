@@ -1,0 +1,262 @@
+"""How much of what is heard: mixing matrices W (row i: what i hears), how fast they mix, whether a plan is sound."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_decentral.gossip.plan.topology.topology import Topology, completed, step_graph
+
+EXACT = 1e-12
+FAR = 1e-6
+
+
+@dataclass(frozen=True)
+class Weights(ABC):
+    """row(topology, rank, size, step) -> {j: w_ij}, i = rank included, summing to one."""
+
+    @abstractmethod
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        """The weights of what `rank` hears at `step`: exactly its sources and itself."""
+
+
+@dataclass(frozen=True)
+class Own(Weights):
+    """What the topology itself says."""
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        """`topology.row`."""
+        return topology.row(rank, size, step)
+
+
+@dataclass(frozen=True)
+class MetropolisHastings(Weights):
+    """w_ij = 1 / (1 + max(d_i, d_j)): doubly stochastic on every symmetric graph. Source: Xiao and Boyd 2004."""
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        """Needs the degrees of the sources only."""
+        return step_graph(topology, size, step).metropolis_hastings(rank)
+
+
+@dataclass(frozen=True)
+class Uniform(Weights):
+    """w_ij = 1 / (1 + d_i): the plain mean of what is heard. Keeps the mean of all only where all degrees are equal."""
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        """Equal for the sources and the worker itself."""
+        sources = step_graph(topology, size, step).sources[rank]
+        return completed(rank, dict.fromkeys(sources, 1 / (1 + len(sources))))
+
+
+@dataclass(frozen=True)
+class Dyadic(Weights):
+    """w_ij = 2^-ceil(log2(1 + d_i)), powers of two for all sources: weighing rounds nothing. For `RelaySum`."""
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        """Equal for the sources; the rest stays with the worker."""
+        sources = step_graph(topology, size, step).sources[rank]
+        return completed(rank, dict.fromkeys(sources, 0.5 ** len(sources).bit_length()))
+
+
+@dataclass(frozen=True)
+class OutDegree(Weights):
+    """p_ij = 1 / (1 + number of those that hear j): columns sum to one on every graph, rows need not. For `PushSum`."""
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        """Each source splits what it has evenly among those that hear it and itself."""
+        graph = step_graph(topology, size, step)
+        return {j: 1 / (1 + len(graph.targets[j])) for j in sorted({rank, *graph.sources[rank]})}
+
+
+Matrix = NDArray[np.float64]
+
+
+def mixing_matrix(topology: Topology, size: int, step: int, weights: Weights | None = None) -> Matrix:
+    """W with W[i, j] = w_ij, float64 [size, size]: mixed = W @ sent. The topology's own weights where None."""
+    return entries(topology, size, step, weights).dense()
+
+
+@dataclass(frozen=True)
+class Entries:
+    """W[i, columns[e]] = values[e] for starts[i] <= e < starts[i + 1]: compressed rows, [size + 1], [edges], [edges].
+
+    Within a row the order of the columns is the row's own.
+    """
+
+    starts: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    @property
+    def size(self) -> int:
+        """Workers."""
+        return len(self.starts) - 1
+
+    @property
+    def mostly_zero(self) -> bool:
+        """Whether a sparse product pays."""
+        return len(self.values) < DENSE_FRACTION * self.size**2
+
+    @property
+    def identity(self) -> bool:
+        """Whether nobody hears anybody."""
+        return len(self.values) == self.size
+
+    @cached_property
+    def diagonal(self) -> NDArray[np.float64]:
+        """w_ii, [size]."""
+        rows = np.repeat(np.arange(self.size), np.diff(self.starts))
+        own = rows == self.columns
+        found = np.zeros(self.size)
+        found[rows[own]] = self.values[own]
+        return found
+
+    def dense(self) -> Matrix:
+        """W, float64 [size, size]."""
+        matrix = np.zeros((self.size, self.size))
+        matrix[np.repeat(np.arange(self.size), np.diff(self.starts)), self.columns] = self.values
+        return matrix
+
+    def __matmul__(self, other: Matrix) -> Matrix:
+        """W @ other, [size, n]."""
+        return self._gathered(other) if self.mostly_zero else self.dense() @ other
+
+    def _gathered(self, other: Matrix) -> Matrix:
+        """The first entries of all rows, then the second ones, and so on: as many passes as the longest row has."""
+        counts, product = np.diff(self.starts), np.zeros_like(other)
+        for place in range(counts.max()):
+            rows = np.flatnonzero(counts > place)
+            entries = self.starts[rows] + place
+            product[rows] += self.values[entries, None] * other[self.columns[entries]]
+        return product
+
+
+def entries(topology: Topology, size: int, step: int, weights: Weights | None = None) -> Entries:
+    """The same matrix by its entries."""
+    return compressed([(weights or Own()).row(topology, rank, size, step) for rank in range(size)])
+
+
+def targets(topology: Topology, rank: int, size: int, step: int) -> tuple[int, ...]:
+    """Those that hear `rank` at this step, sorted."""
+    return step_graph(topology, size, step).targets[rank]
+
+
+def links(
+    topology: Topology, weights: Weights, rank: int, size: int, step: int
+) -> tuple[dict[int, float], dict[int, float]]:
+    """({j: w_ij} of what i = `rank` hears, itself included; {k: w_ki} of those that hear it)."""
+    heard_by = targets(topology, rank, size, step)
+    row = weights.row(topology, rank, size, step)
+    return row, {k: weights.row(topology, k, size, step)[rank] for k in heard_by}
+
+
+def _products(topology: Topology, size: int, steps: int, weights: Weights | None) -> Iterator[Matrix]:
+    """W_t ... W_1 W_0 for t = 0, 1, ..., steps - 1."""
+    period = topology.period(size)
+    matrices: list[Entries] = []
+    product = np.eye(size)
+    for step in range(steps):
+        if step < period:
+            matrices.append(entries(topology, size, step, weights))
+        product = matrices[step % period] @ product
+        yield product
+
+
+@lru_cache(maxsize=64)
+def consensus_steps(topology: Topology, size: int, weights: Weights | None = None) -> int | None:
+    """Smallest m with W_(m-1) ... W_1 W_0 = 1 1^T / n to 1e-12; 0 for one worker; None if not within two periods.
+
+    The last step must come from farther than 1e-6: what shrinks to 1e-12 bit by bit isn't exact consensus.
+    """
+    if size == 1:
+        return 0
+    before = 1.0
+    for steps, product in enumerate(_products(topology, size, 2 * topology.period(size), weights), 1):
+        error = float(np.abs(product - 1 / size).max())
+        if error < EXACT:
+            return steps if before > FAR else None
+        before = error
+    return None
+
+
+def gap_per_step(topology: Topology, size: int, weights: Weights | None = None) -> float:
+    """1 - rho^(1/p), rho the second largest |eigenvalue| of the product of a period's p matrices."""
+    period = topology.period(size)
+    *_, product = _products(topology, size, period, weights)
+    rho = max(0.0, 1 - spectral_gap(product))
+    return float(1 - rho ** (1 / period))
+
+
+def talking_steps(topology: Topology, size: int) -> list[int]:
+    """Steps of a period in which anybody talks."""
+    return [step for step in range(topology.period(size)) if step_graph(topology, size, step).degree]
+
+
+def most_in_flight(topology: Topology, size: int, delay: int) -> int:
+    """The largest number of steps in which anybody talks among `delay` consecutive ones; at least 1."""
+    period, talking = topology.period(size), talking_steps(topology, size)
+    return max(1, *(sum((start + i) % period in talking for i in range(delay)) for start in talking or [0]))
+
+
+def describe(topology: Topology, size: int, weights: Weights | None = None) -> str:
+    """One line for the start-up summary, e.g. "Auto -> Hypercube, exact consensus every 2 steps"."""
+    if size == 1:
+        return f"{topology.label(size)}, one worker and nobody to hear"
+    steps = consensus_steps(topology, size, weights)
+    if steps is not None:
+        return f"{topology.label(size)}, exact consensus every {'step' if steps == 1 else f'{steps} steps'}"
+    per_step = " per step" if topology.period(size) > 1 else ""
+    return f"{topology.label(size)}, spectral gap {gap_per_step(topology, size, weights):.2g}{per_step}"
+
+
+DENSE_FRACTION = 0.25  # of entries; from there on a dense product is as fast as a sparse one
+
+
+def compressed(rows: Sequence[Mapping[int, float]]) -> Entries:
+    """rows[i] = {j: w_ij}, the worker itself included."""
+    starts = [0, *accumulate(map(len, rows))]
+    columns = [column for row in rows for column in row]
+    values = [value for row in rows for value in row.values()]
+    return Entries(np.array(starts), np.array(columns), np.array(values, dtype=np.float64))
+
+
+def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
+    """Eigenvalues of a mixing matrix [size, size], in any order.
+
+    Workers that don't hear each other make separate blocks; blocks of one size are solved together. So a thousand
+    workers that talk in pairs cost five hundred tiny problems, not one large one.
+    """
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(matrix)))
+    graph.add_edges_from(zip(*(axis.tolist() for axis in np.nonzero(matrix)), strict=True))
+    by_size: dict[int, list[list[int]]] = {}
+    for component in nx.connected_components(graph):
+        by_size.setdefault(len(component), []).append(sorted(component))
+    solve = np.linalg.eigvalsh if np.array_equal(matrix, matrix.T) else _eigenvalues
+    blocks = [np.array(members) for members in by_size.values()]
+    return np.concatenate([solve(matrix[m[:, :, None], m[:, None, :]]).ravel() for m in blocks]).astype(np.complex128)
+
+
+def _eigenvalues(blocks: Matrix) -> NDArray[np.complex128]:
+    """Of matrices [count, size, size]. Where each row is the one above moved by one place, as in directed circulant
+    graphs, they are the Fourier transform of the first row."""
+    place = np.arange(blocks.shape[-1])
+    circulant = blocks[:, 0, (place[None, :] - place[:, None]) % len(place)]
+    found = np.fft.fft(blocks[:, 0]) if np.array_equal(blocks, circulant) else np.linalg.eigvals(blocks)
+    return found.astype(np.complex128)
+
+
+def spectral_gap(matrix: Matrix) -> float:
+    """1 - max |lambda| over all eigenvalues but one eigenvalue 1, of a doubly stochastic matrix [size, size].
+
+    One step of mixing shrinks the distance to the mean by at least the factor 1 - gap where the matrix is symmetric, in
+    the long run elsewhere. 0: the mean is never reached by this matrix alone. One worker has gap 1.
+    """
+    eigenvalues = spectrum(matrix)
+    rest = np.delete(eigenvalues, np.argmin(np.abs(eigenvalues - 1)))
+    return float(1 - np.abs(rest).max(initial=0.0))

@@ -1,0 +1,184 @@
+"""What a run came to: a table on the screen, and beside the checkpoint a CSV, a picture and a JSON."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_decentral.gossip.callbacks import Watched
+from lightning_decentral.shared.compute.modules import evaluating
+from lightning_decentral.shared.figure import draw
+from lightning_decentral.shared.loggers import Rows
+
+UNKNOWN = float("nan")
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """A module that can score examples one by one."""
+
+    score_name: str
+
+    def score(self, batch: Any) -> Tensor:
+        """[batch]: one number for each example."""
+
+
+class Report(Callback):
+    """Writes report.csv, report.png and report.json when training ends, and prints a table after the test.
+
+    The table: test score of the evaluated model, score of each worker's own model over the whole test set, bytes sent,
+    seconds waited for the exchange, and below it the consensus distance. Own scores need a datamodule and a module
+    with `score(batch)` and `score_name`; the evaluated model's score is the logged metric `test/<score_name>`.
+
+    Cost: at the end of training every worker goes over the whole test set once, and one all-reduce of the parameters
+    and one of a few numbers. Under a strategy that does not gossip there are only the logged metrics.
+
+    Args:
+        directory: where the files go; one for each training.
+    """
+
+    def __init__(self, *, directory: str) -> None:
+        self.directory = Path(directory)
+        self._rows = Rows(self.directory)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Listen to what is logged while training."""
+        if stage == "fit":
+            self._rows = Rows(self.directory)
+            others = [logger for logger in trainer.loggers if not isinstance(logger, Rows)]
+            trainer.loggers = [*others, self._rows]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collective: every worker's own model, before the strategy makes all equal."""
+        result = _outcome(trainer, pl_module) if isinstance(trainer.strategy, Watched) else {}
+        if trainer.is_global_zero:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "report.json").write_text(json.dumps(result, indent=2))
+            _write_csv(self._rows.rows, self.directory / "report.csv")
+            self._draw()
+
+    def _draw(self) -> None:
+        try:
+            draw(self._rows.rows, self.directory / "report.png")
+        except ModuleNotFoundError:
+            print("no report.png: matplotlib is not installed: pip install 'lightning-decentral[plot]'")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print; training may have been in another process, so its outcome is read from the file."""
+        file = self.directory / "report.json"
+        if not trainer.is_global_zero or not file.exists():
+            return
+        console = Console()
+        result = json.loads(file.read_text())
+        console.print(_table(result, trainer, pl_module))
+        for line in (*_distance(result), *_places(self.directory, trainer)):
+            console.print(line, soft_wrap=True, highlight=False)
+
+
+# ---- what is measured -------------------------------------------------------------------------------------------
+
+
+def _outcome(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    strategy = trainer.strategy
+    assert isinstance(strategy, Watched)
+    apart, traffic = strategy.consensus(), strategy.traffic()
+    mine = [_own_score(trainer, pl_module), traffic.bytes_sent, traffic.wait_seconds, traffic.refused]
+    names = ("score", "bytes_sent", "seconds_waited", "refused_messages")
+    # A sum over workers of tables with one row each gathers them; Lightning's all_gather warns of its own deprecation.
+    table = torch.zeros(trainer.world_size, len(names), dtype=torch.float64, device=strategy.root_device)
+    table[trainer.global_rank] = torch.tensor(mine, dtype=table.dtype)
+    rows = strategy.reduce(table, reduce_op="sum").tolist()
+    return {
+        "workers": [dict(zip(names, map(_known, values), strict=True)) for values in rows],
+        "consensus_distance": apart.absolute,
+        "consensus_distance_relative": apart.relative,
+        "evaluated": strategy.summary().get("evaluated", "evaluated model"),
+    }
+
+
+@torch.no_grad()
+def _own_score(trainer: Trainer, pl_module: LightningModule) -> float:
+    """(1/N) sum_e score(e) over all N test examples, this worker's own model; NaN without datamodule or `score`."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if datamodule is None or not isinstance(pl_module, Scored):
+        return UNKNOWN
+    datamodule.setup("test")
+    total, examples = 0.0, 0
+    with evaluating(pl_module), trainer.precision_plugin.test_step_context():
+        for batch in datamodule.test_dataloader():
+            scores = pl_module.score(trainer.strategy.batch_to_device(batch))
+            total, examples = total + float(scores.double().sum()), examples + scores.numel()
+    return total / examples if examples else UNKNOWN
+
+
+# ---- what is shown ----------------------------------------------------------------------------------------------
+
+
+def _table(result: Mapping[str, Any], trainer: Trainer, pl_module: LightningModule) -> Table:
+    name = pl_module.score_name if isinstance(pl_module, Scored) else "score"
+    table = Table(title="result", title_justify="left")
+    for column in ("", f"test {name}", "sent", "waited for exchange"):
+        table.add_column(column, justify="right" if column else "left")
+    score = _known(float(trainer.callback_metrics.get(f"test/{name}", UNKNOWN)))
+    workers = result.get("workers", [])
+    sent = sum(worker["bytes_sent"] for worker in workers)
+    table.add_row(result.get("evaluated", "model"), _number(score), _size(sent) if workers else "", "", style="bold")
+    for rank, worker in enumerate(workers):
+        waited = f"{worker['seconds_waited']:.2f} s"
+        table.add_row(f"worker {rank}'s own model", _number(worker["score"]), _size(worker["bytes_sent"]), waited)
+    return table
+
+
+def _distance(result: Mapping[str, Any]) -> list[str]:
+    if "consensus_distance" not in result:
+        return []
+    absolute, relative = result["consensus_distance"], result["consensus_distance_relative"]
+    percent = f"{100 * relative:.3g} % of the parameters' norm"
+    return [f"{'distance':<11}{absolute:.4g} from consensus when training ended, {percent}"]
+
+
+def _places(directory: Path, trainer: Trainer) -> list[str]:
+    checkpoint = trainer.checkpoint_callback
+    path = checkpoint.best_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
+    written = [directory / name for name in ("report.csv", "report.png") if (directory / name).exists()]
+    named = [("checkpoint", path)] if path else []
+    named += [("metrics" if file.suffix == ".csv" else "picture", str(file)) for file in written]
+    return [f"{name:<11}{_relative(place)}" for name, place in named]
+
+
+def _relative(place: str) -> Path:
+    path, here = Path(place).resolve(), Path.cwd().resolve()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if value != value else value
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def _write_csv(rows: Sequence[Mapping[str, float]], path: Path) -> None:
+    columns = dict.fromkeys(key for row in rows for key in row)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=["step", *sorted(columns.keys() - {"step"})])
+        writer.writeheader()
+        writer.writerows(rows)

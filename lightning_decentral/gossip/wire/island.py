@@ -1,0 +1,131 @@
+"""What one gossiping worker is: a single device, or an island of several.
+
+Devices island * L ... island * L + L - 1 are one worker; the topology is over islands. A device's place is its number
+within its island, and devices of one place exchange.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet, Sharding
+from lightning_decentral.shared.wire import gradients
+from lightning_decentral.shared.wire.transport import Wire
+
+
+@dataclass(frozen=True)
+class Island(ABC):
+    """How many devices are one worker, and what they do together. A value: constructing it starts nothing."""
+
+    devices: int
+
+    @property
+    def shards(self) -> int:
+        """Devices that a worker's parameters are spread over."""
+        return 1
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"an island has at least 1 device, got {self.devices}: Solo() is one device")
+
+    def workers(self, devices: int, per_node: int) -> int:
+        """How many workers so many devices are.
+
+        Raises:
+            ValueError: islands would be cut, by the end of the world or by a node's.
+        """
+        if devices % self.devices:
+            fitting = ", ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
+            raise ValueError(f"{self!r} doesn't divide {devices} devices into islands: give devices one of {fitting}")
+        if per_node % self.devices and self.devices % per_node:
+            raise ValueError(
+                f"{self!r} would lie across the border of nodes with {per_node} devices: "
+                f"give devices a divisor or a multiple of {per_node}"
+            )
+        return devices // self.devices
+
+    @abstractmethod
+    def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
+        """This device's part; collective.
+
+        Args:
+            meet: runs what waits for the other devices of an island.
+        """
+
+
+@dataclass(frozen=True)
+class Solo(Island):
+    """One device, one worker."""
+
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.devices != 1:
+            raise ValueError(f"Solo is one device, got {self.devices}: use AllReduce({self.devices})")
+
+    def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
+        """Nothing to do together."""
+        return IslandMember(wire, 1, meet)
+
+
+@dataclass(frozen=True)
+class AllReduce(Island):
+    """L devices with equal parameters: g = (1/L) sum of their gradients, and each exchanges 1/L of the parameters.
+
+    x_i+ = sum_j w_ij x_j + u_i(g_i) for islands i, as for one worker with the L devices' batches together. The
+    gradients travel in overlapped buckets, as under DDP. Of every message each device sends the part of its place to
+    its peer in the other island and hears that part, then the devices gather: every byte crosses the network card of
+    the node once.
+
+    Args:
+        devices: L, consecutive ones; usually those of a node.
+        bucket_bytes: gradients that travel together inside the island.
+
+    Raises:
+        ValueError: fewer than one device or byte.
+
+    Source: Wang et al. 2410.11998.
+    """
+
+    bucket_bytes: int = gradients.BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bucket_bytes < 1:
+            raise ValueError(
+                f"bucket_bytes must be positive, got {self.bucket_bytes}: {gradients.BUCKET_BYTES} is DDP's"
+            )
+
+    def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
+        """Groups of this island and hooks on its gradients."""
+        return Averaging(wire, self.devices, device, meet, self.bucket_bytes)
+
+
+@dataclass(frozen=True)
+class FullyShard(Island):
+    """L devices that hold 1/L of every parameter, gradient and moment each (FSDP2), and gossip their own shards.
+
+    x_i[p]+ = sum_j w_ij x_j[p] + u_i[p] for island i and place p: hybrid sharding (HSDP) whose replicate dimension is
+    gossip. FSDP gathers parameters before they are used and scatters the mean of the island's gradients; a device's
+    peers are the devices with the same shards in the other islands, so every byte crosses the network card once.
+
+    Each module that a ModuleList holds (a transformer's blocks) is gathered by itself, everything else together.
+
+    Args:
+        devices: L, consecutive ones; usually those of a node.
+
+    Raises:
+        ValueError: fewer than one device.
+
+    Source: Zhao et al. 2304.11277 (FSDP, hybrid sharding); Wang et al. 2410.11998.
+    """
+
+    @property
+    def shards(self) -> int:
+        """All of the island."""
+        return self.devices
+
+    def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
+        """Groups of this island, and across the islands."""
+        return Sharding(wire, self.devices, device, meet)

@@ -1,0 +1,216 @@
+"""A device's part in its island: whom it exchanges with, what it does with its gradients, what it holds."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_decentral.gossip.wire.exchange import Exchange
+from lightning_decentral.gossip.wire.hierarchical import GatherExchange
+from lightning_decentral.shared.compute.buckets import Bucket, pack
+from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
+from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.transport import Transport, Wire
+
+Mean = Callable[[Sequence[Tensor]], list[Tensor]]
+Meet = Callable[[Callable[[], Any]], Any]
+Group = Callable[[Sequence[int] | None], Transport | None]
+
+
+class IslandMember:
+    """One device's part in its island; here of an island that is this device alone.
+
+    Args:
+        devices: of each island.
+        meet: runs what waits for other devices.
+    """
+
+    shards = 1
+    """Devices that a worker's parameters are spread over."""
+
+    def __init__(self, wire: Wire | None, devices: int, meet: Meet) -> None:
+        self._wire, self.devices, self._meet = wire, devices, meet
+
+    # ---- rounds -------------------------------------------------------------------------------------------------
+
+    def peers(self, workers: Sequence[int]) -> Transport | None:
+        """A new group of the devices at this one's place in these islands; None outside. Every device calls it."""
+        assert self._wire is not None
+        return _mine(self._wire.group, [[w * self.devices + p for w in workers] for p in range(self.devices)])
+
+    def exchange(self, peers: Exchange, encoded: bool) -> Exchange:
+        """What a mixer of whole buckets talks to, given an exchange between the peers, by a codec or without."""
+        return peers
+
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        """The parameters as buckets."""
+        return pack(parameters, bucket_bytes)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def arrange(self, module: nn.Module) -> None:
+        """Before the optimizers exist."""
+
+    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        """Run a training step; `redirect` runs it inside the module's own call, where hooks of `forward` see it."""
+        return step()
+
+    def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        """Run a step of evaluation."""
+        return step()
+
+    def averaging(self, closure: Callable[[], Any]) -> Any:
+        """Run what computes the gradients of one update."""
+        return closure()
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Gradients are only accumulated meanwhile."""
+        yield
+
+    def close(self, alone: bool) -> None:
+        """Leave the module as it was; `alone`: without the other devices."""
+
+    # ---- the mean and checkpoints -------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Before somebody looks at the parameters."""
+
+    def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
+        """Of what a module holds, over the workers; `of_all` is over all devices."""
+        return of_all(tensors)
+
+    def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
+        """Of flat tensors, over the workers."""
+        return of_all(tensors)
+
+    def load(self, module: nn.Module, shards: Mapping[str, Tensor]) -> None:
+        """Put back this device's own part of a state_dict."""
+
+
+class Averaging(IslandMember):
+    """One of several devices with equal parameters."""
+
+    def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int) -> None:
+        super().__init__(wire, devices, meet)
+        size = wire.world.size
+        self._device, self._gathering = device, _inside(wire.group, size, devices)
+        over, hosts = _inside(wire.group, size, devices), _inside(wire.hosts, size, devices)
+        self._gradients = GradientAverage(over, hosts, meet, bucket_bytes)
+
+    def exchange(self, peers: Exchange, encoded: bool) -> Exchange:
+        """This device exchanges its part, then the island gathers. Gradients don't queue behind that."""
+        return GatherExchange(peers, self._gathering, self._device, encoded)
+
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        """Divisible into the parts of the devices."""
+        return pack(parameters, bucket_bytes, partial(Bucket, parts=self.devices))
+
+    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        """Parameters may have been unfrozen since the last step."""
+        self._gradients.watch(list(module.parameters()))
+        return step()
+
+    def averaging(self, closure: Callable[[], Any]) -> Any:
+        """The devices average also where one of them had no loss."""
+        self._gradients.begin()
+        output = closure()
+        self._gradients.finish()
+        return output
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Nothing is sent meanwhile."""
+        with self._gradients.blocked():
+            yield
+
+    def close(self, alone: bool) -> None:
+        """Without hooks."""
+        self._gradients.close()
+
+
+class Sharding(IslandMember):
+    """One of several devices with a shard of the parameters each."""
+
+    def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet) -> None:
+        super().__init__(wire, devices, meet)
+        self.shards = devices
+        self._device, self._inside = device, _inside(wire.group, wire.world.size, devices)
+        across = self.peers(range(wire.world.size // devices))
+        assert across is not None
+        self._across = across
+        self._sharded: Sharded | None = None
+
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        """Of this device's shards."""
+        return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
+
+    def arrange(self, module: nn.Module) -> None:
+        """Shard it."""
+        self._sharded = Sharded(module, self._inside, self._device)
+
+    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        """In the call of the module, where FSDP gathers parameters; who waits there says so."""
+        self.rest()
+        return self._meet(redirect)
+
+    def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        """As training; afterwards the module holds shards again."""
+        output = redirect()
+        self.rest()
+        return output
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """FSDP keeps whole gradients meanwhile."""
+        assert self._sharded is not None
+        self._sharded.root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._sharded.root.set_requires_gradient_sync(True)
+
+    def close(self, alone: bool) -> None:
+        """Whole parameters again."""
+        if self._sharded is not None and not alone:
+            self._sharded.undo()
+        self._sharded = None
+
+    def rest(self) -> None:
+        """The module holds shards, not what a forward gathered."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
+        """Shards over the devices that hold the same, all else over all devices."""
+        shards = iter(self.mean_of_buckets([local(t) for t in tensors if is_sharded(t)], of_all))
+        whole = iter(of_all([t for t in tensors if not is_sharded(t)]))
+        return [like(t, next(shards)) if is_sharded(t) else next(whole) for t in tensors]
+
+    def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
+        """Over the devices that hold the same shards."""
+        means: list[Tensor] = self._meet(lambda: mean(tensors, self._across))
+        return means
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, shards: Mapping[str, Tensor]) -> None:
+        """Shards, and buffers as they are."""
+        for name, tensor in module.state_dict().items():
+            if isinstance(tensor, Tensor):
+                local(tensor).copy_(shards[name])
+
+
+def _inside(make: Group, size: int, devices: int) -> Transport:
+    made = _mine(make, [range(i, i + devices) for i in range(0, size, devices)])
+    assert made is not None
+    return made
+
+
+def _mine(make: Group, groups: Iterable[Sequence[int]]) -> Transport | None:
+    """New groups, which every device makes, and of these the one that this device belongs to."""
+    made = [make(group) for group in groups]
+    return next((group for group in made if group is not None), None)

@@ -1,0 +1,140 @@
+"""Gossip between the replicas of a part of a model: the mixer alone, for strategies of other methods."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.plan.topology.combined import Auto
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import Trained
+from lightning_decentral.gossip.wire.overlap import beside
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.wire.replicas import Bond, Group, Replicas
+
+
+@dataclass(frozen=True)
+class GossipReplicas(Replicas):
+    """x_i+ = sum_j w_ij x_j + u_i over the replicas i of each part: parameters are mixed, gradients never sent.
+
+    One round after each update, as under `GossipStrategy`. Messages go from peer to peer, so that copies of one
+    parameter on several stages (tied embeddings) are mixed to the same bits.
+
+    Args:
+        topology: who hears whom at which step; its workers are the replicas.
+        combine: what a replica does with what it heard.
+        weights: of what is heard; by default the rule's.
+        delay: updates between launch and landing; 0 blocks, 1 hides behind a forward and backward.
+
+    Raises:
+        ValueError: for a negative delay; at set-up where topology, rule and delay don't fit, and for
+            a rule that measures distances (`ConsensusControl`).
+
+    Source: Wang et al. 2410.11998.
+    """
+
+    drifts: ClassVar[bool] = True
+
+    topology: Topology = field(default_factory=Auto)
+    combine: Combine = field(default_factory=Gossip)
+    weights: Weights | None = None
+    delay: int = 1
+
+    def __post_init__(self) -> None:
+        if self.delay < 0:
+            raise ValueError(
+                f"delay must be at least 0, got {self.delay}: 0 blocks, 1 overlaps, k lands k updates later"
+            )
+
+    def check(self, size: int, per_node: int) -> None:
+        """See `Replicas.check`."""
+        if self.combine.lag:
+            raise ValueError(
+                f"{self.combine} counts rounds by a distance that each stage would measure for itself, so copies of "
+                f"one parameter on two stages would part: use a rule without a distance, such as {Gossip()}"
+            )
+        self.combine.check(self.topology.placed(per_node), size, self._weights, self.delay)
+
+    @property
+    def _weights(self) -> Weights:
+        return self.weights or self.combine.weights
+
+    def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
+        """See `Replicas.join`."""
+        return _Mixing(self, group, device, per_node)
+
+    def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:
+        """One optimizer's, over a group of its own. Collective."""
+        exchange = PeerExchange(self.topology.placed(per_node), self._weights, group(), device)
+        return Mixer([], self.combine, beside(exchange, device, self.delay), self.delay)
+
+
+class _Mixing(Bond):
+    def __init__(self, how: GossipReplicas, group: Group, device: torch.device, per_node: int) -> None:
+        self._how, self._device = how, device
+        self._place = group, device, per_node
+        self._over = group()
+        self._trained: list[Trained] = []
+        self._taken: set[nn.Parameter] = set()
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._add(optimizer).adopt()
+
+    def _add(self, optimizer: Optimizer) -> Trained:
+        solo = IslandMember(None, 1, lambda call: call())
+        trained = Trained(optimizer, self._how.mixer(*self._place), self._taken, solo)
+        self._trained.append(trained)
+        return trained
+
+    def updated(self, optimizer: Optimizer) -> None:
+        trained = next((t for t in self._trained if t.optimizer is optimizer), None) or self._add(optimizer)
+        trained.adopt()
+        trained.step(float(optimizer.param_groups[0].get("lr", 1.0)))
+
+    def settle(self) -> None:
+        for trained in self._trained:
+            trained.drain()
+
+    def share(self) -> float | None:
+        shares = [share for trained in self._trained[:1] for share in trained.mixer.shares()[:1]]
+        if not shares:
+            return None
+        own = shares[0].double().to(self._device)
+        total = own.clone()
+        self._over.all_reduce(total).wait()
+        return float(own / total)
+
+    def release(self) -> None:
+        for trained in self._trained:
+            trained.release()
+        self._trained = []
+        self._taken.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mixers": [trained.mixer.state_dict() for trained in self._trained],
+            "packs": [list(trained.packs) for trained in self._trained],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        optimizers = [trained.optimizer for trained in self._trained]
+        if len(optimizers) != len(state["mixers"]):
+            raise ValueError(
+                f"the checkpoint has {len(state['mixers'])} optimizers, this run has {len(optimizers)}: "
+                "resume with the same configure_optimizers"
+            )
+        self.release()
+        for optimizer, packs, mixer_state in zip(optimizers, state["packs"], state["mixers"], strict=True):
+            trained = self._add(optimizer)
+            for number in packs:
+                trained.adopt(number)
+            trained.mixer.load_state_dict(mixer_state)

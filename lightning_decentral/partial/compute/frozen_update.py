@@ -1,0 +1,61 @@
+"""What the optimizer does at a step to parameters that no worker trained at it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Absent(ABC):
+    """Called before one optimizer's update with the parameters below the cuts; their `.grad` is None."""
+
+    @abstractmethod
+    def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Do to them what belongs to this step."""
+
+
+@dataclass(frozen=True)
+class Skip(Absent):
+    """x stays, the optimizer's state stays, no weight decay: as if the step weren't there."""
+
+    def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """torch's optimizers pass over parameters without gradients."""
+
+
+@dataclass(frozen=True)
+class Decay(Absent):
+    """x <- (1 - learning rate * weight decay) x, the optimizer's state stays.
+
+    So that the decay of a parameter doesn't depend on how often it is trained. It is what AdamW does to every
+    parameter, and what SGD without momentum makes of its L2 term. A step that a loss scaler skips decays all the same.
+    """
+
+    @torch.no_grad()
+    def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """By the values of the parameter's group."""
+        absent = set(parameters)
+        for group in optimizer.param_groups:
+            factor = 1 - float(group["lr"]) * float(group.get("weight_decay", 0.0))
+            for parameter in group["params"]:
+                if parameter in absent:
+                    parameter.mul_(factor)
+
+
+@dataclass(frozen=True)
+class Coast(Absent):
+    """The optimizer's own update with a gradient of zero: moments fade, x moves on by what is left of them."""
+
+    def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Zeros."""
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def settle(absent: Absent, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """No gradient, not even zeros, where a user's `zero_grad` leaves them; then what was chosen."""
+    for parameter in parameters:
+        parameter.grad = None
+    absent.settle(optimizer, parameters)

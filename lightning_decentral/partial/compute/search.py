@@ -1,0 +1,199 @@
+"""From what the user wants (`"auto"`, a number, names) to verified cuts."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_decentral.partial.compute.block_cost import measure, parameter_bytes
+from lightning_decentral.partial.compute.verify import Judged, Run, Verdict, judge
+from lightning_decentral.partial.plan.cost import Balance, SegmentCost, partition
+from lightning_decentral.shared.compute.modules import Chain, candidates
+
+Cuts = str | int | Sequence[str]
+AUTO_SEGMENTS = 4
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """Verified boundaries and, for every parameter, the segment it belongs to, from the bottom.
+
+    A tied parameter belongs to the highest segment it's used in, one that no gradient reached to the highest of all:
+    whatever it contributes later is then averaged over all contributors of the loss, which is exact.
+    """
+
+    boundaries: tuple[str, ...]
+    segment_of: dict[str, int]
+    costs: tuple[SegmentCost, ...]
+    judged: tuple[Judged, ...]
+    chain: Chain | None = None
+
+    @property
+    def segments(self) -> int:
+        """How many pieces the cuts make."""
+        return len(self.boundaries) + 1
+
+
+def check_wish(cuts: Cuts) -> None:
+    """ValueError where it can't be one, whatever the module is."""
+    match cuts:
+        case "auto":
+            return
+        case bool() | str():
+            raise ValueError(f"cuts must be 'auto', a number of cuts, or names of modules, got {cuts!r}")
+        case int() if cuts < 1:
+            raise ValueError(f"cuts must be at least 1, got {cuts}: without a cut use the ddp strategy")
+        case int():
+            return
+    if not cuts or len(set(cuts)) < len(cuts):
+        raise ValueError(f"cuts must name one or more distinct modules, got {list(cuts)}")
+
+
+def search(module: nn.Module, cuts: Cuts, balance: Balance, run_of: Callable[[nn.Module], Run]) -> CutPlan:
+    """The plan for `module`; nothing of it is changed, all runs are those of a copy.
+
+    Args:
+        run_of: from the copy to a function that returns its loss on a small batch, the same each time.
+
+    Raises:
+        ValueError: an unknown name, more cuts than blocks allow, a cut that isn't one (with the reason), or no chain.
+    """
+    check_wish(cuts)
+    trial = trial_copy(module)
+    run = run_of(trial)
+    if isinstance(cuts, (int, str)):
+        return _along_a_chain(trial, None if isinstance(cuts, str) else cuts, balance, run)
+    modules = dict(trial.named_modules())
+    unknown = [name for name in cuts if name not in modules or not name]
+    if unknown:
+        raise ValueError(f"no module named {unknown[0]!r} to cut at: {_some_names(trial)}")
+    return plan(trial, list(cuts), run)
+
+
+def _along_a_chain(trial: nn.Module, number: int | None, balance: Balance, run: Run) -> CutPlan:
+    run()  # what is wrong with the step itself is not the chains' fault
+    reasons = []
+    for chain in candidates(trial):
+        try:
+            return _cut_chain(trial, chain, number, balance, run)
+        except TooFewBlocks:
+            raise
+        except ValueError as error:
+            reasons.append(f"{chain}: {error}")
+    tried = "; ".join(reasons[:3]) or "no Sequential or ModuleList holds two modules of one class with parameters"
+    raise ValueError(f"no chain of blocks to cut in {type(trial).__name__} ({tried}): give cuts=[names] yourself")
+
+
+class TooFewBlocks(ValueError):
+    """More cuts than the chain has places for."""
+
+
+def _cut_chain(trial: nn.Module, chain: Chain, number: int | None, balance: Balance, run: Run) -> CutPlan:
+    """Cut so that the pieces balance; the first holds what comes before the chain, the last what comes after."""
+    pieces = min(AUTO_SEGMENTS, len(chain.names)) if number is None else number + 1
+    sizes = [parameter_bytes(trial.get_submodule(name).parameters()) for name in chain.names]
+    costs = measure(trial, chain.names[1:], sizes, run)
+    if pieces > len(costs):
+        plan(trial, list(chain.names[1:2]), run)  # a chain that can't be cut anyway is no reason to complain
+        raise TooFewBlocks(f"{number} cuts need {pieces} blocks, there are {len(costs)} ({chain}): give fewer cuts")
+    starts = partition([balance.of(cost) for cost in costs], pieces)
+    return replace(plan(trial, [chain.names[start] for start in starts], run), chain=chain)
+
+
+def plan(trial: nn.Module, boundaries: list[str], run: Run) -> CutPlan:
+    """Judge these boundaries and sort the parameters; refuses what isn't a cut."""
+    judged = judge(trial, boundaries, run)
+    for verdicts in judged:
+        verdicts.refuse()
+    segment_of = {name: _segment(name, judged) for name, _ in trial.named_parameters()}
+    members: list[list[nn.Parameter]] = [[] for _ in range(len(boundaries) + 1)]
+    for name, parameter in trial.named_parameters():
+        members[segment_of[name]].append(parameter)
+    costs = measure(trial, boundaries, [parameter_bytes(m) for m in members], run)
+    return CutPlan(tuple(boundaries), segment_of, tuple(costs), tuple(judged))
+
+
+def _segment(name: str, judged: Sequence[Judged]) -> int:
+    """How many boundaries lie below it."""
+    verdicts = [j.verdicts[name] for j in judged]
+    return len(judged) - verdicts.count(Verdict.BELOW)
+
+
+def trial_copy(module: nn.Module) -> nn.Module:
+    """A copy in which every parameter may show its gradient: nothing frozen, no matrix of zeros that hides what lies
+    below it."""
+    try:
+        trial = copy.deepcopy(module)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).split(". ")[0]
+        raise ValueError(
+            f"{type(module).__name__} can't be copied, and cuts are verified on a copy ({reason}): "
+            "keep what can't be copied out of the module"
+        ) from error
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trial.parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
+            if parameter.ndim > 1 and not parameter.detach().any():
+                noise = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.data.copy_(noise)
+    return trial
+
+
+def _some_names(module: nn.Module) -> str:
+    names = [name for chain in candidates(module)[:1] for name in chain.names]
+    return f"there are {', '.join(names[:4])}, ..." if names else "it has no chain of blocks"
+
+
+def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, ...]:
+    """Modules at whose inputs the network may be cut: every block of the likeliest chain that comes apart between all
+    of its blocks, and the first module behind it. Empty where there is no such chain.
+
+    Args:
+        run_of: from a copy of the module to a function that returns its loss on a small batch, the same each time.
+    """
+    trial = trial_copy(module)
+    run = run_of(trial)
+    entered = _entered(trial, run)
+    for chain in candidates(trial):
+        if set(chain.names) <= set(entered) and _comes_apart(trial, chain.names[1:], run):
+            first, *inner = chain.names
+            behind = next((n for n in _after(entered, chain.names[-1]) if _comes_apart(trial, [n], run)), None)
+            before = [first] if _comes_apart(trial, [first], run) else []
+            return (*before, *inner, *([behind] if behind else []))
+    return ()
+
+
+def _comes_apart(trial: nn.Module, names: Sequence[str], run: Run) -> bool:
+    try:
+        for verdicts in judge(trial, list(names), run):
+            verdicts.refuse()
+    except ValueError:
+        return False
+    return True
+
+
+def _entered(trial: nn.Module, run: Run) -> list[str]:
+    """Modules in the order in which a forward enters them, but for those entered twice."""
+    names: list[str] = []
+
+    def enter(name: str, *_: Any) -> None:
+        names.append(name)
+
+    hooks = [m.register_forward_pre_hook(partial(enter, name)) for name, m in trial.named_modules()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name in names if names.count(name) == 1]
+
+
+def _after(entered: Sequence[str], last: str) -> list[str]:
+    """What is entered behind `last` and isn't a part of it; the likeliest few, each costs a verification."""
+    later = entered[entered.index(last) + 1 :]
+    return [name for name in later if not name.startswith(f"{last}.")][:2]

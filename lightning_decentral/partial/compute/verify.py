@@ -1,0 +1,123 @@
+"""Is a cut what it claims to be? The doubling test, parameter by parameter.
+
+Three gradients of the same loss: g plain, g2 with what flows back across the boundary doubled, g0 with the cut. A cut
+is true if what flows across the boundary is exactly what the cut removes, for every parameter:
+
+    g2 - g == g - g0
+
+above   g2 == g,  g0 == g         the cut doesn't change it
+below   g2 == 2 g,  no g0         all of it crosses the boundary
+tied    both parts are there      used on both sides, each part crosses or doesn't
+leak    the law is broken         something goes around the boundary (a skip connection): no cut here
+
+Equal means up to a thousandth, or a millionth of the whole gradient: some gradients are zero but for rounding (the
+bias of an attention's keys).
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from lightning_decentral.partial.compute.cut import Cutter
+
+TOLERANCE = 1e-3
+FLOOR = 1e-6
+
+Run = Callable[[], Tensor]
+Gradients = dict[str, Tensor | None]
+
+
+class Verdict(Enum):
+    """Where a parameter stands against a cut."""
+
+    ABOVE = "above"
+    BELOW = "below"
+    TIED = "tied"
+    UNUSED = "unused"
+    LEAK = "leak"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One boundary: the verdict of every parameter by name."""
+
+    boundary: str
+    verdicts: Mapping[str, Verdict]
+
+    def refuse(self) -> None:
+        """ValueError where the cut isn't one."""
+        leaks = [name for name, verdict in self.verdicts.items() if verdict is Verdict.LEAK]
+        if leaks:
+            raise ValueError(
+                f"no cut at {self.boundary}: gradient of {leaks[0]}{_and_more(leaks)} goes around the boundary "
+                "(a skip connection or a shared parameter used outside of the module), so it couldn't be averaged "
+                "exactly: cut elsewhere"
+            )
+        if not any(verdict in (Verdict.BELOW, Verdict.TIED) for verdict in self.verdicts.values()):
+            raise ValueError(f"no cut at {self.boundary}: no parameter lies below it, nothing would be saved")
+
+
+def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
+    """The verdict of every parameter about every boundary. Needs a module whose gradients nobody keeps.
+
+    Three runs (one shared by all boundaries) of forward and backward; `run` must draw the same random numbers each
+    time.
+
+    Raises:
+        ValueError: the forward doesn't pass the boundaries in this order, each once per pass.
+    """
+    cutter = Cutter(root, boundaries)
+    try:
+        plain = gradients(root, run, cutter.at(None))
+        _check_order(cutter.met, boundaries)
+        return [_judged(root, cutter, j, boundaries, run, plain) for j in range(len(boundaries))]
+    finally:
+        cutter.remove()
+
+
+def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> Gradients:
+    """By name of the parameter; None where the loss doesn't reach it. Backward runs outside of the cut, as in training:
+    what activation checkpointing runs again must come out the same."""
+    root.zero_grad(set_to_none=True)
+    with cut:
+        loss = run()
+    loss.backward()
+    found = {name: p.grad for name, p in root.named_parameters()}
+    root.zero_grad(set_to_none=True)
+    return found
+
+
+def _check_order(met: list[int], boundaries: list[str]) -> None:
+    if not met or met != list(range(len(boundaries))) * (len(met) // len(boundaries)):
+        passed = [boundaries[j] for j in met]
+        raise ValueError(f"the forward doesn't pass the cuts {boundaries} in this order: it passes {passed}")
+
+
+def _judged(root: nn.Module, cutter: Cutter, index: int, boundaries: list[str], run: Run, plain: Gradients) -> Judged:
+    factors = [2.0 if j == index else 1.0 for j in range(len(boundaries))]
+    doubled = gradients(root, run, cutter.at(None, factors))
+    left = gradients(root, run, cutter.at(index))
+    floor = FLOOR * float(torch.stack([g.double().norm() for g in plain.values() if g is not None]).norm())
+    return Judged(boundaries[index], {n: verdict(plain[n], doubled[n], left[n], floor) for n in plain})
+
+
+def verdict(plain: Tensor | None, doubled: Tensor | None, left: Tensor | None, floor: float) -> Verdict:
+    """Of one parameter from its three gradients; a difference of norm `floor` is rounding."""
+    if plain is None or doubled is None:
+        return Verdict.UNUSED
+    rest = torch.zeros_like(plain) if left is None else left
+    across, removed = doubled - plain, plain - rest
+    small = TOLERANCE * max(float(plain.norm()), float(rest.norm())) + floor
+    if not float((across - removed).norm()) <= small:
+        return Verdict.LEAK
+    if left is None:
+        return Verdict.BELOW
+    return Verdict.ABOVE if float(across.norm()) <= small else Verdict.TIED
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,101 @@
+"""A training step of a copy of a LightningModule, repeatable and without a trace in the run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_decentral.partial.compute.verify import Run
+from lightning_decentral.partial.plan.depth import DepthAssignment, ended
+from lightning_decentral.shared.compute import worker_state
+
+
+def refuse_unserved(module: LightningModule) -> None:
+    """ValueError for modules whose backward isn't Lightning's: nobody knows when their gradients are complete."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name} optimizes manually, so nobody knows which backward completes its gradients: "
+            "use automatic optimization, or strategy='ddp'"
+        )
+    if type(module).backward is not LightningModule.backward:
+        raise ValueError(
+            f"{name} overrides backward by hand, which may run none or several: "
+            "remove LightningModule.backward, or use strategy='ddp'"
+        )
+    if module._compiler_ctx is not None:
+        raise ValueError(
+            f"{name} was compiled as a whole, the cut changes what runs: compile its blocks instead (block.compile())"
+        )
+
+
+def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) -> DepthAssignment:
+    """The assignment with its warm-up in steps of this run. Every worker calls it at the same point.
+
+    Those of the checkpoint that is resumed (`warm_up_state`) where it had the same assignment, so that a longer run
+    goes on where the shorter one was; otherwise worker 0's estimate.
+    """
+    if saved.get("assignment") == repr(depth):
+        return replace(depth, warm_up=saved["warm_up"])
+    total_steps = trainer.estimated_stepping_batches
+    if 0 < depth.warm_up < 1 and not ended(total_steps):
+        rank_zero_warn(
+            f"partial backprop begins at once: a warm_up of {depth.warm_up} is a part of the run, and this run has no "
+            "known end; give warm_up in steps, or max_steps to the Trainer"
+        )
+    return replace(depth, warm_up=trainer.strategy.broadcast(depth.timed(total_steps).warm_up))
+
+
+def warm_up_state(depth: DepthAssignment, in_steps: DepthAssignment) -> dict[str, Any]:
+    """For a checkpoint: the assignment as it was wished for, and its warm-up in steps."""
+    return {"assignment": repr(depth), "warm_up": in_steps.warm_up}
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a training step returned.
+
+    Raises:
+        ValueError: there is none.
+    """
+    match output:
+        case Tensor() as loss:
+            return loss
+        case {"loss": Tensor() as loss}:
+            return loss
+        case _:
+            raise ValueError(
+                "the first training_step returned no loss, and a step is taken apart by its loss: return one"
+            )
+
+
+def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
+    """A function that runs `trial.training_step(*args)` and returns its loss; logs nothing as long as the entry `log`
+    stays in the module's `__dict__`."""
+    trial.trainer = trainer
+    trial.__dict__["log"] = lambda *_, **__: None  # what a trial computes is nobody's metric
+
+    def run() -> Tensor:
+        with trainer.strategy.precision_plugin.train_step_context():
+            return loss_of(trial.training_step(*args, **kwargs))
+
+    return run
+
+
+def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
+    """From a copy of the module to a function that repeats its `training_step(*args)` with the same random numbers."""
+    random = worker_state.random_state()
+
+    def prepared(trial: Any) -> Run:
+        step = step_of(trainer, trial, *args, **kwargs)
+
+        def run() -> Tensor:
+            worker_state.set_random_state(random)
+            return step()
+
+        return run
+
+    return prepared

@@ -1,0 +1,198 @@
+"""How deep each worker's backward goes at each step: pure, so that all know every segment's contributors.
+
+A network is cut into `segments` pieces, counted from the bottom (inputs). A worker of depth d trains the top d; the
+piece with the loss is always trained. Segment s therefore has the contributors
+
+    {rank : depth(rank, size, step, segments) >= segments - s}
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from lightning_decentral.partial.plan.depth_order import Cyclic, Order, check_fractions, of_fraction
+
+Memory = tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthAssignment(ABC):
+    """depth(rank, size, step, segments, memory) in 1..segments; full during the first `warm_up` steps.
+
+    Args:
+        warm_up: optimizer steps at full depth before the assignment begins; below one, their part of the whole run,
+            which `timed` makes steps.
+
+    Raises:
+        ValueError: a negative warm-up, or one that is neither a part nor a number of steps.
+    """
+
+    warm_up: float = 0
+    uniform: ClassVar[bool] = True
+    """Whether all workers have the same depth at a step."""
+
+    def __post_init__(self) -> None:
+        if self.warm_up < 0:
+            raise ValueError(f"warm_up must be at least 0 steps, got {self.warm_up}: 0 begins at once")
+        if self.warm_up > 1 and self.warm_up != round(self.warm_up):
+            raise ValueError(f"warm_up must be whole steps or a part of the run below 1, got {self.warm_up}")
+
+    def timed(self, total_steps: float) -> "DepthAssignment":
+        """The same in a run of so many optimizer steps: warm_up <- round(warm_up * total_steps) where it is a part.
+
+        A part of a run without a known end (infinite or negative, as Lightning says it) is no step.
+        """
+        if not 0 < self.warm_up < 1:
+            return self
+        return replace(self, warm_up=round(self.warm_up * total_steps) if ended(total_steps) else 0)
+
+    def depth(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> int:
+        """How many of the top segments this worker trains at this step."""
+        return segments if step < self.warm_up else self.after(rank, size, step - int(self.warm_up), segments, memory)
+
+    @abstractmethod
+    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+        """The depth, `step` counted from the end of the warm-up."""
+
+    def reach(self, size: int, segments: int) -> int:
+        """The largest depth that any worker ever has after the warm-up."""
+        return segments
+
+    def share(self, rank: int, size: int) -> float:
+        """This worker's part of a global batch; all workers' sum to one."""
+        return 1 / size
+
+    # ---- for assignments that look at gradients ---------------------------------------------------------------
+
+    def start(self, segments: int) -> Memory:
+        """What the assignment remembers before the first step: numbers, so that a checkpoint holds them."""
+        return ()
+
+    def watches(self, step: int) -> bool:
+        """Whether `observe` wants the gradient norms of this step."""
+        return False
+
+    def observe(self, step: int, norms: Sequence[float], memory: Memory) -> Memory:
+        """The memory after a step; norms[s] = ||mean gradient of segment s||, 0 where it wasn't trained."""
+        return memory
+
+
+def ended(total_steps: float) -> bool:
+    """Whether a run of so many steps has a known end: Lightning says infinity, or -1 for data without a length."""
+    return 0 <= total_steps < math.inf
+
+
+def contributors(
+    assignment: DepthAssignment, size: int, step: int, segments: int, memory: Memory = ()
+) -> list[tuple[int, ...]]:
+    """Of each segment from the bottom, the ranks that train it at this step."""
+    depths = [assignment.depth(rank, size, step, segments, memory) for rank in range(size)]
+    return [tuple(r for r, d in enumerate(depths) if d >= segments - s) for s in range(segments)]
+
+
+def check(assignment: DepthAssignment, size: int, segments: int) -> None:
+    """Every segment has a contributor at some step.
+
+    Raises:
+        ValueError: the lowest ones never have.
+    """
+    reach = assignment.reach(size, segments)
+    if reach < segments and assignment.warm_up == 0:
+        raise ValueError(
+            f"{assignment} never trains the lowest {segments - reach} of {segments} segments: "
+            "let some worker at some step have the full depth, or give a warm_up"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full(DepthAssignment):
+    """depth = segments: ordinary data-parallel training."""
+
+    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+        """All."""
+        return segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temporal(DepthAssignment):
+    """depth = order(step), the same on every worker.
+
+    All save compute and traffic in the same step, so the step gets shorter: seconds (1 + 2 f) / 3 of full ones at
+    fraction f of equal blocks. The peak of memory is that of the largest depth: with a warm-up, or an order with full
+    steps such as the default, as much as `Full` needs. The first quarter of the run is at full depth, which loses least
+    of what was tried (`benchmarks/partial_accuracy.py`).
+    """
+
+    warm_up: float = 0.25
+    order: Order = field(default_factory=Cyclic)
+
+    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+        """Of the order."""
+        return self.order.depth(step, segments)
+
+    def reach(self, size: int, segments: int) -> int:
+        """Of the order."""
+        return self.order.reach(segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staircase(DepthAssignment):
+    """depth = ceil((rank + 1) segments / size): worker i of n trains the top i / n.
+
+    Mean compute (2n + 1) / (3n) of full for n equal segments. The deepest worker does a full step, so a synchronous
+    step isn't shorter: the others' devices are free for other work meanwhile.
+
+    Source: the spatial variant of structured partial backpropagation, Kumar et al. 2111.10672.
+    """
+
+    uniform: ClassVar[bool] = False
+
+    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+        """One stair for each worker."""
+        return -(-(rank + 1) * segments // size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balanced(Staircase):
+    """The depths of the staircase, and batches in proportion to 1 / (1 + 2 i / n) for worker i of n.
+
+    A worker's step takes n_i (1 + 2 i / n) for equal segments: the same for all. Gradients are weighted by samples, so
+    that a segment's is the mean over the samples of its contributors. The warm-up keeps the shares, as loaders are made
+    once; an incomplete last batch of an epoch is left out.
+    """
+
+    def share(self, rank: int, size: int) -> float:
+        """1 / (1 + 2 (rank + 1) / size), over the sum of all workers'."""
+        rates = [1 / (1 + 2 * (r + 1) / size) for r in range(size)]
+        return rates[rank] / sum(rates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerWorker(DepthAssignment):
+    """depth = ceil(f_rank segments): fixed fractions, for devices that are unequally fast.
+
+    Raises:
+        ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers.
+    """
+
+    uniform: ClassVar[bool] = False
+    fractions: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fractions(tuple(self.fractions))
+
+    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+        """This worker's."""
+        return of_fraction(self._checked(size)[rank], segments)
+
+    def reach(self, size: int, segments: int) -> int:
+        """Of the largest fraction."""
+        return of_fraction(max(self._checked(size)), segments)
+
+    def _checked(self, size: int) -> tuple[float, ...]:
+        if len(self.fractions) != size:
+            raise ValueError(f"PerWorker has {len(self.fractions)} fractions for {size} workers: give one for each")
+        return self.fractions

@@ -1,0 +1,230 @@
+"""The mean of every segment's gradient over exactly its contributors, started while backward still runs.
+
+    grad_s = (1 / W_s) sum_{i in contributors of s} w_i g_i,s        W_s = sum_{i in contributors of s} w_i
+
+Worker i's weight w_i is its share of the global batch. What it has in `.grad` of segment s is already multiplied by
+W / W_s (W over all workers), because what flows back across a boundary is scaled there (`factors`); so w_i / W is left
+to do, whatever the segment. That makes a parameter used in several segments exact, too: each part of its gradient
+crossed its own boundaries.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_decentral.partial.plan.cost import sent_bytes
+from lightning_decentral.partial.wire.gradient_buckets import GradientBucket, Packing
+from lightning_decentral.shared.wire.transport import Transport, gather_objects
+
+Group = Callable[[Sequence[int] | None], Transport | None]
+
+
+def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
+    """W_(j+1) / W_j for the boundary between segments j and j + 1; 1 where nothing flows across."""
+    sums = [sum(weights[rank] for rank in ranks) for ranks in contributors]
+    return [above / below if below else 1.0 for below, above in pairwise(sums)]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A worker's place: its rank, the number of workers, the share of the global batch of each."""
+
+    rank: int
+    shares: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        """How many workers."""
+        return len(self.shares)
+
+
+class Reducer:
+    """Averages gradients segment by segment, from the top, as soon as the backward has made them.
+
+    A segment with all workers as contributors is all-reduced. With k of n, they reduce it among themselves to one, who
+    hands it to all; others send nothing for it. With none, nothing is sent and no gradient appears. Buckets start in a
+    fixed order, so that workers with unequal graphs still pair the right ones.
+
+    Args:
+        segments: parameters of each segment from the bottom.
+        group: makes a group of workers; every worker calls it at the same point.
+        bucket_bytes: gradients that travel together, at most, unless one parameter is larger; by default
+            `bucket_bytes_of` them.
+
+    Attributes:
+        sent_bytes: this worker's part of what travelled so far (the mean over the workers of a collective).
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Sequence[nn.Parameter]],
+        place: Rank,
+        group: Group,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.sent_bytes = 0.0
+        self._segments, self._place = segments, place
+        self._bucket_bytes = bucket_bytes
+        self._groups = Groups(place.size, group)
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._packing = Packing([], bucket_bytes)
+        self._buckets: list[GradientBucket] = []
+        self._of: dict[nn.Parameter, GradientBucket] = {}
+        self._contributors: Sequence[tuple[int, ...]] = ()
+        self._next = 0
+        self._open = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in what is trained now: freezing and unfreezing come at any time, on all workers in the same step."""
+        trained = [[p for p in segment if p.requires_grad] for segment in self._segments]
+        if {p for segment in trained for p in segment} == set(self._hooks):
+            return
+        self.close()
+        self._packing = Packing(trained, self._bucket_bytes)
+        self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for segment in trained for p in segment}
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+    # ---- one backward -------------------------------------------------------------------------------------------
+
+    def begin(self, contributors: Sequence[tuple[int, ...]]) -> None:
+        """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
+        self._contributors = contributors
+        self._groups.prepare(contributors)
+        self._buckets = self._packing.buckets(contributors)
+        self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._next, self._open = 0, True
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        if self._open and parameter in self._of:
+            self._of[parameter].waiting.discard(parameter)
+            while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+                self._launch_next()
+
+    def _launch_next(self) -> None:
+        """Skips what this worker doesn't contribute to."""
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if self._place.rank not in bucket.ranks:
+            return
+        bucket.pack(self._place.shares[self._place.rank])
+        if len(bucket.ranks) == self._place.size:
+            bucket.pending = self._groups.world.all_reduce(bucket.flat)
+        elif len(bucket.ranks) > 1:
+            bucket.pending = self._groups.of(bucket.ranks).reduce(bucket.flat, target=0)
+
+    def finish(self) -> None:
+        """After the backward: start what is left, hand on, wait, and put the means into `.grad`.
+
+        Raises:
+            RuntimeError: a gradient appeared in a segment that this worker doesn't contribute to.
+        """
+        self._refuse_strays()
+        while self._next < len(self._buckets):
+            self._launch_next()
+        self._open = False
+        for bucket in self._buckets:
+            self._hand_on(bucket)
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+            bucket.unpack()
+            self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), self._place.size)
+
+    def _hand_on(self, bucket: GradientBucket) -> None:
+        """From the first of the contributors to all, where not all are contributors."""
+        if len(bucket.ranks) == self._place.size:
+            return
+        if bucket.pending is not None:
+            bucket.pending.wait()
+        bucket.pending = self._groups.world.broadcast(bucket.flat, source=bucket.ranks[0])
+
+    def _refuse_strays(self) -> None:
+        for piece in self._packing.pieces:
+            if self._place.rank in self._contributors[piece.segment]:
+                continue
+            if any(p.grad is not None and bool(p.grad.any()) for p in piece.parameters):
+                raise RuntimeError(
+                    f"a gradient appeared below the cut, in segment {piece.segment}: the network runs in another way "
+                    "than in the first step; keep its forward the same, or train this part with strategy='ddp'"
+                )
+
+
+class Groups:
+    """Groups of contributors, each made when it's first met: all workers know the plan, so all meet it together."""
+
+    def __init__(self, size: int, group: Group) -> None:
+        self._size, self._group = size, group
+        self._made: dict[tuple[int, ...], Transport | None] = {}
+        world = group(None)
+        assert world is not None
+        self.world = world
+
+    def prepare(self, contributors: Sequence[tuple[int, ...]]) -> None:
+        """Make those that are new."""
+        for ranks in contributors:
+            if 1 < len(ranks) < self._size and ranks not in self._made:
+                self._made[ranks] = self._group(ranks)
+
+    def of(self, ranks: tuple[int, ...]) -> Transport:
+        """Of these workers, to which this one belongs."""
+        found = self._made[ranks]
+        assert found is not None
+        return found
+
+
+def norms(segments: Sequence[Sequence[nn.Parameter]]) -> list[float]:
+    """||gradient|| of each segment, 0 where it has none."""
+    return [_norm([p.grad for p in segment if p.grad is not None]) for segment in segments]
+
+
+def _norm(gradients: Sequence[Tensor]) -> float:
+    if not gradients:
+        return 0.0
+    return float(torch.stack([g.float().square().sum() for g in gradients]).sum().sqrt())
+
+
+class RunningBuffers:
+    """As DDP, without sending what never changes (masks, tables of positions): most of the bytes of some models.
+
+    Args:
+        over: a transport of its own.
+    """
+
+    def __init__(self, module: nn.Module, over: Transport) -> None:
+        self._module, self._over = module, over
+        self._names: list[str] = []
+        self._before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    def share(self, look: bool) -> None:
+        """Collective. With `look`, find out first which further ones have changed on some worker."""
+        buffers = dict(self._module.named_buffers())
+        if look:
+            changed = [n for n, before in self._before.items() if n in buffers and not _same(buffers[n], before)]
+            found = {name for row in gather_objects(self._over, changed) for name in row} | set(self._names)
+            self._names = [name for name in buffers if name in found]
+            self._before = {name: before for name, before in self._before.items() if name not in found}
+        self._broadcast([buffers[name] for name in self._names if name in buffers])
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        for dtype, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
+            members = [t for t in tensors if (t.dtype, t.device) == (dtype, device)]
+            flat = torch.cat([t.reshape(-1) for t in members])
+            self._over.broadcast(flat).wait()
+            for tensor, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """The same bits or both not a number."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())

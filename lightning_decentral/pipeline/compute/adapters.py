@@ -1,0 +1,149 @@
+"""Any model that is a sequence of blocks: cut between blocks, never along tokens.
+
+Bidirectional attention (ViT) needs all tokens at once and a convolution has no tokens, so these run as a pipeline of
+micro-batches with one slice each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_decentral.pipeline.compute.causal_lm import ANATOMIES, CausalModel
+from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace, parameter_bytes
+from lightning_decentral.pipeline.plan.partition import NOTHING, Load
+
+
+@dataclass(frozen=True)
+class Block:
+    """One step of a chain.
+
+    Args:
+        parts: the modules it is made of; on other stages they are left out.
+        run: what it does; usually the only part itself.
+    """
+
+    parts: tuple[nn.Module, ...]
+    run: Callable[[Tensor], Tensor]
+
+
+def blocks_of(modules: Sequence[nn.Module]) -> list[Block]:
+    """Each module a block."""
+    return [Block((module,), module) for module in modules]
+
+
+class Chain(Pipelined):
+    """model(x) = reply(block_n(.. block_1(x))).
+
+    Args:
+        module: what the user's step calls, once, with one tensor.
+        blocks: in order; their parts stand in `module`.
+        reply: from the last block's result to what `module` returns.
+    """
+
+    sliceable = False
+
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[Block], reply: Callable[[Tensor], Any] = lambda output: output
+    ) -> None:
+        super().__init__(module)
+        self._blocks, self._reply = list(blocks), reply
+
+    def loads(self) -> tuple[list[Load], Load, Load]:
+        """See `Pipelined.loads`."""
+        sizes = [sum(parameter_bytes(part) for part in block.parts) for block in self._blocks]
+        return [Load(float(size), size) for size in sizes], NOTHING, NOTHING
+
+    def keep(self, place: StagePlace) -> None:
+        """See `Pipelined.keep`."""
+        parents = {child: (parent, name) for parent in self.module.modules() for name, child in parent.named_children()}
+        for i, block in enumerate(self._blocks):
+            if not place.first_block <= i < place.stop_block:
+                for parent, name in (parents[part] for part in block.parts):
+                    self._replace(parent, {name: nn.Identity()})
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """See `Pipelined.read`."""
+        given = [*args, *(value for value in kwargs.values() if value is not None)]
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            raise ValueError(f"{type(self.module).__name__} must be called with one tensor, got {len(given)} arguments")
+        return Call(given[0])
+
+    def length(self, call: Call) -> int:
+        """See `Pipelined.length`."""
+        return 1
+
+    def forward(
+        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: Memory, start: int, stop: int
+    ) -> Tensor:
+        """What this stage's blocks make of the micro-batch."""
+        output = call.inputs if hidden is None else hidden
+        for block in self._blocks[place.first_block : place.stop_block]:
+            output = block.run(output)
+        return output
+
+    def shape(self, call: Call, start: int, stop: int) -> Shape | None:
+        """Not known beforehand."""
+        return None
+
+    def answer(self, call: Call, output: Tensor) -> Any:
+        """See `Pipelined.answer`."""
+        return self._reply(output)
+
+
+def vit(module: Any) -> Chain:
+    """`transformers.ViTForImageClassification`."""
+    from transformers.modeling_outputs import ImageClassifierOutput
+
+    inner, classifier = module.vit, module.classifier
+    head = Block((inner.layernorm, classifier), lambda tokens: classifier(inner.layernorm(tokens)[:, 0, :]))
+    return Chain(
+        module,
+        [*blocks_of([inner.embeddings, *inner.layers]), head],
+        lambda logits: ImageClassifierOutput(logits=logits),
+    )
+
+
+def resnet(module: Any) -> Chain:
+    """`transformers.ResNetForImageClassification`."""
+    from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+
+    inner, classifier = module.resnet, module.classifier
+    layers = [layer for stage in inner.encoder.stages for layer in stage.layers]
+    head = Block((classifier,), lambda features: classifier(inner.pooler(features)))
+    return Chain(
+        module,
+        [*blocks_of([inner.embedder, *layers]), head],
+        lambda logits: ImageClassifierOutputWithNoAttention(logits=logits),
+    )
+
+
+KNOWN: dict[str, Callable[[Any], Pipelined]] = {
+    **dict.fromkeys(ANATOMIES, CausalModel),
+    "ViTForImageClassification": vit,
+    "ResNetForImageClassification": resnet,
+}
+"""By the name of the class or of one it inherits from."""
+
+
+def find(module: nn.Module) -> Pipelined:
+    """The one known model in `module`.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    found = [(part, kind) for part in module.modules() if (kind := _kind(part)) is not None]
+    if len(found) != 1:
+        names = ", ".join(type(part).__name__ for part, _ in found) or "none"
+        raise ValueError(
+            f"a token pipeline needs one model that it knows in {type(module).__name__}, found {names}: it knows "
+            f"{', '.join(KNOWN)}; for any other, return a Chain from a method pipeline_stages() of the LightningModule"
+        )
+    part, kind = found[0]
+    return KNOWN[kind](part)
+
+
+def _kind(module: nn.Module) -> str | None:
+    return next((c.__name__ for c in type(module).__mro__ if c.__name__ in KNOWN), None)

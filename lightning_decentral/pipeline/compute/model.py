@@ -1,0 +1,116 @@
+"""How a model is taken apart: what a stage keeps of it, what it does with one slice, and how a call of it is read.
+
+model(tokens) = head(norm(block_n(.. block_1(embedding(tokens)))))
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.plan.partition import Load
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""Of a hidden state, and so of its gradient."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model by the user's step, for one micro-batch.
+
+    Args:
+        inputs: [batch, length, ..]; what the first stage begins with.
+        attention_mask: [batch, length] of ones and zeros, or None.
+        position_ids: [batch, length], or None: 0, 1, 2, ..
+        extra: what only the answer needs (labels).
+    """
+
+    inputs: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a stage stands: which blocks, and whether the embedding and the head are its."""
+
+    first_block: int
+    stop_block: int
+    first: bool
+    last: bool
+
+
+class Pipelined(ABC):
+    """A model that can be cut into stages.
+
+    Args:
+        module: what the user's step calls, once.
+    """
+
+    sliceable: bool
+    """Whether a sequence may be cut into slices."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._removed: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+
+    # ---- parts --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def keep(self, place: StagePlace) -> None:
+        """Take out of the module what stands on other stages. Names of what is kept stay as they are."""
+
+    def restore(self) -> None:
+        """Put back what was taken out."""
+        for parent, modules in reversed(self._removed):
+            parent._modules = modules
+        self._removed = []
+
+    def _replace(self, parent: nn.Module, changes: Mapping[str, nn.Module | None]) -> None:
+        """Put other modules in the place of some; None takes out."""
+        self._removed.append((parent, parent._modules))
+        changed = {**parent._modules, **changes}
+        parent._modules = {name: changed[name] for name in changed if changes.get(name, parent) is not None}
+
+    @abstractmethod
+    def loads(self) -> tuple[list[Load], Load, Load]:
+        """(blocks, embedding, head): bytes of parameters, which also stand in for seconds."""
+
+    def structure(self) -> str:
+        """What its speed depends on, in words: modules, parameters and which of them are trained."""
+        rows = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in self.module.named_parameters()]
+        return "\n".join([str(self.module), *rows])
+
+    # ---- one call -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """What the user's step asked of the model. ValueError where that can't be answered by a pipeline."""
+
+    @abstractmethod
+    def length(self, call: Call) -> int:
+        """Tokens of a sequence; 1 where there are none."""
+
+    @abstractmethod
+    def forward(
+        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: Memory, start: int, stop: int
+    ) -> Tensor:
+        """What this stage makes of one slice. The first stage begins with the call, others with `hidden`."""
+
+    @abstractmethod
+    def shape(self, call: Call, start: int, stop: int) -> Shape | None:
+        """Shape and type of what stands between any two stages; None where a forward must be run to know."""
+
+    @abstractmethod
+    def answer(self, call: Call, output: Tensor) -> Any:
+        """What the user's step gets for the output of the last stage, all slices together."""
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Of all parameters, tied ones once."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())

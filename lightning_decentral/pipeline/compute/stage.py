@@ -1,0 +1,125 @@
+"""One stage of one step: what it keeps of a chunk between its forward and its backward, and no longer.
+
+A chunk is one slice of one micro-batch. Its graph begins at the hidden state that came in and ends at the one that goes
+out; keys and values of other slices come and go through `Memory`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, StagePlace
+from lightning_decentral.pipeline.compute.weight_grad import AtOnce, WeightGradients
+
+Compute = Callable[[Tensor | None], Tensor]
+
+
+class Activations(ABC):
+    """What is kept of a chunk for its backward."""
+
+    @abstractmethod
+    def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
+        """compute(hidden), differentiable."""
+
+
+@dataclass(frozen=True)
+class Keep(Activations):
+    """All activations."""
+
+    def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
+        """See `Activations.run`."""
+        return compute(hidden)
+
+
+@dataclass(frozen=True)
+class Recompute(Activations):
+    """Only what came in, keys and values; the rest is computed again at the backward, with the same random numbers.
+
+    Costs one more forward. It takes the place of a model's own gradient checkpointing, which drops keys and values.
+    """
+
+    def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
+        """See `Activations.run`."""
+        output: Tensor = checkpoint(compute, hidden, use_reentrant=False)
+        return output
+
+
+@dataclass
+class _Kept:
+    hidden: Tensor | None
+    output: Tensor
+
+
+class Stage:
+    """A stage at work.
+
+    Args:
+        model: after `keep(place)`.
+        calls: one for each micro-batch.
+        slices: lengths in tokens; `(1,)` for a model without a token axis.
+        weights: when their gradients are computed.
+    """
+
+    def __init__(
+        self,
+        model: Pipelined,
+        place: StagePlace,
+        calls: Sequence[Call],
+        slices: Sequence[int],
+        activations: Activations,
+        weights: WeightGradients | None = None,
+    ) -> None:
+        self.place, self.calls = place, calls
+        self.bounds = list(pairwise(accumulate(slices, initial=0)))
+        self._model, self._activations = model, activations
+        self._weights = weights or AtOnce()
+        self._memories = [Memory(sum(slices)) for _ in calls]
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self.outputs: dict[int, list[Tensor]] = {}
+        """Of the last stage, by micro-batch: what each slice came to, detached."""
+
+    def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:
+        """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""
+        call, memory, (start, stop) = self.calls[microbatch], self._memories[microbatch], self.bounds[index]
+        if hidden is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()
+
+        def compute(hidden: Tensor | None) -> Tensor:
+            with self._weights.during((microbatch, index)):
+                return self._model.forward(self.place, call, hidden, memory, start, stop)
+
+        output = self._activations.run(compute, hidden)
+        if output.requires_grad:
+            self._kept[microbatch, index] = _Kept(hidden, output)
+        if self.place.last:
+            self.outputs.setdefault(microbatch, []).append(output.detach())
+        return output.detach()
+
+    def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:
+        """Take it back: gradients of parameters are added to `.grad`, that of `hidden` is returned.
+
+        None on the first stage.
+        """
+        kept = self._kept.pop((microbatch, index), None)
+        if kept is None:  # nothing here or before it is trained
+            return None
+        torch.autograd.backward([kept.output], [grad])
+        if self.place.first:
+            return None
+        assert kept.hidden is not None
+        return torch.zeros_like(kept.hidden) if kept.hidden.grad is None else kept.hidden.grad
+
+    def weights(self, microbatch: int, index: int) -> None:
+        """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""
+        self._weights.finish((microbatch, index))
+
+    @property
+    def chunks_held(self) -> int:
+        """Chunks that were taken forward and not yet wholly back."""
+        return len(self._kept.keys() | self._weights.waiting)

@@ -1,0 +1,224 @@
+"""Dynamic programs over cuts of a line into pieces, exact for any costs.
+
+whole(t) = min { sum of the pieces' costs | every piece costs at most t }
+best     = min over t of  whole(t) + factor * t
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Costs = NDArray[np.float64]
+Found = TypeVar("Found")
+
+
+def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Costs:
+    """[end, start]: seconds(tokens, context) of the piece between two boundaries; infinite where end <= start.
+
+    Raises:
+        ValueError: a cost that isn't a positive, finite number.
+    """
+    count = len(boundaries)
+    costs = np.full((count, count), np.inf)
+    for end in range(1, count):
+        for start in range(end):
+            tokens, context = boundaries[end] - boundaries[start], boundaries[start]
+            cost = float(seconds(tokens, context))
+            if not 0 < cost < np.inf:
+                raise ValueError(f"seconds({tokens}, {context}) must be positive and finite, got {cost}")
+            costs[end, start] = cost
+    return costs
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A line cut at these boundaries' indices, ends included, and the sum of its pieces' costs."""
+
+    seconds: float
+    at: tuple[int, ...]
+
+
+def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
+    """min { sum of costs | each at most bound, at most max_pieces }; of equals, the fewest pieces. None: impossible.
+
+        whole(i, c) = min_j { whole(j, c - 1) + cost(j..i) | cost(j..i) <= bound }
+
+    Source: TeraPipe 2102.07988, equation 5, with a count of pieces.
+    """
+    count = len(costs)
+    allowed = np.where(costs <= bound, costs, np.inf)
+    if max_pieces >= count - 1:
+        return _cheapest_uncounted(allowed)
+    best = np.full((max_pieces + 1, count), np.inf)
+    best[0, 0] = 0.0
+    before = np.zeros((max_pieces + 1, count), dtype=int)
+    for pieces in range(1, max_pieces + 1):
+        sums = allowed + best[pieces - 1][None, :]
+        before[pieces] = sums.argmin(axis=1)
+        best[pieces] = sums[np.arange(count), before[pieces]]
+    pieces = int(best[:, -1].argmin())
+    if not np.isfinite(best[pieces, -1]):
+        return None
+    at = [count - 1]
+    for c in range(pieces, 0, -1):
+        at.append(int(before[c, at[-1]]))
+    return Cuts(float(best[pieces, -1]), tuple(reversed(at)))
+
+
+def _cheapest_uncounted(allowed: Costs) -> Cuts | None:
+    count = len(allowed)
+    best, before = np.full(count, np.inf), np.zeros(count, dtype=int)
+    best[0] = 0.0
+    for end in range(1, count):
+        sums = best[:end] + allowed[end, :end]
+        before[end] = sums.argmin()
+        best[end] = sums[before[end]]
+    if not np.isfinite(best[-1]):
+        return None
+    at = [count - 1]
+    while at[-1]:
+        at.append(int(before[at[-1]]))
+    return Cuts(float(best[-1]), tuple(reversed(at)))
+
+
+@dataclass(frozen=True)
+class Bounded(Generic[Found]):
+    """What `whole(t)` is, and what attains it."""
+
+    seconds: float
+    found: Found
+
+
+def over_bounds(
+    candidates: Sequence[float], whole: Callable[[float], Bounded[Found] | None], factor: float
+) -> Found | None:
+    """What attains min over t in candidates of whole(t) + factor * t, exactly; None where no bound is possible.
+
+    whole never grows with t. So no t in an interval [low, high] is better than whole(high) + factor * low, and an
+    interval that can't beat the best is left out: the published loop over all t, with most of it skipped.
+    """
+    bounds = sorted(set(candidates))
+    best: tuple[float, Found] | None = None
+    intervals = [(0, len(bounds) - 1)]
+    while intervals:
+        low, high = intervals.pop()
+        if low > high:
+            continue
+        at_high = whole(bounds[high])
+        if at_high is None:
+            continue
+        value = at_high.seconds + factor * bounds[high]
+        if best is None or value < best[0]:
+            best = value, at_high.found
+        if low < high and at_high.seconds + factor * bounds[low] < best[0]:
+            middle = (low + high) // 2
+            intervals += [(middle + 1, high - 1), (low, middle)]
+    return None if best is None else best[1]
+
+
+def smallest_bound(costs: Costs, pieces: int) -> Cuts | None:
+    """Exactly `pieces` pieces whose largest cost is smallest; of equals, the least sum. None: too many pieces.
+
+    largest(i, c) = min_j max(largest(j, c - 1), cost(j..i))
+    """
+    count = len(costs)
+    if not 1 <= pieces <= count - 1:
+        return None
+    largest = np.full(count, np.inf)
+    largest[0] = 0.0
+    for _ in range(pieces):
+        largest = np.maximum(costs, largest[None, :]).min(axis=1)
+    return _exactly(np.where(costs <= largest[-1], costs, np.inf), pieces)
+
+
+def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
+    """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
+    length.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    at_least_1(length_tokens=length_tokens, granularity=granularity)
+    return [*range(0, length_tokens, granularity), length_tokens]
+
+
+def lengths(boundaries: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
+    """Of what lies between the cuts."""
+    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(cuts.at))
+
+
+def at_least_1(**numbers: int) -> None:
+    """ValueError, by its name, for a number below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _exactly(allowed: Costs, pieces: int) -> Cuts:
+    count = len(allowed)
+    best = np.full(count, np.inf)
+    best[0] = 0.0
+    steps = []
+    for _ in range(pieces):
+        sums = allowed + best[None, :]
+        steps.append(sums.argmin(axis=1))
+        best = sums.min(axis=1)
+    at = [count - 1]
+    for before in reversed(steps):
+        at.append(int(before[at[-1]]))
+    return Cuts(float(best[-1]), tuple(reversed(at)))
+
+
+BatchSeconds = Callable[[int, int, int], float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`batch` sequences that go together through the pipeline in these slices."""
+
+    batch: int
+    slices: tuple[int, ...]
+
+
+def plan_batch(
+    batch_size: int, length_tokens: int, num_stages: int, seconds: BatchSeconds, *, granularity: int = 1
+) -> tuple[Part, ...]:
+    """The parts of a batch, and the slices of each, that together minimise sum t + (num_stages - 1) max t.
+
+        whole(B; t) = min_b { slices(b; t) + whole(B - b; t) }
+
+    Args:
+        seconds: seconds(batch, tokens, context) of one slice of so many sequences.
+
+    Source: TeraPipe 2102.07988, section 3.4: the plan for every batch size, then a knapsack under the same bound.
+    """
+    boundaries = piece_boundaries(length_tokens, granularity)
+    at_least_1(batch_size=batch_size, num_stages=num_stages)
+    tables = {b: table(boundaries, partial(seconds, b)) for b in range(1, batch_size + 1)}
+
+    def whole(bound: float) -> Bounded[tuple[Part, ...]] | None:
+        found = {b: cheapest(costs, bound, len(boundaries)) for b, costs in tables.items()}
+        parts = {b: (cuts.seconds, Part(b, lengths(boundaries, cuts))) for b, cuts in found.items() if cuts}
+        return _knapsack(batch_size, parts)
+
+    candidates = [cost for costs in tables.values() for cost in costs[costs < float("inf")].tolist()]
+    parts = over_bounds(candidates, whole, num_stages - 1)
+    assert parts is not None
+    return parts
+
+
+def _knapsack(total: int, parts: dict[int, tuple[float, Part]]) -> Bounded[tuple[Part, ...]] | None:
+    best: list[Bounded[tuple[Part, ...]] | None] = [Bounded(0.0, ())]
+    for size in range(1, total + 1):
+        options = [
+            Bounded(rest.seconds + cost, (*rest.found, part))
+            for b, (cost, part) in parts.items()
+            if b <= size and (rest := best[size - b]) is not None
+        ]
+        best.append(min(options, key=lambda option: option.seconds, default=None))
+    return best[total]

@@ -1,0 +1,144 @@
+"""Seconds of a pipelined step, from a profile's blocks: the schedule's tasks, then the mean over equal stages.
+
+Every pipeline of P stages takes the batches of its P devices, so that a step sees as many samples as under data
+parallelism. Slices of a micro-batch are taken to cost equally much, which `Balanced` and `Planned` come close to.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_decentral.pipeline.plan.partition import NOTHING, Even, Load, Partition
+from lightning_decentral.pipeline.plan.schedule import (
+    Action,
+    Costs,
+    Kind,
+    OneForwardOneBackward,
+    Schedule,
+    ScheduleForecast,
+    always,
+    forecast,
+    halved,
+    tasks,
+)
+from lightning_decentral.shared.plan.forecast import Floats, Method, Setting, synchronous
+from lightning_decentral.shared.plan.network import Price
+from lightning_decentral.shared.plan.profile import BlockCost
+from lightning_decentral.shared.plan.timeline import Task
+
+
+@dataclass(frozen=True)
+class Pipelining(Method):
+    """seconds = makespan of M micro-batches in S slices + the all-reduce of the largest stage + its update.
+
+    The slowest of all devices is taken to be in every stage: an upper bound where stragglers are few.
+
+    Args:
+        stages: P; None: all devices are one pipeline.
+        microbatches: M, equal parts of the P devices' batches; None: P.
+        slices: S of each micro-batch; 1 for a model without a token axis.
+
+    Raises:
+        ValueError: in a setting, where P doesn't divide the devices or exceeds the blocks.
+    """
+
+    stages: int | None = None
+    microbatches: int | None = None
+    slices: int = 1
+    schedule: Schedule = field(default_factory=OneForwardOneBackward)
+    partition: Partition = field(default_factory=Even)
+
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        """(hidden states to the next stage, gradients between equal stages)."""
+        stages, cluster = self._stages(setting), setting.cluster
+        flows = min(stages, cluster.per_node) if cluster.nodes > 1 else 1
+        equal, per_node = cluster.workers // stages, max(1, cluster.per_node // stages)
+        price, everywhere = setting.network.price, cluster.reach(cluster.workers)
+        sent = price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
+        return sent, price("all_reduce", everywhere, equal, flows, per_node)
+
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        """Of the slowest device."""
+        parts = self._parts(setting)
+        reduced = self.prices(setting)[1].seconds(max(map(_bytes, parts)))
+        update = max(sum(block.update_seconds for block in part) for part in parts)
+        return synchronous(lambda f: self._run(setting, f).seconds + f * update, factors) + reduced
+
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        """One step of one pipeline, without the update."""
+        stages = self._stages(setting)
+        actions = self.schedule.actions(stages, self.microbatches or stages, self.slices)
+        seconds, link = self._costs(setting, 1.0)
+        return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link)
+
+    def card_bytes(self, setting: Setting) -> float:
+        """2 (r - 1) / r of the bytes of the parameters on a node, in r pipelines; hidden states on to the next node, as
+        large gradients back to the one before."""
+        stages, cluster = self._stages(setting), setting.cluster
+        replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
+        gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0
+        hidden = stages * max(part[-1].output_bytes for part in self._parts(setting))
+        return gradients + self._crossings(setting) * hidden
+
+    def memory_bytes(self, setting: Setting) -> float:
+        """Of the fullest stage, its chunks in flight included."""
+        model, parts = setting.model, self._parts(setting)
+        state = model.state_bytes / max(1, model.parameter_bytes)
+        held = self._run(setting, 1.0).chunks_in_flight
+        saved = [sum(block.saved_bytes for block in part) * self._chunk(setting) for part in parts]
+        return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
+
+    def _crossings(self, setting: Setting) -> int:
+        """The most neighbours on other nodes that the stages of one node have."""
+        cluster, stages = setting.cluster, self._stages(setting)
+        pairs = [(w, w + 1) for w in range(cluster.workers - 1) if w // stages == (w + 1) // stages]
+        cut = [{w // cluster.per_node for w in pair} for pair in pairs]
+        return max(Counter(node for nodes in cut if len(nodes) > 1 for node in nodes).values(), default=0)
+
+    def _run(self, setting: Setting, factor: float) -> ScheduleForecast:
+        stages = self._stages(setting)
+        counts = stages, self.microbatches or stages, self.slices
+        return forecast(self.schedule, *counts, *self._costs(setting, factor))
+
+    def _costs(self, setting: Setting, factor: float) -> tuple["_Seconds", Costs]:
+        parts = self._parts(setting)
+        chunk = self._chunk(setting)
+        hidden = max(part[-1].output_bytes for part in parts) * chunk
+        return _Seconds(tuple(parts), factor * chunk), always(self.prices(setting)[0].seconds(hidden))
+
+    def _chunk(self, setting: Setting) -> float:
+        """A slice of a micro-batch, as a share of a profiled batch."""
+        stages = self._stages(setting)
+        return stages / (self.microbatches or stages) / self.slices
+
+    def _stages(self, setting: Setting) -> int:
+        workers = setting.cluster.workers
+        stages = self.stages or workers
+        if workers % stages:
+            raise ValueError(f"{stages} stages don't divide {workers} workers: make --workers a multiple")
+        return stages
+
+    def _parts(self, setting: Setting) -> list[tuple[BlockCost, ...]]:
+        """The blocks of each stage."""
+        blocks = setting.model.blocks
+        loads = [Load(b.forward_seconds + b.backward_seconds, b.parameter_bytes) for b in blocks]
+        counts = self.partition.counts(loads, NOTHING, NOTHING, self._stages(setting))
+        return [blocks[sum(counts[:r]) : sum(counts[: r + 1])] for r in range(len(counts))]
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Of an action: its stage's blocks, in its direction, times `scale`."""
+
+    parts: tuple[tuple[BlockCost, ...], ...]
+    scale: float
+
+    def __call__(self, action: Action) -> float:
+        part = self.parts[action.stage]
+        forward = sum(block.forward_seconds for block in part)
+        backward = sum(block.backward_seconds for block in part)
+        return self.scale * {Kind.FORWARD: forward, Kind.BACKWARD: backward}[action.kind]
+
+
+def _bytes(part: Sequence[BlockCost]) -> int:
+    return sum(block.parameter_bytes for block in part)

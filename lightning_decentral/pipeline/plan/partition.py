@@ -1,0 +1,123 @@
+"""Which blocks stand on which stage.
+
+    min over cuts of  max over stages of (sum of the stage's block seconds + what only the first or last stage has)
+
+Source: RaNNC 2103.16063 (blocks to stages by a dynamic program on measured times and memory).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_decentral.pipeline.plan.dynamic_program import smallest_bound
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a part of a model costs: seconds of a step (any unit, as long as it's one) and bytes of parameters."""
+
+    seconds: float
+    bytes: int = 0
+
+
+NOTHING = Load(0.0)
+
+
+def partition(
+    blocks: Sequence[Load],
+    num_stages: int,
+    *,
+    embedding: Load = NOTHING,
+    head: Load = NOTHING,
+    max_bytes: int | None = None,
+) -> tuple[int, ...]:
+    """How many blocks each stage gets: the slowest stage as fast as can be, none over `max_bytes`, none empty.
+
+    The embedding stands on the first stage, the head on the last. Of equals, the least sum.
+
+    Raises:
+        ValueError: more stages than blocks, or no partition within `max_bytes`.
+    """
+    refuse_more_stages_than_blocks(num_stages, len(blocks))
+    count = len(blocks)
+    costs = np.full((count + 1, count + 1), np.inf)
+    for end in range(1, count + 1):
+        for start in range(end):
+            parts = [*([embedding] if start == 0 else []), *blocks[start:end], *([head] if end == count else [])]
+            if max_bytes is None or sum(part.bytes for part in parts) <= max_bytes:
+                costs[end, start] = sum(part.seconds for part in parts)
+    cuts = smallest_bound(costs, num_stages)
+    if cuts is None or not np.isfinite(cuts.seconds):
+        raise ValueError(
+            f"{num_stages} stages can't hold the blocks with at most {max_bytes:,} bytes of parameters each: "
+            "take more stages or allow more"
+        )
+    return tuple(b - a for a, b in zip(cuts.at, cuts.at[1:], strict=False))
+
+
+def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
+    """ValueError: a stage without a block would only pass on what it gets."""
+    if not 1 <= num_stages <= num_blocks:
+        raise ValueError(f"{num_stages} stages for a model of {num_blocks} blocks: use 1 to {num_blocks} stages")
+
+
+class Partition(ABC):
+    """How blocks are spread over stages; a frozen value that knows no model."""
+
+    measures: bool = False
+    """Whether the loads' seconds must come from measurements of the real model."""
+
+    @abstractmethod
+    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
+        """How many blocks each stage gets: positive, with sum `len(blocks)`."""
+
+
+@dataclass(frozen=True)
+class Even(Partition):
+    """Equal numbers of blocks; left over ones go to the middle stages: the ends have embedding and head."""
+
+    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
+        """See `Partition.counts`."""
+        refuse_more_stages_than_blocks(num_stages, len(blocks))
+        few, more = divmod(len(blocks), num_stages)
+        first = (num_stages - more) // 2
+        return tuple(few + (first <= r < first + more) for r in range(num_stages))
+
+
+@dataclass(frozen=True)
+class Fastest(Partition):
+    """The slowest stage as fast as can be, by measured seconds (see `partition`).
+
+    Args:
+        max_bytes: of parameters on one stage.
+    """
+
+    max_bytes: int | None = None
+    measures = True
+
+    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
+        """See `Partition.counts`."""
+        return partition(blocks, num_stages, embedding=embedding, head=head, max_bytes=self.max_bytes)
+
+
+@dataclass(frozen=True)
+class Counted(Partition):
+    """These numbers of blocks, one for each stage."""
+
+    blocks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))  # a list from a configuration
+        if not self.blocks or min(self.blocks) < 1:
+            raise ValueError(f"every stage needs a block, got {self.blocks}")
+
+    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
+        """See `Partition.counts`."""
+        if len(self.blocks) != num_stages or sum(self.blocks) != len(blocks):
+            raise ValueError(
+                f"blocks {self.blocks} are {len(self.blocks)} stages with {sum(self.blocks)} blocks, there are "
+                f"{num_stages} stages and {len(blocks)} blocks: give one number per stage that sum to the blocks"
+            )
+        return self.blocks

@@ -1,0 +1,258 @@
+"""In which order a stage works through its chunks; a chunk is one slice of one micro-batch.
+
+    forward(r, m, s)  needs  forward(r - 1, m, s), forward(r, m, s - 1)
+    backward(r, m, s) needs  backward(r + 1, m, s), backward(r, m, s + 1), forward(r, m, s)
+    weights(r, m, s)  needs  backward(r, m, s)          where a schedule splits the backward
+
+The causal order is written once, in `Action.needs`; the check, the forecast and the executor read it. A slice needs the
+keys and values of the slices before it, so its gradient isn't whole before theirs have come back: last slice first.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import chain, zip_longest
+from typing import ClassVar
+
+from lightning_decentral.pipeline.plan.dynamic_program import at_least_1
+from lightning_decentral.shared.plan.timeline import Deadlock, Span, Task, bubble, makespan, run
+
+
+class Kind(Enum):
+    """What is done with a chunk."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHTS = "W"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One chunk through one stage in one direction; all numbers from 0."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    slice: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} stage {self.stage} micro-batch {self.microbatch} slice {self.slice}"
+
+    def needs(self, num_stages: int, num_slices: int) -> tuple["Action", ...]:
+        """What must have happened before."""
+        if self.kind is Kind.WEIGHTS:
+            return (replace(self, kind=Kind.BACKWARD),)
+        towards = {Kind.FORWARD: -1, Kind.BACKWARD: 1}[self.kind]
+        stage, position = self.stage + towards, self.slice + towards
+        needed = [Action(self.kind, stage, self.microbatch, self.slice)] if 0 <= stage < num_stages else []
+        if 0 <= position < num_slices:
+            needed.append(Action(self.kind, self.stage, self.microbatch, position))
+        if self.kind is Kind.BACKWARD:
+            needed.append(Action(Kind.FORWARD, self.stage, self.microbatch, self.slice))
+        return tuple(needed)
+
+
+class Schedule(ABC):
+    """A frozen, size-free value: the order of actions of every stage."""
+
+    splits: ClassVar[bool] = False
+    """Whether gradients of weights are actions of their own; a backward is then the first half only."""
+
+    @abstractmethod
+    def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
+        """What one stage does, in order."""
+
+    def actions(self, num_stages: int, num_microbatches: int, num_slices: int) -> list[list[Action]]:
+        """For each stage, its actions in order.
+
+        Raises:
+            ValueError: a number below 1.
+        """
+        at_least_1(num_stages=num_stages, num_microbatches=num_microbatches, num_slices=num_slices)
+        return [list(self.of_stage(r, num_stages, num_microbatches, num_slices)) for r in range(num_stages)]
+
+
+@dataclass(frozen=True)
+class TeraPipe(Schedule):
+    """All forward, then all backward: every chunk's activations are live at once, M S of them.
+
+    Source: Li et al. 2102.07988; with one slice it's GPipe, Huang et al. 1811.06965.
+    """
+
+    def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
+        """See `Schedule.of_stage`."""
+        forwards = _forwards(stage, num_microbatches, num_slices)
+        backwards = _backwards(stage, range(num_microbatches)[::-1], num_slices)
+        return chain(forwards, backwards)
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackward(Schedule):
+    """min(P - r - 2 + S, M S) forwards, then one forward and one backward by turns, then what is left.
+
+    Stage r holds at most min(P - 1 - r + S, M S) chunks. Micro-batches come back first in first out, slices last first.
+
+    Source: Sun et al. 2406.03488 (Seq1F1B); with one slice it's 1F1B, Narayanan et al. 1806.03377.
+    """
+
+    def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
+        """See `Schedule.of_stage`."""
+        forwards = list(_forwards(stage, num_microbatches, num_slices))
+        backwards = _backwards(stage, range(num_microbatches), num_slices)
+        warm = min(num_stages - stage - 2 + num_slices, len(forwards))
+        turns = zip_longest(forwards[warm:], backwards)
+        return chain(forwards[:warm], (action for turn in turns for action in turn if action is not None))
+
+
+@dataclass(frozen=True)
+class ZeroBubble(Schedule):
+    """`OneForwardOneBackward` whose backward is split: stage r computes weights' gradients r chunks after the input's.
+
+        seconds = 3 M S + P - 1        chunks of equal cost, each third of them 1, (M - 1) S >= P - 1
+                  3 S + 2 (P - 1)      a single micro-batch: then nothing is left to fill the first wait with
+
+    against 3 (M S + P - 1). Every stage holds at most min(P - 1 + S, M S) chunks, as many as the first one of 1F1B.
+
+    Source: Qi et al. 2401.10241 (ZB-H1), here over slices.
+    """
+
+    splits: ClassVar[bool] = True
+
+    def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
+        """See `Schedule.of_stage`."""
+        halves: deque[Action] = deque()
+        for action in OneForwardOneBackward().of_stage(stage, num_stages, num_microbatches, num_slices):
+            yield action
+            if action.kind is Kind.BACKWARD:
+                halves.append(replace(action, kind=Kind.WEIGHTS))
+            if len(halves) > stage:
+                yield halves.popleft()
+        yield from halves
+
+
+def _forwards(stage: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
+    return (Action(Kind.FORWARD, stage, m, s) for m in range(num_microbatches) for s in range(num_slices))
+
+
+def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iterator[Action]:
+    return (Action(Kind.BACKWARD, stage, m, s) for m in microbatches for s in reversed(range(num_slices)))
+
+
+def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
+    """Every stage takes every chunk forward and backward exactly once, and they can go on to the end.
+
+    Transfers never block their sender, so what can't start in `timeline.run` is all that can deadlock.
+
+    Raises:
+        ValueError: a missing, repeated or misplaced action, or a deadlock, named.
+    """
+    for stage, actions in enumerate(stages):
+        complete = {*_forwards(stage, num_microbatches, num_slices)}
+        complete |= {*_backwards(stage, range(num_microbatches), num_slices)}
+        if _splits(actions):
+            complete |= {replace(a, kind=Kind.WEIGHTS) for a in complete}
+        wrong = complete ^ set(actions)
+        if wrong or len(actions) != len(complete):
+            found = min(map(str, wrong)) if wrong else "an action twice"
+            raise ValueError(
+                f"stage {stage} must take every chunk once each way: {found} is missing, foreign or repeated"
+            )
+    try:
+        run([Task(a, f"stage {a.stage}", 1.0, a.needs(len(stages), num_slices)) for stage in stages for a in stage])
+    except Deadlock as error:
+        raise ValueError(f"the schedule deadlocks: {error}") from error
+
+
+def in_flight(actions: Sequence[Action], tokens: Sequence[int] | None = None) -> int:
+    """The most chunks (with `tokens`, one number per slice: the most tokens) that a stage holds at once."""
+    held = most = 0
+    change = {Kind.FORWARD: 1, Kind.WEIGHTS if _splits(actions) else Kind.BACKWARD: -1}
+    for action in actions:
+        weight = 1 if tokens is None else tokens[action.slice]
+        held += change.get(action.kind, 0) * weight
+        most = max(most, held)
+    return most
+
+
+def _splits(actions: Sequence[Action]) -> bool:
+    return any(action.kind is Kind.WEIGHTS for action in actions)
+
+
+Costs = Callable[[Action], float]
+
+
+@dataclass(frozen=True)
+class ScheduleForecast:
+    """What one step will take."""
+
+    spans: dict[str, Span]
+    seconds: float
+    bubble: float
+    chunks_in_flight: tuple[int, ...]
+    """The most that each stage holds at once."""
+
+
+def always(seconds: float) -> Costs:
+    """The same, whatever the action."""
+    return lambda action: seconds
+
+
+AT_ONCE = always(0.0)
+
+
+def tasks(stages: Sequence[Sequence[Action]], num_slices: int, seconds: Costs, link: Costs) -> list[Task[str]]:
+    """Actions as tasks named `str(action)`; between two stages lies a task of the link, if it takes time."""
+    found: list[Task[str]] = []
+    for actions in stages:
+        for action in actions:
+            needs = []
+            for needed in action.needs(len(stages), num_slices):
+                link_seconds = 0.0 if needed.stage == action.stage else link(needed)
+                if link_seconds == 0:
+                    needs.append(str(needed))
+                    continue
+                message = f"{needed} -> stage {action.stage}"
+                # A message doesn't hold up the next one: latency, not occupancy, so each message is its own worker.
+                found.append(Task(message, message, link_seconds, (str(needed),)))
+                needs.append(message)
+            found.append(Task(str(action), f"stage {action.stage}", seconds(action), tuple(needs)))
+    return found
+
+
+def forecast(
+    schedule: Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    num_slices: int,
+    seconds: Costs,
+    link: Costs = AT_ONCE,
+) -> ScheduleForecast:
+    """The run of a schedule.
+
+    Args:
+        seconds: of one action; a schedule that splits the backward gets half of it for each part.
+        link: from the end of an action to when the next stage has its result.
+    """
+    stages = schedule.actions(num_stages, num_microbatches, num_slices)
+    spans = run(tasks(stages, num_slices, halved(seconds) if schedule.splits else seconds, link))
+    workers = [f"stage {r}" for r in range(num_stages)]
+    shown = {name: span for name, span in spans.items() if span.worker in workers}
+    return ScheduleForecast(
+        shown, makespan(shown), bubble(shown, workers), tuple(in_flight(actions) for actions in stages)
+    )
+
+
+def halved(seconds: Costs) -> Costs:
+    """Of a backward in two halves: each multiplies one of the two matrices that the whole does."""
+
+    def cost(action: Action) -> float:
+        return seconds(action) if action.kind is Kind.FORWARD else seconds(replace(action, kind=Kind.BACKWARD)) / 2
+
+    return cost
+
+
+def by_slice(forward: Sequence[float], backward: Sequence[float]) -> Costs:
+    """The same costs on every stage: one number per slice for each direction."""
+    return lambda action: {Kind.FORWARD: forward, Kind.BACKWARD: backward}[action.kind][action.slice]

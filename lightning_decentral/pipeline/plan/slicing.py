@@ -1,0 +1,255 @@
+"""Where to cut a sequence, so that its slices keep all stages busy.
+
+    t_i = seconds(l_i, l_1 + .. + l_(i-1));   T = sum t_i + (P - 1) max t_j
+
+A later token attends to more context, so equal lengths are not equal costs: slices get shorter towards the end.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from lightning_decentral.pipeline.plan.dynamic_program import (
+    Bounded,
+    Cuts,
+    at_least_1,
+    cheapest,
+    lengths,
+    over_bounds,
+    piece_boundaries,
+    smallest_bound,
+    table,
+)
+from lightning_decentral.pipeline.plan.schedule import (
+    OneForwardOneBackward,
+    Schedule,
+    always,
+    by_slice,
+    forecast,
+    in_flight,
+)
+
+Seconds = Callable[[int, int], float]
+BACKWARD_OVER_FORWARD = 2.0  # a backward multiplies two matrices for each that the forward multiplies
+
+
+def plan(
+    length_tokens: int, num_stages: int, seconds: Seconds, *, granularity: int = 1, max_slices: int | None = None
+) -> tuple[int, ...]:
+    """The slices l_1, l_2, .. that minimise sum t_i + (num_stages - 1) max t_j, exactly.
+
+    Args:
+        seconds: seconds(tokens, context) of one slice on one stage: positive.
+        granularity: slices are multiples of it, except the last where it doesn't divide the length.
+        max_slices: no more than so many.
+
+    Raises:
+        ValueError: a number below 1.
+
+    Source: TeraPipe 2102.07988, algorithm 1.
+    """
+    boundaries = piece_boundaries(length_tokens, granularity)
+    at_least_1(num_stages=num_stages, max_slices=1 if max_slices is None else max_slices)
+    costs = table(boundaries, seconds)
+    most = len(boundaries) if max_slices is None else max_slices
+
+    def whole(bound: float) -> Bounded[Cuts] | None:
+        cuts = cheapest(costs, bound, most)
+        return None if cuts is None else Bounded(cuts.seconds, cuts)
+
+    cuts = over_bounds(costs[costs < float("inf")].tolist(), whole, num_stages - 1)
+    assert cuts is not None  # one slice is always possible
+    return lengths(boundaries, cuts)
+
+
+def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularity: int = 1) -> tuple[int, ...]:
+    """Exactly `num_slices` slices whose largest cost is smallest.
+
+    Raises:
+        ValueError: more slices than pieces of this granularity.
+    """
+    boundaries = piece_boundaries(length_tokens, granularity)
+    at_least_1(num_slices=num_slices)
+    cuts = smallest_bound(table(boundaries, seconds), num_slices)
+    if cuts is None:
+        raise ValueError(
+            f"{length_tokens} tokens are {len(boundaries) - 1} pieces of {granularity}, less than {num_slices} slices: "
+            "ask for fewer slices or a smaller granularity"
+        )
+    return lengths(boundaries, cuts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a plan is made for.
+
+    Args:
+        seconds: seconds(tokens, context) forward of one slice on the slowest stage.
+        backward_over_forward: how much longer a backward takes.
+        link_seconds: until the next stage has a result.
+        max_tokens_in_flight: the most tokens whose activations the first stage may hold.
+        error: of simulated steps, relative: what differs by less isn't told apart.
+    """
+
+    num_stages: int
+    seconds: Seconds
+    num_microbatches: int = 1
+    schedule: Schedule = field(default_factory=OneForwardOneBackward)
+    backward_over_forward: float = BACKWARD_OVER_FORWARD
+    link_seconds: float = 0.0
+    max_tokens_in_flight: int | None = None
+    error: float = 0.0
+
+    def step_seconds(self, slices: Sequence[int]) -> float:
+        """The makespan of a step with these slices, by the timeline."""
+        contexts = [sum(slices[:i]) for i in range(len(slices))]
+        forward = [self.seconds(tokens, context) for tokens, context in zip(slices, contexts, strict=True)]
+        backward = [self.backward_over_forward * t for t in forward]
+        costs = by_slice(forward, backward)
+        sizes = (self.num_stages, self.num_microbatches, len(slices))
+        return forecast(self.schedule, *sizes, costs, always(self.link_seconds)).seconds
+
+    def held(self, slices: Sequence[int]) -> int:
+        """The most tokens whose activations the first stage, which holds most, has at once."""
+        first = self.schedule.actions(self.num_stages, self.num_microbatches, len(slices))[0]
+        return in_flight(first, slices)
+
+    def fits(self, slices: Sequence[int]) -> bool:
+        """Whether the first stage stays within the bound."""
+        return self.max_tokens_in_flight is None or self.held(slices) <= self.max_tokens_in_flight
+
+
+def plan_for(
+    situation: Situation, length_tokens: int, *, granularity: int = 1, max_slices: int = 16
+) -> tuple[int, ...]:
+    """The slices with the shortest simulated step within the memory bound; of equals within its error, the fewest.
+
+    Tried are slices of equal cost (`balance`) and of equal length for every number up to `max_slices`, and `plan`. Not
+    proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
+    worse than what was tried by more than the error.
+
+    What can't be told apart is cut into fewer slices, which ask less of network and machine, unless the first stage
+    would hold more than under the fastest: the one-standard-error rule, which Breiman et al. (Classification and
+    Regression Trees, 1984) have for the sizes of trees.
+
+    Raises:
+        ValueError: nothing that was tried fits into the memory bound.
+    """
+    most = min(max_slices, len(piece_boundaries(length_tokens, granularity)) - 1)
+    tried = [balance(length_tokens, n, situation.seconds, granularity=granularity) for n in range(1, most + 1)]
+    tried += [equal(length_tokens, n, granularity=granularity) for n in range(1, most + 1)]
+    unbounded = plan(length_tokens, situation.num_stages, situation.seconds, granularity=granularity, max_slices=most)
+    fitting = [slices for slices in dict.fromkeys([*tried, unbounded]) if situation.fits(slices)]
+    if not fitting:
+        raise ValueError(
+            f"no plan with at most {max_slices} slices holds at most {situation.max_tokens_in_flight} tokens on the "
+            "first stage: allow more tokens or slices, or take the one-forward-one-backward schedule"
+        )
+    seconds = {slices: situation.step_seconds(slices) for slices in fitting}
+    fastest = min(fitting, key=seconds.__getitem__)
+    good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * seconds[fastest]]
+    frugal = [slices for slices in good if situation.held(slices) <= situation.held(fastest)]
+    return min(frugal, key=lambda slices: (len(slices), seconds[slices]))
+
+
+def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:
+    """Slices of equal length; where that can't be, the first ones are longer by `granularity`.
+
+    Raises:
+        ValueError: more slices than pieces of this granularity.
+    """
+    boundaries = piece_boundaries(length_tokens, granularity)
+    at_least_1(num_slices=num_slices)
+    short, longer = divmod(len(boundaries) - 1, num_slices)
+    if short == 0:
+        raise ValueError(f"{length_tokens} tokens can't be cut into {num_slices} slices: ask for fewer")
+    at = [boundaries[k * short + min(k, longer)] for k in range(num_slices + 1)]
+    return tuple(b - a for a, b in pairwise(at))
+
+
+class Slicing(ABC):
+    """How a sequence is cut; a frozen value that knows no length."""
+
+    measures: bool = False
+    """Whether `situation.seconds` must come from measurements of the real model."""
+
+    @abstractmethod
+    def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
+        """The lengths of the slices: positive, with sum `length_tokens`. ValueError where it can't."""
+
+
+@dataclass(frozen=True)
+class Uniform(Slicing):
+    """`n` slices of equal length; where n doesn't divide it, the first ones are a token longer."""
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        at_least_1(n=self.n)
+
+    def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
+        """See `Slicing.slices`."""
+        return equal(length_tokens, self.n)
+
+
+@dataclass(frozen=True)
+class Balanced(Slicing):
+    """`n` slices of equal cost, by a cost model fitted from measurements of the real model.
+
+    Args:
+        granularity: slices are multiples of it.
+    """
+
+    n: int = 8
+    granularity: int = 8
+    measures = True
+
+    def __post_init__(self) -> None:
+        at_least_1(n=self.n, granularity=self.granularity)
+
+    def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
+        """See `Slicing.slices`."""
+        return balance(length_tokens, self.n, situation.seconds, granularity=self.granularity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Slicing):
+    """As many slices, as long, as the simulated step is shortest with (`plan_for`), by measurements of the real model.
+
+    Args:
+        granularity: slices are multiples of it.
+        max_slices: no more than so many.
+    """
+
+    granularity: int = 8
+    max_slices: int = 16
+    measures = True
+
+    def __post_init__(self) -> None:
+        at_least_1(granularity=self.granularity, max_slices=self.max_slices)
+
+    def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
+        """See `Slicing.slices`."""
+        return plan_for(situation, length_tokens, granularity=self.granularity, max_slices=self.max_slices)
+
+
+@dataclass(frozen=True)
+class Given(Slicing):
+    """These lengths and no others."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))  # a list from a configuration
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be positive, got {self.lengths}")
+
+    def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
+        """See `Slicing.slices`."""
+        if sum(self.lengths) != length_tokens:
+            raise ValueError(
+                f"slices {self.lengths} sum to {sum(self.lengths)}, the sequence has {length_tokens} tokens: "
+                "give lengths that sum to it, pad to one length, or use Uniform, Balanced or Planned, which replan"
+            )
+        return self.lengths

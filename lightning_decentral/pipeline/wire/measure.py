@@ -1,0 +1,213 @@
+"""What every stage takes for its slices: a few real steps of all stages at once, in 1, 2, 4, 8 and 16 equal slices.
+
+    t = p w_S      p    processor seconds of a chunk among S slices, the mean of ROUNDS steps
+                   w_S  with which the timeline of w_S p and the messages takes as long as such a step, the median
+
+So a chunk is measured where it will stand: while the other stages compute and share memory with it (with a single
+slice: while they wait), its keys and values beside those of the whole sequence, gradients added to those of later
+slices. Processor seconds leave out what other work on the machine takes, and w_S is one number for a whole step. On a
+device p itself is read from the clock, when the device has finished.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.plan.cost import Measured, fit
+from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, tasks
+from lightning_decentral.pipeline.plan.slicing import equal
+from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost, message_seconds, through
+from lightning_decentral.pipeline.wire.channel import Channel
+from lightning_decentral.pipeline.wire.executor import Clock
+from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.shared.plan.timeline import makespan, run
+from lightning_decentral.shared.wire.transport import gather_objects
+
+ROUNDS = 3
+HALVINGS = 30  # a timeline grows with the factor: no other root
+COUNTS = (1, 2, 4, 8, 16)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all stages.
+
+    Args:
+        own: processor seconds of each action.
+        loss_seconds: of them, those of the loss.
+    """
+
+    seconds: float
+    own: Mapping[Action, float]
+    loss_seconds: float
+
+
+@dataclass(frozen=True)
+class RepeatedSteps:
+    """The same step several times."""
+
+    slices: tuple[int, ...]
+    rounds: Sequence[Step]
+
+    def own(self, action: Action) -> float:
+        """Processor seconds of an action."""
+        return statistics.mean(step.own[action] for step in self.rounds)
+
+    @property
+    def loss_seconds(self) -> float:
+        """Processor seconds of the loss."""
+        return statistics.mean(step.loss_seconds for step in self.rounds)
+
+    def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
+        """w_S; where messages alone were measured to take longer than the step, as if they took nothing."""
+        link = partial(message_seconds, links, self.slices)
+        taken = statistics.median(step.seconds for step in self.rounds)
+        most = taken / self._makespan(actions, 1.0, lambda action: 0.0)
+        if self._makespan(actions, 0.0, link) >= taken:
+            return most
+        low, high = 0.0, most
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._makespan(actions, middle, link) < taken else (low, middle)
+        return high
+
+    def _makespan(self, actions: Sequence[Sequence[Action]], factor: float, link: Costs) -> float:
+        return makespan(run(tasks(actions, len(self.slices), lambda action: factor * self.own(action), link)))
+
+
+def profile(pipe: Pipe, call: Call) -> StageCost:
+    """Measure this stage with one micro-batch, all stages together; changes no random state. Collective.
+
+    The gradients of the model's parameters are gone afterwards.
+
+    Raises:
+        ValueError: the sequence is too short to fit anything.
+    """
+    device, length = call.inputs.device, pipe.model.length(call)
+    if length < max(COUNTS):
+        raise ValueError(f"{length} tokens are too few to measure slices of: use slicing=Uniform(n) or Given(lengths)")
+    cut = [equal(length, n) for n in COUNTS]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        measured = [RepeatedSteps(slices, _repeated(pipe, call, slices)) for slices in cut]
+        links = _everyones(pipe, ping(pipe, call))
+    return fitted(measured, pipe.schedule, pipe.rank, links)
+
+
+def _repeated(pipe: Pipe, call: Call, slices: Sequence[int]) -> list[Step]:
+    """One after the other as in training, where a step finds the memory that one like it has left; the first one not
+    yet, nor does it count."""
+    return [_step(pipe, call, slices) for _ in range(1 + ROUNDS)][1:]
+
+
+def _step(pipe: Pipe, call: Call, slices: Sequence[int]) -> Step:
+    now = clock(call.inputs.device)
+    begin = now()
+    executor = pipe.train([call], slices, _loss, time.thread_time if call.inputs.device.type == "cpu" else now)
+    seconds = now() - begin
+    for parameter in pipe.model.module.parameters():
+        parameter.grad = None
+    rows = _everyones(pipe, (seconds, executor.own_seconds, executor.loss_seconds))
+    own = {action: taken for _, stage, _ in rows for action, taken in stage.items()}
+    return Step(max(taken for taken, _, _ in rows), own, rows[-1][-1])
+
+
+def _loss(_: int, logits: Tensor) -> Tensor:
+    """Of the first token everywhere: as long as any targets take."""
+    flat = logits.flatten(0, -2).float()
+    return functional.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
+
+
+def fitted(measured: Sequence[RepeatedSteps], schedule: Schedule, stage: int, links: Sequence[Link]) -> StageCost:
+    """A stage's costs from steps in several numbers of slices."""
+    there, back, losses, stretches = [], [], [], []
+    for steps in measured:
+        actions = schedule.actions(len(links), 1, len(steps.slices))
+        stretches.append(steps.stretch(actions, links))
+        losses.append(stretches[-1] * steps.loss_seconds if stage == len(links) - 1 else 0.0)
+        for place, (forward, backward) in _chunks(steps, actions[stage]).items():
+            closing = losses[-1] if sum(place) == sum(steps.slices) else 0.0
+            there.append(Measured(*place, stretches[-1] * forward - closing))
+            back.append(Measured(*place, stretches[-1] * backward))
+    return StageCost(fit(there), fit(back), statistics.mean(losses), links[stage], max(stretches))
+
+
+def _chunks(steps: RepeatedSteps, actions: Sequence[Action]) -> dict[tuple[int, int], tuple[float, float]]:
+    """{(tokens, context): processor seconds (forward, backward)} of a stage; a split backward in one."""
+    found = {}
+    for index, tokens in enumerate(steps.slices):
+        own = [(action.kind is Kind.FORWARD, steps.own(action)) for action in actions if action.slice == index]
+        sums = sum(t for forward, t in own if forward), sum(t for forward, t in own if not forward)
+        found[tokens, sum(steps.slices[:index])] = sums
+    return found
+
+
+def _everyones(pipe: Pipe, value: T) -> list[T]:
+    return [value] if pipe.over is None else gather_objects(pipe.over, value)
+
+
+TIMES = 7
+SHORT = 16
+
+
+def ping(pipe: Pipe, call: Call) -> Link:
+    """Between this stage and the next, one pair of stages after the other; zeros behind the last one. Collective."""
+    length, link = pipe.model.length(call), Link()
+    for stage in range(pipe.size - 1):
+        if pipe.rank in (stage, stage + 1):
+            found = [(tokens, _one_way(pipe, call, tokens, stage)) for tokens in (max(1, length // SHORT), length)]
+            link = through(*found) if pipe.rank == stage else link
+    return link
+
+
+def _one_way(pipe: Pipe, call: Call, tokens: int, stage: int) -> float:
+    """Half the median time there and back, without the first one; on the next stage a number without meaning."""
+    channel, now = pipe.channel(pipe.empty(call, (tokens,))), clock(call.inputs.device)
+    known = pipe.model.shape(call, 0, tokens)
+    assert known is not None
+    message = torch.ones(known[0], dtype=known[1], device=call.inputs.device)
+    speak = _call if pipe.rank == stage else _answer
+    times = [_timed(lambda: speak(channel, pipe.rank, message), now) for _ in range(TIMES + 1)]
+    return statistics.median(times[1:]) / 2
+
+
+def _timed(work: Callable[[], None], now: Clock) -> float:
+    begin = now()
+    work()
+    return now() - begin
+
+
+def _call(channel: Channel, stage: int, message: torch.Tensor) -> None:
+    channel.expect(back := Action(Kind.BACKWARD, stage, 0, 0))
+    channel.send(Action(Kind.FORWARD, stage, 0, 0), message)
+    channel.receive(back)
+
+
+def _answer(channel: Channel, stage: int, message: torch.Tensor) -> None:
+    channel.expect(there := Action(Kind.FORWARD, stage, 0, 0))
+    channel.receive(there)
+    channel.send(Action(Kind.BACKWARD, stage, 0, 0), message)
+    channel.close()
+
+
+def clock(device: torch.device) -> Clock:
+    """Seconds by the clock, read when the device has finished what it was given.
+
+    Of the current stream only: on others there are receives that end when the other stage has answered.
+    """
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def now() -> float:
+        torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    return now

@@ -1,0 +1,116 @@
+"""Who has which parameters: all at the beginning and the end, each stage its own in between.
+
+A stage's parameters keep the names that they have in the whole model, so that a checkpoint of the whole is the union of
+what the stages have.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.pipeline.compute.model import Pipelined, StagePlace
+from lightning_decentral.shared.wire.transport import Transport, gather_objects
+
+State = dict[str, Any]
+
+
+class Holdings:
+    """One stage's part of a module.
+
+    Args:
+        module: the whole, with the pipelined model somewhere in it.
+        over: the stages of this pipeline; None: there is but one.
+    """
+
+    def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
+        self._module, self._model, self._over = module, model, over
+        self.order = {parameter: name for name, parameter in module.named_parameters()}
+        """The first name of each parameter of the whole model, in its order."""
+        self.state_keys = list(module.state_dict())
+        """Names of the whole model's state."""
+        self._shapes = {parameter: parameter.shape for parameter in self.order}
+        inside = set(model.module.parameters())
+        model.keep(place)
+        self.kept = set(module.parameters())
+        for parameter in self.order.keys() - self.kept:
+            parameter.data = parameter.data.new_empty(0)
+        mine = [self.order[p] for p in self.order if p in self.kept], list(module.state_dict())
+        rows = [mine] if over is None else gather_objects(over, mine)
+        self._keys = [set(keys) for _, keys in rows]
+        holders = {name: [r for r, (names, _) in enumerate(rows) if name in names] for name in self.order.values()}
+        trained = [p for p in self.order if p.requires_grad and p in self.kept]
+        self.tied = {p: holders[self.order[p]] for p in trained if p in inside and len(holders[self.order[p]]) > 1}
+        """Parameters of the model that stand on several stages, and on which."""
+        self.outside = [p for p in trained if p not in inside]
+        """Parameters beside the model; every stage has them, the last one uses them."""
+        self.counted = [p for p in trained if holders[self.order[p]][0] == (0 if over is None else over.rank)]
+        """Those that a sum over the stages takes from this one."""
+
+    def give_back(self, device: torch.device) -> None:
+        """Make the module whole again on every stage, on the CPU; each tensor travels alone. Collective."""
+        self._model.restore()
+        self._module.cpu()
+        whole: Mapping[str, Tensor] = self._module.state_dict(keep_vars=True)
+        mine = 0 if self._over is None else self._over.rank
+        for name, tensor in whole.items():
+            owner = next((r for r, keys in enumerate(self._keys) if name in keys), mine)
+            if self._over is not None and any(name not in keys for keys in self._keys):
+                shape = self._shapes.get(tensor, tensor.shape)  # type: ignore[call-overload]
+                values = tensor.detach() if owner == mine else tensor.detach().new_empty(shape)
+                values = values.to(device).contiguous()
+                self._over.broadcast(values, owner).wait()
+                tensor.data = values.cpu()
+
+
+def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:
+    """One stage's optimizer state by the names of parameters instead of their numbers."""
+    names = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
+    flat = [name for group in names for name in group]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    return {"names": names, "settings": settings, "state": {flat[i]: values for i, values in state["state"].items()}}
+
+
+def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:
+    """[group]: names of all stages' parameters of this group, in the order of the whole model."""
+    place = {name: i for i, name in enumerate(order)}
+    return [sorted({name for part in parts for name in part[g]}, key=place.__getitem__) for g in range(len(parts[0]))]
+
+
+def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
+    """The state that the optimizer of the whole model would have."""
+    groups = joined_names([part["names"] for part in parts], order)
+    number = {name: i for i, name in enumerate(name for group in groups for name in group)}
+    state = {number[name]: values for part in reversed(parts) for name, values in part["state"].items()}
+    settings = [
+        {**setting, "params": [number[name] for name in group]}
+        for setting, group in zip(parts[0]["settings"], groups, strict=True)
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": settings}
+
+
+def optimizer_own(whole: State, groups: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> State:
+    """One stage's part of it, by the numbers that its optimizer has.
+
+    Raises:
+        ValueError: the state is of other groups.
+    """
+    sizes, wanted = [len(group["params"]) for group in whole["param_groups"]], [len(group) for group in groups]
+    if sizes != wanted:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {sizes} parameters, this one's have {wanted}: "
+            "resume with the same configure_optimizers"
+        )
+    flat = (i for group in whole["param_groups"] for i in group["params"])
+    number = dict(zip((name for group in groups for name in group), flat, strict=True))
+    state, settings, count = {}, [], 0
+    for setting, names in zip(whole["param_groups"], own, strict=True):
+        here = range(count, count + len(names))
+        state.update(
+            {i: whole["state"][number[n]] for i, n in zip(here, names, strict=True) if number[n] in whole["state"]}
+        )
+        settings.append({**setting, "params": list(here)})
+        count += len(names)
+    return {"state": state, "param_groups": settings}

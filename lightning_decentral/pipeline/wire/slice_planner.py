@@ -1,0 +1,149 @@
+"""The slices of a run: planned for each length of sequence when it first comes, the same on every stage."""
+
+import platform
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.plan.schedule import Schedule, ScheduleForecast, forecast
+from lightning_decentral.pipeline.plan.slicing import Situation, Slicing
+from lightning_decentral.pipeline.plan.stage_cost import StageCost, expected, priced
+from lightning_decentral.pipeline.wire.cost_cache import Measurements, Unkept, conditions
+from lightning_decentral.pipeline.wire.measure import profile
+from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.shared.wire.transport import Transport, gather_objects
+
+T = TypeVar("T")
+
+
+class Plans:
+    """Slices by size of micro-batch and length.
+
+    Args:
+        schedule: what the slices are planned for.
+        measurements: of earlier runs, and for later ones.
+    """
+
+    def __init__(self, schedule: Schedule, microbatches: int, measurements: Measurements | None = None) -> None:
+        self._schedule, self._microbatches = schedule, microbatches
+        self._measurements = measurements or Unkept()
+        self.slices: dict[str, list[int]] = {}
+        self.profiles: list[StageCost] = []
+        """Of the stages, where the slicing measures."""
+        self._origin = ""
+        self._measured = (0, 0)
+        self.stages: list[str] = []
+        """What each stage holds, in words."""
+
+    def known(self, call: Call, length: int) -> list[int] | None:
+        """The slices for such a call; None where it's the first."""
+        return self.slices.get(_key(call, length))
+
+    def measure(self, call: Call, pipe: Pipe, world: Transport | None) -> None:
+        """Where a slicing asks for it, before every step; it takes gradients away.
+
+        A measurement serves all sequences that aren't longer, of this batch size.
+
+        Collective: the first pipeline's call and measurements decide for all workers of `world`, whose own calls may be
+        longer or shorter, so that all measure in the same step and have one plan for a length.
+        """
+        batch, length = _firsts((call.inputs.shape[0], pipe.model.length(call)), pipe, world)
+        if batch != self._measured[0] or length > self._measured[1]:
+            self.profiles = self._profiles(call, pipe, world)
+            self._measured = batch, length
+
+    def make(self, slicing: Slicing, call: Call, pipe: Pipe) -> list[int]:
+        """Plan for such calls."""
+        length = pipe.model.length(call)
+        slices = list(slicing.slices(length, self.situation(pipe.size)))
+        self.slices[_key(call, length)] = slices
+        return slices
+
+    def _profiles(self, call: Call, pipe: Pipe, world: Transport | None) -> list[StageCost]:
+        """All stages' of earlier runs, or all measured now: every worker sees the same and goes the same way."""
+        everyones: Callable[[Any], list[Any]] = (lambda own: [own]) if world is None else partial(gather_objects, world)
+        asked = conditions(pipe, call, everyones(platform.node())[: pipe.size])
+        kept = everyones(self._measurements.find(asked))[: pipe.size]
+        if None not in kept:
+            self._origin = "an earlier run"
+            return kept
+        own = profile(pipe, call)
+        found = everyones(own)[: pipe.size]
+        if world is None or world.rank < pipe.size:  # the others' hosts aren't those that are written down
+            self._measurements.keep(asked, own)
+        self._origin = "this run"
+        return found
+
+    def within_memory(self, stage: int, work: Callable[[], T]) -> T:
+        """What the work comes to.
+
+        Raises:
+            RuntimeError: the device's memory wasn't enough; says what the stages hold and what helps.
+        """
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"stage {stage} ran out of memory: take more slices or microbatches, activations=Recompute(), or "
+                f"fewer blocks on this stage ({'; '.join(self.stages)})"
+            ) from error
+
+    def situation(self, num_stages: int) -> Situation:
+        """What is planned for; without measurements a slice costs its length."""
+        if self.profiles:
+            return priced(self.profiles, self._schedule, self._microbatches)
+        return Situation(
+            num_stages=num_stages,
+            seconds=lambda tokens, context: float(tokens),
+            num_microbatches=self._microbatches,
+            schedule=self._schedule,
+        )
+
+    def expected(self) -> ScheduleForecast | None:
+        """What the timeline says of a step with the latest plan; None where nothing was measured."""
+        if not self.slices or not self.profiles:
+            return None
+        return expected(self.profiles, self._schedule, self._microbatches, self._latest())
+
+    def _latest(self) -> list[int]:
+        return list(self.slices.values())[-1] if self.slices else []
+
+    def summary(self) -> dict[str, str]:
+        """Stages, slices, bubble and memory in words."""
+        slices, found = self._latest(), self.expected()
+        sizes = len(self.stages), self._microbatches, max(1, len(slices))
+        equal = forecast(self._schedule, *sizes, lambda action: 1.0)
+        measured = f"; {found.bubble:.1%} and {found.seconds:.4g} s a step by measured costs" if found else ""
+        errors = [cost.error for profile in self.profiles for cost in (profile.forward, profile.backward)]
+        stretch = max((profile.stretch for profile in self.profiles), default=1.0)
+        off = (
+            f"at most {max(errors, default=0):.1%} off (root mean square), steps up to {stretch:.2f} times the "
+            f"timeline of their parts, measured by {self._origin}"
+        )
+        fitted = {"fit of the costs": off} if errors else {}
+        held = ", ".join(map(str, equal.chunks_in_flight))
+        return {
+            **{f"stage {r}": text for r, text in enumerate(self.stages)},
+            "slices": f"{len(slices)} of {', '.join(map(str, slices))} tokens" if slices else "not planned yet",
+            "micro-batches": str(self._microbatches),
+            "bubble": f"{equal.bubble:.1%} with slices of equal cost{measured}",
+            **fitted,
+            "memory": f"at most {held} slices of a sequence at once on stages 0, 1, ..",
+        }
+
+
+def _key(call: Call, length: int) -> str:
+    return f"{call.inputs.shape[0]} x {length}"
+
+
+def _firsts(own: tuple[int, int], pipe: Pipe, world: Transport | None) -> tuple[int, int]:
+    """Those of the first pipeline."""
+    if world is None or world.size == pipe.size:
+        return own
+    pending, rows = world.all_gather(torch.tensor(own))
+    pending.wait()
+    batch, length = rows[0].tolist()
+    return batch, length

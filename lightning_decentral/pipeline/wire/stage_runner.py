@@ -1,0 +1,175 @@
+"""A stage that runs step after step: its channel, its shapes, and what the stages tell each other when a step ends."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_decentral.pipeline.compute.activation_codec import Boundary
+from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.compute.stage import Activations, Stage
+from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
+from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
+from lightning_decentral.pipeline.wire.channel import Channel, Links, Nowhere
+from lightning_decentral.pipeline.wire.executor import Clock, Close, Executor
+from lightning_decentral.shared.compute.modules import evaluating
+from lightning_decentral.shared.wire.transport import Message, Transport, gather_objects
+
+TIED = (1 << 24) - 1  # a tag that no chunk has
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Pipe:
+    """One stage of one pipeline.
+
+    Args:
+        model: after `keep(place)`.
+        over: the stages, for hidden states and whatever is small; None: there is but one.
+        back: the stages, for gradients.
+    """
+
+    def __init__(
+        self,
+        model: Pipelined,
+        place: StagePlace,
+        over: Transport | None,
+        back: Transport | None,
+        *,
+        schedule: Schedule,
+        activations: Activations,
+        boundary: Boundary,
+        device: torch.device,
+    ) -> None:
+        self.model, self.place, self.over = model, place, over
+        self._back, self.schedule, self._activations = back, schedule, activations
+        self._boundary, self._device = boundary, device
+        self._shapes: dict[torch.Size, list[Shape]] = {}
+        self.rank = 0 if over is None else over.rank
+        self.size = 1 if over is None else over.size
+
+    @property
+    def words(self) -> str:
+        """What its speed depends on beside the model."""
+        stage = f"stage {self.rank} of {self.size} by {type(self.over).__name__}"
+        return f"{stage}, {self.schedule!r}, {self._activations!r}, {self._boundary!r}"
+
+    def train(
+        self, calls: Sequence[Call], slices: Sequence[int], close: Close, own: Clock = time.thread_time
+    ) -> Executor:
+        """Forward and backward of all micro-batches; gradients are added to `.grad`. Collective."""
+        return self._run(calls, slices, close, self._actions(len(calls), len(slices)), own)[0]
+
+    def _actions(self, microbatches: int, slices: int) -> list[Action]:
+        return self.schedule.actions(self.size, microbatches, slices)[self.rank]
+
+    def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
+        """The model's output, on every stage. Collective."""
+        actions = [action for action in self._actions(1, len(slices)) if action.kind is Kind.FORWARD]
+        with torch.no_grad():
+            _, stage = self._run([call], slices, lambda _, output: output, actions)
+        parts = stage.outputs.get(0, [])
+        return self._from_last(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None)
+
+    def _run(
+        self,
+        calls: Sequence[Call],
+        slices: Sequence[int],
+        close: Close,
+        actions: Sequence[Action],
+        own: Clock = time.thread_time,
+    ) -> tuple[Executor, Stage]:
+        weights = Apart() if self.schedule.splits else AtOnce()
+        stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
+        executor = Executor(stage, self.channel(stage), close, own)
+        executor.run(actions)
+        return executor, stage
+
+    def empty(self, call: Call, slices: Sequence[int]) -> Stage:
+        """The stage before its first chunk."""
+        return Stage(self.model, self.place, [call], slices, self._activations)
+
+    def channel(self, stage: Stage) -> Channel:
+        """The way to the neighbours for one step of this stage."""
+        if self.over is None or self._back is None:
+            return Nowhere()
+        for call in stage.calls:
+            self._learn(call)
+        return Links(
+            self.over, self._back, lambda action, r: self._shape(stage, action, r), self._device, self._boundary
+        )
+
+    def _shape(self, stage: Stage, action: Action, sender: int) -> Shape:
+        call = stage.calls[action.microbatch]
+        known = self.model.shape(call, *stage.bounds[action.slice])
+        return self._shapes[call.inputs.shape][sender] if known is None else known
+
+    @torch.no_grad()
+    def _learn(self, call: Call) -> None:
+        """Run zeros once through the stages, one after the other, where shapes aren't known beforehand. Collective."""
+        if self.over is None or call.inputs.shape in self._shapes or self.model.shape(call, 0, 1) is not None:
+            return
+        shapes: list[Shape] = []
+        with evaluating(self.model.module):
+            for r in range(self.size):
+                mine = None
+                if r == self.rank:
+                    shape, dtype = shapes[-1] if shapes else ((), torch.float32)
+                    hidden = None if self.place.first else torch.zeros(shape, dtype=dtype, device=self._device)
+                    output = self.model.forward(self.place, call, hidden, Memory(1), 0, 1)
+                    mine = tuple(output.shape), output.dtype
+                shapes.append(gather_objects(self.over, mine)[r])
+        self._shapes[call.inputs.shape] = shapes
+
+    # ---- what is said when a step ends --------------------------------------------------------------------------
+
+    def _from_last(self, tensor: Tensor | None) -> Tensor:
+        """The last stage's tensor, on every stage."""
+        if self.over is None:
+            assert tensor is not None
+            return tensor
+        head = torch.zeros(10, dtype=torch.int64, device=self._device)
+        if tensor is not None:
+            head[: 2 + tensor.dim()] = torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
+        self.over.broadcast(head, self.size - 1).wait()
+        kind, dims, *shape = head.tolist()
+        values = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self._device)
+        if tensor is not None:
+            values.copy_(tensor)
+        self.over.broadcast(values, self.size - 1).wait()
+        return values
+
+    def gather(self, row: Tensor) -> Tensor:
+        """[stages, n]: every stage's row."""
+        if self.over is None:
+            return row[None]
+        pending, rows = self.over.all_gather(row.to(self._device))
+        pending.wait()
+        return torch.stack(rows).cpu()
+
+    def total(self, number: Tensor) -> Tensor:
+        """The sum over the stages."""
+        if self.over is None:
+            return number
+        self.over.all_reduce(number).wait()
+        return number
+
+    def tie(self, tied: Mapping[nn.Parameter, Sequence[int]], outside: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of what stands on several stages; each of them then makes the same update. Collective."""
+        if self.over is None:
+            return
+        for parameter, stages in tied.items():
+            (other,) = [r for r in stages if r != self.rank]
+            mine = _gradient(parameter)
+            theirs = torch.empty_like(mine)
+            kept, landing = self.over.exchange([Message(other, mine, TIED)], [Message(other, theirs, TIED)])
+            for pending in (*landing, *kept):
+                pending.wait()
+            parameter.grad = mine + theirs
+        for parameter in outside:
+            parameter.grad = self.total(_gradient(parameter))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()

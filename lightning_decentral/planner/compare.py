@@ -1,0 +1,141 @@
+"""Forecasts of all candidates side by side, and which one to train with."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates, method_of, strategy_of
+from lightning_decentral.shared.plan.forecast import Method, Setting, StepForecast, drawn, forecast
+
+THRESHOLD = 0.1
+AS_FAST = 0.02
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate with its forecast."""
+
+    candidate: Candidate
+    method: Method
+    forecast: StepForecast
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A candidate that can't serve the cluster, and why."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared in a setting.
+
+    Args:
+        rows: the fastest first.
+        best: the one to train with; None where nothing fits into the memory.
+        stay: whether `best` is ddp because nothing else gains enough.
+        memory_bytes: of a device; None: any.
+        also: words of the candidates that were asked for.
+    """
+
+    setting: Setting
+    rows: tuple[Row, ...]
+    refused: tuple[Refused, ...]
+    best: Row | None
+    stay: bool
+    memory_bytes: float | None = None
+    also: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> Row:
+        """ddp's."""
+        return next(row for row in self.rows if row.candidate.words == BASELINE)
+
+    def speedup(self, row: Row) -> float:
+        """Seconds of ddp over the row's."""
+        return self.baseline.forecast.seconds / row.forecast.seconds
+
+    def fits(self, row: Row) -> bool:
+        """Whether a device's memory holds it, if that was given."""
+        return fits(row, self.memory_bytes)
+
+    @property
+    def command(self) -> str:
+        """The best one's words for `recipes/train.py`, with the cluster's, for a shell."""
+        cluster = self.setting.cluster
+        recipe = shlex.join(self.setting.model.words)
+        words = self.best.candidate.words if self.best else ""
+        return " ".join(
+            [
+                *([recipe] if recipe else []),
+                words,
+                f"trainer.num_nodes={cluster.nodes}",
+                f"trainer.devices={cluster.per_node}",
+            ]
+        )
+
+
+def fits(row: Row, memory_bytes: float | None) -> bool:
+    """Whether so much memory holds it; None holds all."""
+    return memory_bytes is None or row.forecast.memory_bytes <= memory_bytes
+
+
+def plan(
+    setting: Setting,
+    variation: Sequence[float] = (),
+    *,
+    slices: int = 1,
+    also: Iterable[str] = (),
+    memory_bytes: float | None = None,
+    threshold: float = THRESHOLD,
+) -> Comparison:
+    """Compare.
+
+    Args:
+        variation: of the seconds of computation, as in `Profile`.
+        slices: of a sequence in a pipeline; 1 for a model without a token axis.
+        also: words of further candidates.
+        memory_bytes: of a device.
+        threshold: gain over ddp below which it says to stay with ddp.
+
+    Raises:
+        ValueError: words in `also` that can't be composed; nothing measured between nodes.
+    """
+    factors = drawn(variation, setting.cluster.workers)
+    asked = [Candidate(words, words) for words in tuple(also)]
+    for candidate in asked:
+        strategy_of(candidate.words)
+    rows, refused = [], []
+    for candidate in [*candidates(setting.cluster, setting.model, slices), *asked]:
+        try:
+            method = method_of(strategy_of(candidate.words), setting.cluster, slices)
+            method.memory_bytes(setting.without_network)  # where nothing of the network can be missing
+        except ValueError as error:
+            refused.append(Refused(candidate, str(error)))
+            continue
+        rows.append(Row(candidate, method, forecast(method, setting, factors)))
+    best = _best(rows, memory_bytes, threshold)
+    order = tuple(sorted(rows, key=lambda row: row.forecast.seconds))
+    stay = best is not None and best.candidate.words == BASELINE
+    return Comparison(setting, order, tuple(refused), best, stay, memory_bytes, tuple(one.words for one in asked))
+
+
+def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> Row | None:
+    usable = [row for row in rows if row.method.equal and fits(row, memory_bytes)]
+    best = chosen([(row.candidate, row.forecast.seconds) for row in usable], threshold)
+    return next((row for row in usable if row.candidate is best), None)
+
+
+def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
+    """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, the one that mixes most."""
+    baseline = next(((candidate, seconds) for candidate, seconds in found if candidate.words == BASELINE), (None, inf))
+    gaining = [
+        (candidate, seconds)
+        for candidate, seconds in found
+        if seconds < baseline[1] and (1 + threshold) * seconds <= baseline[1]
+    ]
+    fastest = min((seconds for _, seconds in gaining), default=0.0)
+    return next((candidate for candidate, seconds in gaining if seconds <= (1 + AS_FAST) * fastest), baseline[0])

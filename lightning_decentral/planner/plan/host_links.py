@@ -1,0 +1,140 @@
+"""Delays and bandwidths between hosts, as a file: JSON matrices or a CSV list of links.
+
+seconds[source][target] = latency + bytes / bandwidth
+"""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT = "lightning_decentral hosts"
+VERSION = 1
+COLUMNS = ("source", "target", "latency_seconds", "bytes_per_second")
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class HostLinks:
+    """A link between every two hosts.
+
+    Args:
+        latency_seconds: [source, target]; the diagonal of both matrices says nothing.
+    """
+
+    hosts: tuple[str, ...]
+    latency_seconds: Matrix
+    bytes_per_second: Matrix
+
+    def __post_init__(self) -> None:
+        n = len(self.hosts)
+        if not n or len(set(self.hosts)) < n:
+            raise ValueError(f"hosts must be one or more different names, got {list(self.hosts)}")
+        for name in ("latency_seconds", "bytes_per_second"):
+            shape = getattr(self, name).shape
+            if shape != (n, n):
+                raise ValueError(f"{name} is {shape[0]} x {shape[1]}, and there are {n} hosts: give {n} rows of {n}")
+        links = ~np.eye(n, dtype=bool)
+        self._refuse("latency_seconds", links & ~(self.latency_seconds >= 0), "0 or more seconds")
+        self._refuse("bytes_per_second", links & ~(self.bytes_per_second > 0), "more than 0")
+
+    def _refuse(self, name: str, wrong: npt.NDArray[np.bool_], wanted: str) -> None:
+        if wrong.any():
+            source, target = np.argwhere(wrong)[0]
+            value = float(getattr(self, name)[source, target])
+            link = f"from {self.hosts[source]} to {self.hosts[target]}"
+            raise ValueError(f"{name} {link} must be {wanted}, got {value}: measure this link again")
+
+    def seconds(self, message_bytes: float) -> Matrix:
+        """[source, target] of a message; 0 on the diagonal."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = self.latency_seconds + message_bytes / self.bytes_per_second
+        np.fill_diagonal(found, 0.0)
+        return found
+
+    def only(self, hosts: Sequence[str]) -> "HostLinks":
+        """Between these, in this order.
+
+        Raises:
+            ValueError: naming a host that isn't there.
+        """
+        missing = [host for host in hosts if host not in self.hosts]
+        if missing:
+            raise ValueError(f"host {missing[0]} is missing: there are {', '.join(self.hosts)}; measure it, too")
+        places = [self.hosts.index(host) for host in hosts]
+        both = np.ix_(places, places)
+        return HostLinks(tuple(hosts), self.latency_seconds[both], self.bytes_per_second[both])
+
+    def write(self, path: str | Path) -> None:
+        """As JSON; zeros on the diagonals."""
+        rows = {name: np.where(np.eye(len(self.hosts)), 0.0, getattr(self, name)).tolist() for name in COLUMNS[2:]}
+        Path(path).write_text(json.dumps({"format": FORMAT, "version": VERSION, "hosts": self.hosts, **rows}, indent=1))
+
+
+def of(hosts: Sequence[str], pairs: Sequence[Sequence[tuple[float, float]]]) -> HostLinks:
+    """From [source][target] -> (latency in seconds, bytes per second)."""
+    both = np.array(pairs, dtype=np.float64)
+    return HostLinks(tuple(hosts), both[..., 0], both[..., 1])
+
+
+def read(path: str | Path) -> HostLinks:
+    """From JSON that `Links.write` wrote, or a CSV file with the columns source, target, latency_seconds,
+    bytes_per_second and one line for each direction of each link.
+
+    Raises:
+        ValueError: can't be read, something else, not square, a link or host that is missing, no latency or rate.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}): give a file of hosts") from None
+    return _listed(path, text) if Path(path).suffix == ".csv" else _matrices(path, text)
+
+
+def _matrices(path: str | Path, text: str) -> HostLinks:
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        raise ValueError(f"{path} is no JSON: give a file of hosts, or name a CSV file .csv") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
+        raise ValueError(f'{path} is not a file of hosts: it must have "format": "{FORMAT}" and "version": {VERSION}')
+    try:
+        return HostLinks(tuple(map(str, found["hosts"])), *(_square(name, found[name]) for name in COLUMNS[2:]))
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error}: it needs hosts, latency_seconds and bytes_per_second") from None
+
+
+def _square(name: str, rows: Any) -> Matrix:
+    try:
+        found = np.array(rows, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be rows of numbers, all equally long") from None
+    if found.ndim != 2 or found.shape[0] != found.shape[1]:
+        shape = " x ".join(map(str, found.shape))
+        raise ValueError(f"{name} must be square, got {shape}: give a row and a column for each host")
+    return found
+
+
+def _listed(path: str | Path, text: str) -> HostLinks:
+    rows = list(csv.DictReader(text.splitlines()))
+    if not rows or set(COLUMNS) - set(rows[0]):
+        raise ValueError(f"{path} must begin with the line {','.join(COLUMNS)} and list links")
+    links = {(row["source"], row["target"]): _numbers(path, row) for row in rows}
+    hosts = tuple(dict.fromkeys(host for row in rows for host in (row["source"], row["target"])))
+    missing = [(a, b) for a in hosts for b in hosts if a != b and (a, b) not in links]
+    if missing:
+        raise ValueError(f"{path} has no link from {missing[0][0]} to {missing[0][1]}: list every two hosts both ways")
+    return of(hosts, [[links.get((a, b), (0.0, 0.0)) for b in hosts] for a in hosts])
+
+
+def _numbers(path: str | Path, row: Mapping[str, str]) -> tuple[float, float]:
+    try:
+        return float(row["latency_seconds"]), float(row["bytes_per_second"])
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: no numbers in the link from {row['source']} to {row['target']}") from None

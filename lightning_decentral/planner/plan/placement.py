@@ -1,0 +1,198 @@
+"""Which host gets which rank, so that a plan of messages costs least.
+
+cost(order) = (mean over steps of the step's slowest message, mean over steps of the sum of its messages), in seconds
+
+The first number counts: a step is over when its slowest message is. The second one decides between equals. `order[r]`
+is the host of rank r.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, permutations
+from math import inf
+from operator import add
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_decentral.planner.plan.host_links import Matrix
+
+Order = tuple[int, ...]
+Step = Sequence[tuple[int, int]]
+"""Messages as (rank of the source, rank of the target)."""
+MOST_BY_FORCE = 9
+MOST_BY_HELD_KARP = 12
+CHUNK = 20_000
+
+
+class Graph(ABC):
+    """A plan of messages between ranks."""
+
+    most_exact = MOST_BY_FORCE
+
+    @abstractmethod
+    def steps(self, size: int) -> Sequence[Step]:
+        """One period."""
+
+    def exact(self, seconds: Matrix) -> Order:
+        """The best order of all: here by trying them."""
+        steps = self.steps(len(seconds))
+        return min(_best(steps, seconds, orders) for orders in _chunks(permutations(range(len(seconds)))))[1]
+
+
+@dataclass(frozen=True)
+class Listed(Graph):
+    """Any plan, as a function of the number of workers."""
+
+    plan: Callable[[int], Sequence[Step]]
+
+    def steps(self, size: int) -> Sequence[Step]:
+        """The plan's."""
+        return self.plan(size)
+
+
+class ChainPlacement(Graph):
+    """A pipeline: rank i talks with i - 1 and i + 1, in both directions. Exact by Held and Karp's dynamic program."""
+
+    most_exact = MOST_BY_HELD_KARP
+    closed = False
+
+    def steps(self, size: int) -> Sequence[Step]:
+        """One: there and back between neighbours."""
+        pairs = [(i, i + 1) for i in range(size - 1)] + ([(size - 1, 0)] if self.closed and size > 2 else [])
+        return [[both for i, j in pairs for both in ((i, j), (j, i))]]
+
+    def exact(self, seconds: Matrix) -> Order:
+        """First the least slowest message, then among the orders that have it the least sum."""
+        slower = np.maximum(seconds, seconds.T)
+        slowest, _ = held_karp(slower.tolist(), max, self.closed)
+        within = np.where(slower <= slowest, seconds + seconds.T, inf)
+        return held_karp(within.tolist(), add, self.closed)[1]
+
+
+class RingPlacement(ChainPlacement):
+    """A chain whose ends are neighbours."""
+
+    closed = True
+
+
+def held_karp(
+    weights: Sequence[Sequence[float]], join: Callable[[float, float], float], closed: bool
+) -> tuple[float, Order]:
+    """(cost, order) of the cheapest path, or tour, through all places; symmetric weights joined by `add` or `max`.
+
+    best[places, last] = min over the one before of join(best[places - last, before], weights[before][last])
+
+    Source: Held and Karp, A dynamic programming approach to sequencing problems, 1962. Memory 2^n n.
+    """
+    size = len(weights)
+    best: dict[tuple[int, int], tuple[float, Order]] = {
+        (1 << last, last): (0.0, (last,)) for last in (range(1) if closed else range(size))
+    }
+    for places in range(1, 1 << size):
+        for last in range(size):
+            if not (places >> last & 1 and places ^ 1 << last):
+                continue
+            shorter = places ^ 1 << last
+            ways = (
+                (join(found[0], weights[before][last]), (*found[1], last))
+                for before in range(size)
+                if (found := best.get((shorter, before)))
+            )
+            if shortest := min(ways, default=None):
+                best[places, last] = shortest
+    ends = [best[(1 << size) - 1, last] for last in range(size) if ((1 << size) - 1, last) in best]
+    return min((join(c, weights[o[-1]][o[0]]), o) for c, o in ends) if closed else min(ends)
+
+
+def cost(steps: Sequence[Step], seconds: Matrix, order: Sequence[int]) -> tuple[float, float]:
+    """Of one order."""
+    slowest, total = costs(steps, seconds, np.array([order]))
+    return float(slowest[0]), float(total[0])
+
+
+def costs(steps: Sequence[Step], seconds: Matrix, orders: npt.NDArray[np.int64]) -> tuple[Matrix, Matrix]:
+    """(slowest, total) of each row of orders [orders, ranks]."""
+    slowest, total = np.zeros(len(orders)), np.zeros(len(orders))
+    for step in steps:
+        if step:
+            sources, targets = np.array(step).T
+            messages = seconds[orders[:, sources], orders[:, targets]]
+            slowest += messages.max(1) / len(steps)
+            total += messages.sum(1) / len(steps)
+    return slowest, total
+
+
+def _best(steps: Sequence[Step], seconds: Matrix, orders: npt.NDArray[np.int64]) -> tuple[tuple[float, float], Order]:
+    slowest, total = costs(steps, seconds, orders)
+    first = np.lexsort((total, slowest))[0]
+    return (float(slowest[first]), float(total[first])), tuple(orders[first].tolist())
+
+
+def _chunks(orders: Iterator[Order]) -> Iterator[npt.NDArray[np.int64]]:
+    while chunk := list(islice(orders, CHUNK)):
+        yield np.array(chunk)
+
+
+def search(steps: Sequence[Step], seconds: Matrix, seed: int, starts: int) -> Order:
+    """Local search: from the order as it is and from random ones, always the best of all swaps of two hosts and all
+    reversals of a piece (2-opt), until none is better. Not exact. Equal seeds give equal orders."""
+    random = Random(seed)
+    size = len(seconds)
+    firsts = [tuple(range(size)), *(tuple(random.sample(range(size), size)) for _ in range(starts))]
+    return min(_descend(steps, seconds, first) for first in firsts)[1]
+
+
+def _descend(steps: Sequence[Step], seconds: Matrix, order: Order) -> tuple[tuple[float, float], Order]:
+    moves = _moves(len(order))
+    best = cost(steps, seconds, order), order
+    while True:
+        orders = np.array(best[1])[moves]
+        found = min(_best(steps, seconds, orders[i : i + CHUNK]) for i in range(0, len(orders), CHUNK))
+        if not _better(found[0], best[0]):
+            return best
+        best = found
+
+
+def _better(new: tuple[float, float], old: tuple[float, float]) -> bool:
+    """By more than rounding, so that a search ends."""
+    if abs(new[0] - old[0]) > 1e-12 * old[0]:
+        return new[0] < old[0]
+    return new[1] < old[1] * (1 - 1e-12)
+
+
+def _moves(size: int) -> npt.NDArray[np.int64]:
+    """[moves, ranks]: whose host a rank gets."""
+    same = np.arange(size)
+    moves = [same]
+    for i, j in combinations(range(size), 2):
+        swapped, reversed_ = same.copy(), same.copy()
+        swapped[[i, j]] = same[[j, i]]
+        reversed_[i : j + 1] = same[i : j + 1][::-1]
+        moves += [swapped, reversed_]
+    return np.array(moves)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """An order and what it costs.
+
+    Args:
+        before: the cost of the order as it was.
+        exact: nothing is better.
+    """
+
+    order: Order
+    before: tuple[float, float]
+    after: tuple[float, float]
+    exact: bool
+
+
+def place(graph: Graph, seconds: Matrix, *, seed: int = 0, starts: int = 4) -> Placement:
+    """The exact one for few hosts, the best that a local search from 1 + `starts` orders finds for many."""
+    size = len(seconds)
+    steps, exact = graph.steps(size), size <= graph.most_exact
+    order = graph.exact(seconds) if exact else search(steps, seconds, seed, starts)
+    return Placement(order, cost(steps, seconds, range(size)), cost(steps, seconds, order), exact)

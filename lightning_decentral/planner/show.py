@@ -1,0 +1,159 @@
+"""A plan as a table, and what it says in words."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from lightning_decentral.gossip.plan.forecast import GossipForecast
+from lightning_decentral.planner.compare import Comparison, Row
+from lightning_decentral.planner.plan.published import Verdict
+from lightning_decentral.shared.plan.network import Network
+
+HEADINGS = ("method", "ms/step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
+GIVEN = {"between": "--bandwidth", "inside": "--inside-bandwidth"}
+EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
+
+
+def cells(plan: Comparison, row: Row) -> tuple[str, ...]:
+    """Of one method, as text."""
+    found = row.forecast
+    spans = (found.seconds, found.p50_seconds, found.p95_seconds, found.exposed_seconds)
+    marks = [
+        *([EXTRAPOLATED] if found.extrapolated else []),
+        *([REMARK] if row.candidate.remark else []),
+        *([] if plan.fits(row) else [TOO_LARGE]),
+    ]
+    sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
+    return (
+        row.candidate.title,
+        *(f"{1e3 * seconds:.4g}" for seconds in spans),
+        *sizes,
+        f"{plan.speedup(row):.2f}",
+        "".join(marks),
+    )
+
+
+def table(plan: Comparison) -> Table:
+    """The fastest first."""
+    cluster = plan.setting.cluster
+    title = f"predicted for {cluster.workers} workers on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
+    found = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in HEADINGS:
+        found.add_column(heading, justify="left" if heading in ("method", "") else "right", no_wrap=True)
+    for row in plan.rows:
+        found.add_row(*cells(plan, row), style="bold" if row is plan.best else None)
+    return found
+
+
+def sentences(plan: Comparison) -> Iterator[str]:
+    """What the columns are, what was left out, what to do."""
+    yield (
+        "milliseconds per step: mean with stragglers; p50, p95: over runs of 64 steps; exposed: what a network that "
+        "takes no time would save; card: bytes that a node sends in a step"
+    )
+    if any(row.forecast.extrapolated for row in plan.rows):
+        yield f"{EXTRAPOLATED} {_unmeasured(plan.setting.network)}"
+    if plan.setting.cluster.per_node > 1 and not plan.setting.network.knows("inside"):
+        yield "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    for remark in dict.fromkeys(row.candidate.remark for row in plan.rows if row.candidate.remark):
+        titles = [row.candidate.title for row in plan.rows if row.candidate.remark == remark]
+        yield f"{REMARK} {'; '.join(titles)}: {remark}"
+    if not all(plan.fits(row) for row in plan.rows):
+        yield f"{TOO_LARGE} needs more memory than there is"
+    for refused in plan.refused:
+        yield f"not possible: {refused.candidate.title}: {refused.reason}"
+    yield from verdict(plan)
+
+
+def _unmeasured(network: Network) -> str:
+    options = " and ".join(GIVEN[reach] for reach in network.given)
+    measured = any(cost.reach not in network.given for cost in network.costs)
+    extrapolated = "extrapolated: not measured on groups of this size"
+    if not options:
+        return extrapolated
+    return f"priced from {options}, not measured" + (f", or {extrapolated}" if measured else "")
+
+
+def verdict(plan: Comparison) -> Iterator[str]:
+    """The recommendation."""
+    if plan.best is None:
+        yield "nothing fits into this memory: more workers, a smaller batch, or smaller pieces of the model"
+        return
+    gain = plan.speedup(plan.best) - 1
+    if plan.stay:
+        fastest = max(plan.speedup(row) for row in plan.rows if row.method.equal and plan.fits(row)) - 1
+        yield f"stay with ddp: the fastest other gains {100 * max(0.0, fastest):.0f} %, less than the threshold"
+    else:
+        yield f"{plan.best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"
+    if isinstance(plan.best.method, GossipForecast):
+        yield "gossip is another algorithm than all-reduce: compare what both reach before you settle"
+    if plan.setting.cluster.nodes > 1:
+        yield "on every host, as docs/cluster.md says:"
+    yield f"python recipes/train.py {plan.command}"
+
+
+# ---- published runs ---------------------------------------------------------------------------------------------
+
+
+def published_table(verdicts: Sequence[Verdict]) -> Table:
+    """Milliseconds, predicted / published."""
+    title = "2410.11998, base transformer: milliseconds per iteration, predicted / published"
+    found = Table(title=title, title_justify="left")
+    for heading in ("GPUs", *verdicts[0].milliseconds, "ring x all-reduce", "fastest", "more than 10 % off"):
+        found.add_column(heading)
+    for v in verdicts:
+        times = (f"{v.milliseconds[name]:.1f} / {known:.1f}" for name, known in v.run.milliseconds.items())
+        ratio = f"{v.speedup(v.milliseconds):.2f} / {v.speedup(v.run.milliseconds):.2f}"
+        fastest = "agrees" if v.winner_agrees else "DISAGREES"
+        found.add_row(f"{v.run.workers} {v.run.gpu}", *times, ratio, fastest, ", ".join(v.far) or "none")
+    return found
+
+
+def published_sentences(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Agreement and disagreement."""
+    runs = len(verdicts)
+    yield f"the fastest method agrees in {sum(v.winner_agrees for v in verdicts)} of {runs} runs"
+    yield f"the order of all three agrees in {sum(v.order_agrees for v in verdicts)} of {runs}"
+    for name in verdicts[0].milliseconds:
+        ratios = [v.ratio(name) for v in verdicts]
+        yield f"{name}: predicted / published from {min(ratios):.2f} to {max(ratios):.2f}"
+    yield (
+        "from bytes and nominal bandwidth alone: computation taken as the fastest method's time, 4 bytes a parameter, "
+        "free messages within a node. These don't explain the published one-peer runs: measure your own cluster"
+    )
+
+
+RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+SPANS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "": 1.0}
+
+
+def bytes_per_second(text: str) -> float:
+    """200mbit is 25e6. ValueError where it isn't a positive rate."""
+    return _number(text, RATES, "a rate such as 200mbit or 25gbit")
+
+
+def seconds(text: str) -> float:
+    """100us is 1e-4. ValueError where it isn't a positive time."""
+    return _number(text, SPANS, "a time such as 100us or 2ms")
+
+
+def size_bytes(text: str) -> float:
+    """24GB is 24e9. ValueError where it isn't a positive size."""
+    return _number(text, SIZES, "a size such as 24GB, 80GiB or 24000000000")
+
+
+def _number(text: str, units: dict[str, float], wanted: str) -> float:
+    found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*([a-zA-Z]*)", text)
+    if not found or found[2] not in units or not float(found[1]):
+        raise ValueError(f"{text!r} isn't {wanted}")
+    return float(found[1]) * units[found[2]]
+
+
+def shown_bytes(value: float) -> str:
+    """With three digits: 12.3 MB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} B" if value else "0"

@@ -1,0 +1,235 @@
+"""Parameters as views of a few flat tensors.
+
+A message of many small tensors costs one latency each; a flat bucket costs one. The parameters stay what they are to
+everyone else: the same `Parameter` objects with the same shape, stride, dtype, gradient and hooks, whose storage now
+lies in a bucket.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
+MOST_BUCKET_BYTES = 256 * 2**20
+LEAST_BUCKET_BYTES = 2 * 2**20
+BUCKETS = 8
+SHORT = 16
+"""A last bucket of at most one part in so many may overlap with the next round."""
+TAIL = 2 * SHORT
+"""A long last bucket ends in a tail of one part in so many or, as rows and parameters end, up to one in `SHORT`."""
+LEAST_CUT_BYTES = 2**20
+"""Smaller models aren't cut: another message would take as long as it saves."""
+
+
+class Matrix(NamedTuple):
+    """A parameter of two or more dimensions in its bucket: the slowest dimension makes the rows, the others the
+    columns."""
+
+    offset: int
+    rows: int
+    columns: int
+
+
+class Bucket:
+    """`flat[offset_p : offset_p + numel_p]` is the storage of parameter p, for p in order.
+
+    Args:
+        parameters: of one dtype and one device, each once.
+        parts: `flat` is padded to a multiple of so many aligned parts.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
+        self.parameters = tuple(parameters)
+        step = max(1, ALIGNMENT_BYTES // parameters[0].element_size())
+        sizes = [-(-self.elements(p) // step) * step for p in parameters]
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._grain = step * parts
+        whole = -(-max(1, sum(sizes)) // self._grain) * self._grain
+        self.flat = torch.zeros(whole, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.adopt()
+
+    def elements(self, parameter: nn.Parameter) -> int:
+        """How many of them the bucket holds."""
+        return parameter.numel()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one message of this bucket, padding included."""
+        return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Where the real parameters that are matrices lie."""
+        pairs = zip(self.parameters, self._offsets, strict=True)
+        matrices = [(p, offset) for p, offset in pairs if p.dim() > 1 and not p.is_complex()]
+        return tuple(Matrix(offset, rows := _slowest(p), p.numel() // rows) for p, offset in matrices)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make every parameter a view of the bucket, keeping its value; those that are already cost a pointer
+        comparison."""
+        for parameter, offset in zip(self.parameters, self._offsets, strict=True):
+            if parameter.data_ptr() == self.flat.data_ptr() + offset * self.flat.element_size():
+                continue
+            view = _view_like(self.flat, offset, parameter)
+            view.copy_(parameter)
+            parameter.data = view
+
+    def border(self, least: int, most: int) -> int | None:
+        """An aligned place with `least` to `most` elements behind it, where a parameter begins or, if none does,
+        between two rows of a matrix."""
+        whole, matrices = self.flat.numel(), self.matrices
+
+        def within_row(place: int) -> bool:
+            return any(0 < place - m.offset < m.rows * m.columns and (place - m.offset) % m.columns for m in matrices)
+
+        first, last = max(1, whole - most), whole - least
+        begins = [offset for offset in self._offsets if first <= offset <= last and offset % self._grain == 0]
+        places = range(last // self._grain * self._grain, first - 1, -self._grain)
+        return next((place for place in [*begins[::-1], *places] if not within_row(place)), None)
+
+    def store(self) -> None:
+        """After mixing: the parameters are views of what was mixed."""
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give every parameter a storage of its own again, so that nothing outlives training in someone else's
+        memory."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+
+class BucketSpan:
+    """flat[start:stop] of a bucket, mixed for itself."""
+
+    def __init__(self, bucket: Bucket, start: int, stop: int) -> None:
+        self._bucket, self._start = bucket, start
+        self.flat = bucket.flat[start:stop]
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The rows of matrices that lie in it."""
+        found = []
+        for offset, rows, columns in self._bucket.matrices:
+            first = max(0, self._start - offset) // columns
+            last = min(rows, (self._start + len(self.flat) - offset) // columns)
+            if first < last:
+                found.append(Matrix(offset + first * columns - self._start, last - first, columns))
+        return tuple(found)
+
+    def adopt(self) -> None:
+        """The bucket's; once for all its spans."""
+        if not self._start:
+            self._bucket.adopt()
+
+
+class Pool:
+    """Message buffers that are used again, so that a round allocates nothing.
+
+    Fresh memory costs more than the copy into it: on a host every page is faulted in anew.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A buffer of the same shape, type and device, with any content."""
+        return self.take_new(like.shape, like.dtype, like.device)
+
+    def take_new(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same, described."""
+        try:
+            return self._free[shape, dtype, device].pop()
+        except (KeyError, IndexError):  # not a look first: two threads may take from one pool
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    def give(self, buffers: Iterable[Tensor]) -> None:
+        """Hand back what was taken; each once."""
+        for buffer in buffers:
+            self._free.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
+
+
+def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
+    """The last bucket in two where it's long and has a place for that, so that the last one is short.
+
+    The messages of one round may still be under way for as long as the last bucket takes when the next one's begin: for
+    more, two neighbours' messages fill the queues on the way to a worker, and packets are dropped. Cut is also where
+    nothing overlaps (without a delay, on a device), for one small message more, so that a checkpoint fits everywhere.
+    """
+    whole = sum(bucket.bytes for bucket in buckets)
+    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole):
+        return [*buckets]
+    *others, last = buckets
+    each = last.flat.element_size()
+    place = last.border(-(-whole // TAIL // each), whole // SHORT // each)
+    return (
+        [*buckets]
+        if place is None
+        else [*others, BucketSpan(last, 0, place), BucketSpan(last, place, last.flat.numel())]
+    )
+
+
+def is_short(last_bytes: int, whole_bytes: int) -> bool:
+    """Whether a last bucket may overlap with the next round."""
+    return SHORT * last_bytes <= whole_bytes
+
+
+def _slowest(parameter: Tensor) -> int:
+    """Size of the dimension with the largest stride in a dense copy: neighbours in memory stay in one row."""
+    dense = torch.empty_like(parameter, device="meta")
+    return max(zip(dense.stride(), dense.size(), strict=True))[1]
+
+
+def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """A view of `flat` with the shape and memory format of `parameter` (channels_last stays channels_last)."""
+    rows = flat[offset : offset + parameter.numel()]
+    dense = torch.empty_like(parameter, device="meta")  # preserve_format: the strides that a dense copy would have
+    return rows.as_strided(parameter.size(), dense.stride(), rows.storage_offset())
+
+
+def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
+    """An eighth of their bytes, from 2 MiB to 256 MiB.
+
+    While one bucket is mixed the links wait for it, so a few are better than one; each costs a message's latency, so
+    few are better than many.
+    """
+    known = (p for p in dict.fromkeys(parameters) if not isinstance(p, UninitializedParameter))
+    whole = sum(p.numel() * p.element_size() for p in known)
+    return min(max(-(-whole // BUCKETS), LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
+
+
+def pack(
+    parameters: Iterable[nn.Parameter],
+    bucket_bytes: int | None = None,
+    make: Callable[[Sequence[nn.Parameter]], Bucket] = Bucket,
+) -> list[Bucket]:
+    """Buckets over the given parameters, in order, one dtype and device each, each made by `make`; none over
+    `bucket_bytes` (by default `bucket_bytes_of` them) unless one parameter is. Tied parameters count once; what is
+    empty or not floating point or complex is left out.
+
+    Raises:
+        ValueError: `bucket_bytes` is not positive, or a lazy module has not seen its first batch.
+    """
+    parameters = list(parameters)
+    if bucket_bytes is None:
+        bucket_bytes = bucket_bytes_of(parameters)
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    groups: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in dict.fromkeys(parameters):
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+        if parameter.numel() == 0 or not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        key = (parameter.dtype, parameter.device)
+        size = parameter.numel() * parameter.element_size()
+        if room.get(key, -1) < size:
+            groups.setdefault(key, []).append([])
+            room[key] = bucket_bytes
+        groups[key][-1].append(parameter)
+        room[key] -= size
+    return [make(members) for chunks in groups.values() for members in chunks]

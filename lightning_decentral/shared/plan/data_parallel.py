@@ -1,0 +1,161 @@
+"""All-reduce data parallelism: gradients travel in buckets while the backward goes on, and all wait for the slowest.
+
+    forward -> backward, last block first -> update
+                  bucket 0 -> all-reduce
+                         bucket 1 -> all-reduce ...
+
+Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_decentral.shared.plan.forecast import Setting, Synchronous, replica_bytes
+from lightning_decentral.shared.plan.network import Price
+from lightning_decentral.shared.plan.profile import BlockCost, Model
+from lightning_decentral.shared.plan.timeline import Task
+
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class BackwardPiece:
+    """What of a block's backward yields the gradients of one bucket."""
+
+    block: str
+    seconds: float
+    bytes: float
+    bucket: int
+
+
+def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Iterator[BackwardPiece]:
+    """The backward from the last block on, cut wherever a bucket is full; a block's gradients come evenly.
+
+    As in torch, the first bucket is small, so that the network has something to do early.
+    """
+    bucket, room = 0, float(min(FIRST_BUCKET_BYTES, bucket_bytes))
+    for block in reversed(blocks):
+        left = float(block.parameter_bytes)
+        if not left:
+            yield BackwardPiece(block.name, block.backward_seconds, 0.0, bucket)
+        while left > 0:
+            taken = min(left, room)
+            yield BackwardPiece(block.name, block.backward_seconds * taken / block.parameter_bytes, taken, bucket)
+            left, room = left - taken, room - taken
+            if room <= 0:
+                bucket, room = bucket + 1, float(bucket_bytes)
+
+
+def step(
+    blocks: Sequence[BlockCost], all_reduce: Price, factor: float = 1.0, bucket_bytes: int = BUCKET_BYTES
+) -> list[Task[str]]:
+    """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network."""
+    tasks = [Task(f"forward {b.name}", "compute", factor * b.forward_seconds) for b in blocks]
+    filled: dict[int, tuple[str, float]] = {}
+    for number, piece in enumerate(pieces(blocks, bucket_bytes)):
+        name = f"backward {piece.block} {number}"
+        tasks.append(Task(name, "compute", factor * piece.seconds))
+        if piece.bytes:
+            filled[piece.bucket] = name, filled.get(piece.bucket, ("", 0.0))[1] + piece.bytes
+    sent = [Task(f"all-reduce {n}", "network", all_reduce.seconds(b), (last,)) for n, (last, b) in filled.items()]
+    update = factor * sum(b.update_seconds for b in blocks)
+    return [*tasks, *sent, Task("update", "compute", update, tuple(task.name for task in sent))]
+
+
+@dataclass(frozen=True)
+class DataParallel(Synchronous):
+    """Every step as long as the slowest worker's, with what of the all-reduce the backward doesn't hide.
+
+    Args:
+        bucket_bytes: of gradients that travel together.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        """The all-reduce over all workers."""
+        workers = setting.cluster.workers
+        return (
+            setting.network.price("all_reduce", setting.cluster.reach(workers), workers, 1, setting.cluster.per_node),
+        )
+
+    def card_bytes(self, setting: Setting) -> float:
+        """2 (n - 1) / n of the parameters' bytes; nothing on one node."""
+        n = setting.cluster.workers
+        return 2 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
+
+    def memory_bytes(self, setting: Setting) -> float:
+        """A replica, and the buckets beside the gradients."""
+        return replica_bytes(setting.model) + setting.model.parameter_bytes
+
+    def at(self, setting: Setting, factor: float) -> list[Task[str]]:
+        """Of a worker whose computation takes `factor` times as long."""
+        return step(setting.model.blocks, self.prices(setting)[0], factor, self.bucket_bytes)
+
+
+def sharded_step(
+    blocks: Sequence[BlockCost], gather: Price, scatter: Price, shards: int, factor: float = 1.0
+) -> list[Task[str]]:
+    """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network; it updates
+    1 / shards of the parameters."""
+    tasks: list[Task[str]] = []
+    for at, block in enumerate(blocks):
+        free = (f"forward {blocks[at - 2].name}",) if at > 1 else ()
+        tasks.append(Task(f"gather {block.name}", "network", gather.seconds(block.parameter_bytes), free))
+        needs = (f"gather {block.name}",)
+        tasks.append(Task(f"forward {block.name}", "compute", factor * block.forward_seconds, needs))
+    tasks += _backward(list(reversed(blocks)), gather, scatter, factor)
+    scattered = tuple(f"scatter {block.name}" for block in blocks)
+    update = factor * sum(b.update_seconds for b in blocks) / shards
+    return [*tasks, Task("update", "compute", update, scattered)]
+
+
+def _backward(blocks: Sequence[BlockCost], gather: Price, scatter: Price, factor: float) -> list[Task[str]]:
+    tasks: list[Task[str]] = []
+    for at, block in enumerate(blocks):
+        free = f"backward {blocks[at - 2].name}" if at > 1 else f"forward {blocks[0].name}"
+        tasks.append(Task(f"gather {block.name} again", "network", gather.seconds(block.parameter_bytes), (free,)))
+        needs = (f"gather {block.name} again",)
+        tasks.append(Task(f"backward {block.name}", "compute", factor * block.backward_seconds, needs))
+        if at:
+            tasks.append(_scatter(blocks[at - 1], scatter))
+    return [*tasks, _scatter(blocks[-1], scatter)]
+
+
+def _scatter(block: BlockCost, scatter: Price) -> Task[str]:
+    return Task(f"scatter {block.name}", "network", scatter.seconds(block.parameter_bytes), (f"backward {block.name}",))
+
+
+def sharded_bytes(model: Model, shards: int) -> float:
+    """1 / shards of parameters, gradients and state; the two largest neighbours whole; saved activations."""
+    sizes = [block.parameter_bytes for block in model.blocks]
+    whole = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
+    saved = sum(block.saved_bytes for block in model.blocks)
+    return (replica_bytes(model) - saved) / shards + whole + saved
+
+
+@dataclass(frozen=True)
+class ShardedForecast(Synchronous):
+    """Parameters, gradients and optimizer state are spread over all workers; all wait for the slowest."""
+
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        """Gathering and scattering over all workers."""
+        workers, per_node = setting.cluster.workers, setting.cluster.per_node
+        reach = setting.cluster.reach(workers)
+        price = setting.network.price
+        return tuple(price(name, reach, workers, 1, per_node) for name in ("all_gather", "reduce_scatter"))
+
+    def card_bytes(self, setting: Setting) -> float:
+        """3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once; nothing on one node."""
+        n = setting.cluster.workers
+        return 3 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
+
+    def memory_bytes(self, setting: Setting) -> float:
+        """A shard, and two blocks whole."""
+        return sharded_bytes(setting.model, setting.cluster.workers)
+
+    def at(self, setting: Setting, factor: float) -> list[Task[str]]:
+        """Of a worker whose computation takes `factor` times as long."""
+        gather, scatter = self.prices(setting)
+        return sharded_step(setting.model.blocks, gather, scatter, setting.cluster.workers, factor)

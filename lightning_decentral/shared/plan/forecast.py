@@ -1,0 +1,195 @@
+"""What a method of training must say of a step, and the forecast that is made of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_decentral.shared.plan.network import NO_NETWORK, Network, Price
+from lightning_decentral.shared.plan.profile import Model
+from lightning_decentral.shared.plan.timeline import Task, makespan, run
+
+EXACT_POINTS = 12
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`workers` devices, `per_node` on each node.
+
+    Raises:
+        ValueError: nodes that aren't full.
+    """
+
+    workers: int
+    per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.workers, self.per_node) < 1:
+            raise ValueError(f"--workers {self.workers} and --per-node {self.per_node} must be at least 1")
+        if self.workers % self.per_node:
+            raise ValueError(
+                f"--workers {self.workers} isn't a multiple of --per-node {self.per_node}: "
+                "give a number of workers that fills every node"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """How many."""
+        return self.workers // self.per_node
+
+    def reach(self, devices: int) -> str:
+        """Of a group of consecutive devices that begins with a node's first."""
+        return "between" if devices > self.per_node else "inside"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained where."""
+
+    model: Model
+    network: Network
+    cluster: Cluster
+
+    @property
+    def without_network(self) -> "Setting":
+        """Where all messages take no time."""
+        return replace(self, network=NO_NETWORK)
+
+
+Floats = npt.NDArray[np.float64]
+
+
+class Method(ABC):
+    """A way to train. A value: the setting is an argument."""
+
+    equal: ClassVar[bool] = True
+    """Whether every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
+
+    @abstractmethod
+    def prices(self, setting: Setting) -> tuple[Price, ...]:
+        """Of what it sends, for whether they were measured."""
+
+    @abstractmethod
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        """[runs] mean seconds per step.
+
+        Args:
+            factors: [runs, steps, workers] of each worker's computation; the first `WARM_STEPS` steps aren't counted.
+        """
+
+    @abstractmethod
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        """A step, or several where one says too little, of equally fast workers."""
+
+    @abstractmethod
+    def card_bytes(self, setting: Setting) -> float:
+        """Mean bytes that the busiest node sends through its network card in a step."""
+
+    @abstractmethod
+    def memory_bytes(self, setting: Setting) -> float:
+        """Of one device: parameters, gradients, optimizer state, saved activations, buffers of messages."""
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Of a step.
+
+    Args:
+        seconds: mean over runs with stragglers.
+        p50_seconds: half of the runs need fewer seconds per step.
+        p95_seconds: 19 of 20 runs do.
+        even_seconds: where all workers are equally fast.
+        exposed_seconds: of `even_seconds` what a network that takes no time would save.
+        extrapolated: whether some price wasn't measured on such a group.
+    """
+
+    seconds: float
+    p50_seconds: float
+    p95_seconds: float
+    even_seconds: float
+    exposed_seconds: float
+    card_bytes: float
+    memory_bytes: float
+    extrapolated: bool
+
+
+def forecast(method: Method, setting: Setting, factors: Floats) -> StepForecast:
+    """Of a method in a setting with these stragglers, [runs, steps, workers]."""
+    runs = method.seconds(setting, factors)
+    alike = even(setting.cluster.workers)
+    smooth = float(method.seconds(setting, alike)[0])
+    free = float(method.seconds(setting.without_network, alike)[0])
+    return StepForecast(
+        float(runs.mean()),
+        float(np.quantile(runs, 0.5)),
+        float(np.quantile(runs, 0.95)),
+        smooth,
+        max(0.0, smooth - free),
+        method.card_bytes(setting),
+        method.memory_bytes(setting),
+        any(price.extrapolated for price in method.prices(setting)),
+    )
+
+
+def at_factors(seconds: Callable[[float], float], factors: Floats) -> Floats:
+    """seconds(factor), elementwise, from few evaluations: exact at each of a few factors, else linear between 12."""
+    found = np.unique(factors)
+    points = found if len(found) <= EXACT_POINTS else np.linspace(found[0], found[-1], EXACT_POINTS)
+    values = np.array([seconds(float(point)) for point in points])
+    return np.asarray(np.interp(factors, points, values), dtype=np.float64)
+
+
+def synchronous(seconds: Callable[[float], float], factors: Floats) -> Floats:
+    """[runs]: the slowest of all workers decides on every step. `seconds` of a step at a factor."""
+    slowest = factors[:, WARM_STEPS:].max(axis=2)
+    return np.asarray(at_factors(seconds, slowest).mean(axis=1), dtype=np.float64)
+
+
+def replica_bytes(model: Model) -> int:
+    """Parameters and as many gradients, optimizer state, saved activations."""
+    return 2 * model.parameter_bytes + model.state_bytes + sum(block.saved_bytes for block in model.blocks)
+
+
+class Synchronous(Method):
+    """A method whose every step is one step of the slowest worker."""
+
+    @abstractmethod
+    def at(self, setting: Setting, factor: float) -> list[Task[str]]:
+        """One step of a worker whose computation takes `factor` times as long."""
+
+    def seconds(self, setting: Setting, factors: Floats) -> Floats:
+        """Of the slowest worker."""
+        return synchronous(lambda factor: makespan(run(self.at(setting, factor))), factors)
+
+    def tasks(self, setting: Setting) -> list[Task[str]]:
+        """One step."""
+        return self.at(setting, 1.0)
+
+
+RUNS = 24
+WARM_STEPS = 16  # until waves of waiting have spread as far as they will, with delays up to as many
+COUNTED_STEPS = 64
+
+
+def even(workers: int, steps: int = WARM_STEPS + COUNTED_STEPS) -> Floats:
+    """All equally fast in every step: [1, steps, workers]."""
+    return np.ones((1, steps, workers))
+
+
+def drawn(variation: Sequence[float], workers: int, runs: int = RUNS, seed: int = 0) -> Floats:
+    """[runs, steps, workers]; even where nothing was measured."""
+    if not variation:
+        return even(workers)
+    shape = runs, WARM_STEPS + COUNTED_STEPS, workers
+    return np.random.default_rng(seed).choice(np.asarray(variation, dtype=np.float64), shape)
+
+
+def one_slow(factor: float, workers: int, steps: int, runs: int = 1, seed: int = 0) -> Floats:
+    """[runs, steps, workers]: in each step one worker, at random, takes `factor` times as long as the others."""
+    factors = np.ones((runs, steps, workers))
+    slow = np.random.default_rng(seed).integers(workers, size=(runs, steps, 1))
+    np.put_along_axis(factors, slow, factor, axis=2)
+    return factors

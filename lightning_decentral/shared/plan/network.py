@@ -1,0 +1,124 @@
+"""What an operation costs on a group of devices that may not have been measured.
+
+    seconds(bytes) = latency hops(n) / hops(w) + bytes / bandwidth copies(n) / copies(w) max(1, f / g)
+
+for n workers in f flows, from the measurement with w workers in g flows that is nearest in log n and log f, if possible
+one whose groups share nodes as these do; of equally near ones for an exchange with several neighbours at once that with
+the nearest number of them (the bytes are those of all messages, so a link's seconds don't depend on it).
+
+    operation                     hops(n)        copies(n)
+    exchange                      1              1
+    all_gather, reduce_scatter    n - 1          (n - 1) / n
+    all_reduce                    2 (n - 1)      2 (n - 1) / n
+    broadcast                     ceil(log2 n)   1
+
+A ring's numbers, of the whole message's bytes. More flows than measured share what the card gave; fewer aren't thought
+to be faster, since one flow alone may be limited otherwise. Where an operation wasn't measured, another one's hop and
+copy stand for it, an exchange's first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, inf, log, log2
+
+from lightning_decentral.shared.plan.profile import LinkCost
+
+
+@dataclass(frozen=True)
+class RingCost:
+    """How often the latency is paid, and how often a message's bytes pass a link, by the number of workers."""
+
+    hops: Callable[[int], float]
+    copies: Callable[[int], float]
+
+
+_GATHER = RingCost(lambda n: n - 1, lambda n: (n - 1) / n)
+OPERATIONS = {
+    "exchange": RingCost(lambda n: 1, lambda n: 1),
+    "all_gather": _GATHER,
+    "reduce_scatter": _GATHER,
+    "all_reduce": RingCost(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
+    "broadcast": RingCost(lambda n: ceil(log2(n)), lambda n: 1),
+}
+
+
+@dataclass(frozen=True)
+class Price:
+    """seconds(bytes) = latency + bytes / bandwidth; whether that was measured on such a group, or extrapolated."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    extrapolated: bool = False
+
+    def seconds(self, message_bytes: float) -> float:
+        """Of one operation; of nothing, none."""
+        return self.latency_seconds + message_bytes / self.bytes_per_second if message_bytes else 0.0
+
+
+FREE = Price(0.0, inf)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Prices from what was measured.
+
+    Args:
+        given: reaches whose links aren't measured but given by hand.
+
+    Raises:
+        ValueError: `price` where nothing was measured between nodes.
+    """
+
+    costs: tuple[LinkCost, ...]
+    given: tuple[str, ...] = ()
+
+    def price(
+        self, operation: str, reach: str, workers: int, flows: int = 1, per_node: int = 1, peers: int = 1
+    ) -> Price:
+        """Of an operation on a group, `per_node` of which share a node; nothing for a group of one.
+
+        An exchange with more neighbours than an exponential graph has isn't marked as extrapolated for that.
+
+        Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
+        """
+        if workers < 2:
+            return FREE
+        cost = self._nearest(operation, reach, workers, flows, per_node, peers)
+        asked, measured = OPERATIONS[operation], OPERATIONS[cost.operation]
+        hops = asked.hops(workers) / measured.hops(cost.workers)
+        copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
+        found = (cost.operation, cost.reach, cost.workers, cost.flows)
+        measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
+        as_many = operation != "exchange" or cost.peers >= min(peers, (workers - 1).bit_length())
+        return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not (measured_so and as_many))
+
+    def _nearest(self, operation: str, reach: str, workers: int, flows: int, per_node: int, peers: int) -> LinkCost:
+        def distance(cost: LinkCost) -> tuple[bool, bool, bool, bool, float, float]:
+            others = cost.operation != operation
+            shared = reach == "between" and (cost.per_node > 1) != (per_node > 1)
+            sizes = abs(log(cost.workers / workers)) + abs(log(cost.flows / flows))
+            neither = others and cost.operation != "exchange"
+            together = abs(log(cost.peers / (peers if operation == "exchange" else 1)))
+            return cost.reach != reach, others, neither, shared, sizes, together
+
+        known = [cost for cost in self.costs if cost.workers > 1 and cost.operation in OPERATIONS]
+        usable = [cost for cost in known if reach in (cost.reach, "inside")]
+        if not usable:
+            raise ValueError(
+                f"nothing was measured {reach} nodes: measure with `torchrun ... -m lightning_decentral.profile`, "
+                "or give --bandwidth 200mbit --latency 100us"
+            )
+        return min(usable, key=distance)
+
+    def knows(self, reach: str) -> bool:
+        """Whether anything was measured there."""
+        return any(cost.reach == reach and cost.workers > 1 and cost.operation in OPERATIONS for cost in self.costs)
+
+    def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":
+        """With links of this kind in place of what was measured there."""
+        link = LinkCost("exchange", reach, 2, 1, latency_seconds, bytes_per_second)
+        measured = (cost for cost in self.costs if cost.reach != reach)
+        return Network((*measured, link), tuple(dict.fromkeys((*self.given, reach))))
+
+
+NO_NETWORK = Network((LinkCost("exchange", "inside", 2, 1, 0.0, inf), LinkCost("exchange", "between", 2, 1, 0.0, inf)))

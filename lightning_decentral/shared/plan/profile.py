@@ -1,0 +1,196 @@
+"""What was measured of a model on a device and of a network between hosts, as one readable file.
+
+seconds(operation, bytes) = latency + bytes / bandwidth
+
+One JSON file holds a `Profile`: what a step costs block by block, what a round of gossip takes the device, what every
+collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; nothing here
+measures.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = "lightning_decentral profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A consecutive piece of a model in one training step: seconds of its parts, bytes it holds and saves."""
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    parameter_bytes: int
+    saved_bytes: int = 0
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RoundWork:
+    """What a round of gossip takes the device beside the wire: to copy or encode, decode, mix and correct.
+
+    seconds = bytes of the parameters (own_seconds_per_byte + heard heard_seconds_per_byte)     0 where nobody is heard
+
+    Args:
+        codec: the repr of what encodes, `Plain()` for messages as they are.
+
+    Raises:
+        ValueError: seconds below 0.
+    """
+
+    codec: str
+    own_seconds_per_byte: float = 0.0
+    heard_seconds_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not min(self.own_seconds_per_byte, self.heard_seconds_per_byte) >= 0:
+            raise ValueError(
+                f"a round with {self.codec} can't take {self.own_seconds_per_byte} s per byte "
+                f"and {self.heard_seconds_per_byte} s for each neighbour's"
+            )
+
+    def seconds_per_byte(self, heard: int) -> float:
+        """Of a round with so many neighbours."""
+        return self.own_seconds_per_byte + heard * self.heard_seconds_per_byte if heard else 0.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The blocks from the inputs to the loss, on one device.
+
+    Args:
+        name: what was profiled, for people: the words of the command line.
+        batch: samples of a step.
+        state_bytes: of the optimizer's state.
+        words: of the command line of `recipes/train.py` that make this model; empty for another one.
+        rounds: of gossip, by codec; empty where none were measured.
+    """
+
+    name: str
+    device: str
+    blocks: tuple[BlockCost, ...]
+    batch: int = 1
+    state_bytes: int = 0
+    words: tuple[str, ...] = ()
+    rounds: tuple[RoundWork, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step without any communication."""
+        return sum(b.forward_seconds + b.backward_seconds + b.update_seconds for b in self.blocks)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters."""
+        return sum(b.parameter_bytes for b in self.blocks)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """seconds(bytes) = latency_seconds + bytes / bytes_per_second.
+
+    Args:
+        operation: `all_reduce`, `exchange` (every worker sends messages and hears as many), `all_gather`,
+            `reduce_scatter` (the bytes of these two are those of all parts together), `broadcast`.
+        reach: `inside` one node or `between` nodes.
+        workers: of one group.
+        flows: groups that run at the same time and share a network card.
+        error: largest relative distance of a measured point from the line.
+        points: what was measured, (bytes, seconds).
+        per_node: workers of one group that share a node.
+        peers: neighbours to whom each worker sends in an `exchange`, and as many that it hears; the bytes are those of
+            all its messages together.
+
+    Raises:
+        ValueError: fewer than one neighbour.
+    """
+
+    operation: str
+    reach: str
+    workers: int
+    flows: int
+    latency_seconds: float
+    bytes_per_second: float
+    error: float = 0.0
+    points: tuple[tuple[float, float], ...] = ()
+    per_node: int = 1
+    peers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.peers < 1:
+            raise ValueError(f"an exchange has at least one neighbour, got {self.peers}")
+
+    def seconds(self, message_bytes: float) -> float:
+        """Of one operation on a message of so many bytes."""
+        return self.latency_seconds + message_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All that a forecast needs.
+
+    Args:
+        variation: seconds of computation of single steps over their mean: the distribution of stragglers. Empty means
+            that every step takes equally long.
+        hosts: names of hosts and devices, for people.
+    """
+
+    model: Model
+    network: tuple[LinkCost, ...] = ()
+    variation: tuple[float, ...] = ()
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+
+def write(profile: Profile, path: str | Path) -> None:
+    """As JSON."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(profile)}, indent=1)
+    Path(path).write_text(text + "\n")
+
+
+def read(path: str | Path) -> Profile:
+    """A profile that `write` wrote.
+
+    Raises:
+        ValueError: no such file, a file of something else, of another version, or a damaged one.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{path} can't be read ({error.strerror}): make one with `lightning-decentral profile`"
+        ) from None
+    except ValueError:
+        raise ValueError(
+            f"{path} is no JSON: it is damaged or not a profile; make one with `lightning-decentral profile`"
+        ) from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a profile of this package: make one with `lightning-decentral profile`")
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {found.get('version')}, this package reads version {VERSION}: profile again"
+        )
+    try:
+        return _profile(found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): profile again") from None
+
+
+def _profile(found: Mapping[str, Any]) -> Profile:
+    model = dict(found["model"])
+    blocks = tuple(BlockCost(**block) for block in model.pop("blocks"))
+    if not blocks:
+        raise ValueError("a model without blocks")
+    words = tuple(map(str, model.pop("words", ())))
+    rounds = tuple(RoundWork(**work) for work in model.pop("rounds", ()))
+    network = tuple(LinkCost(**{**cost, "points": _pairs(cost.get("points", ()))}) for cost in found["network"])
+    variation = tuple(float(factor) for factor in found["variation"])
+    return Profile(Model(blocks=blocks, words=words, rounds=rounds, **model), network, variation, dict(found["hosts"]))
+
+
+def _pairs(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
+    return tuple((float(size), float(seconds)) for size, seconds in points)

@@ -1,0 +1,82 @@
+"""What a strategy of replicas can't do, said in one line before or as soon as it would go wrong without a sign."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import nn
+from torch.optim import Optimizer
+
+
+def refuse_unknown(strategy: type[DDPStrategy], options: Iterable[str]) -> None:
+    """ValueError for an option that neither the strategy nor DDPStrategy itself has: nothing would read it."""
+    taken = {name for name in inspect.signature(DDPStrategy.__init__).parameters if not name.startswith("ddp_")}
+    unknown = sorted(set(options) - taken)
+    if unknown:
+        own = {name for name in inspect.signature(strategy.__init__).parameters if name != "ddp"}
+        valid = ", ".join(sorted((own | taken) - {"self", "kwargs", "model_averaging_period"}))
+        raise ValueError(
+            f"{strategy.__name__} has no option {unknown[0]!r} (there is no DDP wrapper to take it): it has {valid}"
+        )
+
+
+def refuse_sync_batch_norm(strategy: type[DDPStrategy], module: nn.Module, asked: bool) -> None:
+    """ValueError where BatchNorm would gather its statistics over the workers, which would wait for each other."""
+    if asked or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        raise ValueError(
+            "SyncBatchNorm makes all workers wait for each other in every layer, "
+            f"which {strategy.__name__} exists to avoid: use plain BatchNorm "
+            "(its statistics are averaged for the mean model), GroupNorm or LayerNorm"
+        )
+
+
+class StepWatch:
+    """Notices an optimizer that steps past the strategy: its parameters would never be mixed.
+
+    Use it as a context around the steps that the strategy takes.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._inside = False
+        self._hooks = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+
+    def __enter__(self) -> None:
+        self._inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = False
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._inside:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} stepped past the strategy, so that its parameters are never averaged: "
+                "step what self.optimizers() returns, not self.optimizers(use_pl_optimizer=False)"
+            )
+
+
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+def register(registry: Any, name: str, strategy: type[Strategy], what: str) -> None:
+    """`name`, `name_spawn`, `name_fork` and `name_notebook`; a second call changes nothing."""
+    for ending, start_method in START_METHODS.items():
+        description = f"{what}, processes by {start_method}"
+        registry.register(
+            f"{name}{ending}", strategy, description=description, override=True, start_method=start_method
+        )
+
+
+def refuse(registry: Any, name: str, remedy: str) -> None:
+    """The same names in the registry of a package that the strategies don't work with: ValueError with the remedy."""
+
+    def refused(**_: object) -> None:
+        raise ValueError(remedy)
+
+    for ending in START_METHODS:
+        registry.register(f"{name}{ending}", refused, description="needs the lightning package", override=True)

@@ -1,0 +1,191 @@
+"""What all workers must agree on: the model they start from, when to stop, and when an epoch has ended."""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Transport, gather_objects
+
+PATIENCE_SECONDS = 1.0
+ALERT_SECONDS = 0.02
+
+
+def check_same_model(module: nn.Module, over: Transport) -> None:
+    """Every worker has the same parameters and buffers by name, shape and dtype.
+
+    Raises:
+        ValueError: on every worker, naming the first difference.
+    """
+    if any(map(is_lazy, module.parameters())):
+        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+    mine = [(n, tuple(t.shape), str(t.dtype)) for n, t in (*module.named_parameters(), *module.named_buffers())]
+    rows = gather_objects(over, mine)
+    for rank, row in enumerate(rows):
+        if row == rows[0]:
+            continue
+        ours, theirs = ({n: f"{n} {s} {d}" for n, s, d in r} for r in (rows[0], row))
+        name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
+        raise ValueError(
+            f"worker {rank} has {theirs.get(name, f'no {name}')} where worker 0 has {ours.get(name, f'no {name}')}: "
+            "every worker must build the same model"
+        )
+
+
+def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport) -> None:
+    """Every worker gets worker 0's values, frozen parameters and buffers included."""
+    for tensor in tensors:
+        values = tensor.detach().contiguous()
+        over.broadcast(values).wait()
+        tensor.detach().copy_(values)
+
+
+class StopFlag:
+    """A signal that reached one worker stops all of them after the same step, and nobody waits for it.
+
+    Every `every` rounds the workers start to sum their flags; the sum is read `every` rounds later. A worker waits for
+    another only if it's more than `every` rounds ahead.
+    """
+
+    def __init__(self, over: Transport, every: int) -> None:
+        self.raised = False
+        self.agreed = False
+        self._over, self._every = over, every
+        self._tick = 0
+        self._sum: tuple[Pending, torch.Tensor] | None = None
+
+    def tick(self) -> None:
+        """Once per round, on every worker."""
+        if self._tick % self._every == 0:
+            if self._sum is not None:
+                self._sum[0].wait()
+                self.agreed |= bool(self._sum[1])
+            votes = torch.tensor([int(self.raised)])
+            self._sum = self._over.all_reduce(votes), votes
+        self._tick += 1
+
+
+class RollCall:
+    """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
+
+    A worker that has no batch left waits here until all have come. Another that waits long for a message says so in
+    the store; whoever waits here then takes part in its round, without an update. In the usual case, equal numbers, it
+    costs one small gather at an epoch's end, where validation would make the workers meet anyway.
+
+    Args:
+        rounds: how many rounds this worker has taken, one number for each optimizer.
+        wanted: how many it needs the others to have taken before it can go on.
+        take_part: runs one more round of the optimizer with that index, without an update.
+        met: how many collective calls of Lightning this worker has entered.
+        name: of this roll call in the store, another one for each fit.
+    """
+
+    def __init__(
+        self,
+        over: Transport,
+        store: Any,
+        rounds: Callable[[], list[int]],
+        wanted: Callable[[], list[int]],
+        take_part: Callable[[int], None],
+        met: Callable[[], int],
+        name: str,
+    ) -> None:
+        self._over, self._store = over, store
+        self._rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
+        self._name, self._number = name, 0
+        self._alert = False
+        self._waiting_since: float | None = None
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._say_when_waiting, name="lightning_decentral-roll-call", daemon=True)
+        self._watch.start()
+
+    def close(self) -> None:
+        """End the watching thread."""
+        self._closed.set()
+        self._watch.join(PATIENCE_SECONDS)
+
+    def __enter__(self) -> None:
+        """Around whatever may wait for other workers."""
+        self._waiting_since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting_since = None
+
+    def _say_when_waiting(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: so is worker 0, which whoever waits for it will say
+            while not self._closed.wait(self._patience() / 2):
+                since = self._waiting_since
+                if since is not None and time.monotonic() - since > self._patience():
+                    self._ask()
+
+    def _patience(self) -> float:
+        """Short once it is known that somebody has ended and must be asked for every further round."""
+        return ALERT_SECONDS if self._alert else PATIENCE_SECONDS
+
+    def _ask(self) -> None:
+        if self._store.check([self._key("ended")]):
+            self._alert = True
+            self._store.set(self._key("needed"), ",".join(map(str, [*self._wanted(), self._met()])))
+
+    def _key(self, what: str) -> str:
+        return f"{self._name}/{what}/{self._number}"
+
+    def end_epoch(self) -> None:
+        """Return when every worker has ended its epoch and all have taken the same number of rounds.
+
+        Raises:
+            RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
+        """
+        mine = self._rounds()
+        self._store.set(self._key("ended"), "yes")
+        gathering, rows = self._over.all_gather(torch.tensor(mine))
+        pause = 0.001
+        while not gathering.done():
+            pause = 0.001 if self._answer() else min(2 * pause, 0.05)
+            time.sleep(pause)
+        gathering.wait()
+        ends = torch.stack(rows).amax(dim=0).tolist()
+        self._catch_up(ends)
+        self._number, self._alert = self._number + 1, False
+        early = {rank: row.tolist() for rank, row in enumerate(rows) if row.tolist() != ends}
+        if early and self._over.rank == 0:
+            warnings.warn(f"unequal numbers of batches: {_sentence(early, ends)}", stacklevel=2)
+
+    def _answer(self) -> bool:
+        """Take part in the rounds that another waits for; whether there were any."""
+        asked = self._asked()
+        if asked is None:
+            return False
+        *rounds, met = asked
+        if met > self._met():
+            raise RuntimeError(
+                f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
+                "a checkpoint, sync_dist=True or ConsensusMonitor): give every worker the same number of batches, "
+                "or log with sync_dist=False and do the rest at the end of epochs"
+            )
+        return self._catch_up(rounds)
+
+    def _asked(self) -> list[int] | None:
+        """What another waits for, if one does."""
+        key = self._key("needed")
+        with suppress(RuntimeError):  # worker 0 has passed and ended, and the store with it; or died: the gather knows
+            return list(map(int, self._store.get(key).decode().split(","))) if self._store.check([key]) else None
+        return None
+
+    def _catch_up(self, rounds: list[int]) -> bool:
+        missing = [index for index, target in enumerate(rounds) for _ in range(self._rounds()[index], target)]
+        for index in missing:
+            self._take_part(index)
+        return bool(missing)
+
+
+def _sentence(early: dict[int, list[int]], ends: list[int]) -> str:
+    workers = ", ".join(f"worker {rank} ended after round {max(rounds)}" for rank, rounds in early.items())
+    return f"{workers}, the longest took {max(ends)}; the rounds were finished without updates of those that had ended"

@@ -1,0 +1,202 @@
+"""Parameters as shards on several devices: what is asked of FSDP2 (`fully_shard`) and of its tensors.
+
+Beside `transport` the one file that imports torch.distributed: FSDP sends and waits by itself, inside the island.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from lightning_decentral.shared.compute.buckets import Bucket, Matrix
+from lightning_decentral.shared.wire.transport import Transport
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """ValueError where somebody else has sharded the module: shards would be taken for replicas."""
+    for name, part in module.named_modules():
+        sharded = any(isinstance(p, DTensor) for p in part.parameters(recurse=False))
+        if sharded or isinstance(part, FSDPModule | FullyShardedDataParallel):
+            raise ValueError(
+                f"{name or type(module).__name__} is already wrapped by FSDP: leave out fully_shard and FSDP, and let "
+                "island=FullyShard(devices) shard the model"
+            )
+
+
+@dataclass
+class Sharded:
+    """A module whose parameters are sharded, p = [p_0, ..., p_(L-1)] along the first dimension, until `undo`.
+
+    Each module that a ModuleList holds is gathered by itself, everything else together: names, hooks and the module's
+    methods stay what they are.
+
+    Args:
+        over: the transport of the devices that hold the shards.
+    """
+
+    module: nn.Module
+    over: Transport
+    device: torch.device
+    _before: dict[nn.Module, tuple[type, set[str], dict[str, set[int]]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        mesh = DeviceMesh.from_group(self.over.group, self.device.type)
+        self._before = {m: (type(m), set(m.__dict__), _hook_ids(m)) for m in self.module.modules()}
+        for block in _blocks(self.module):
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        self.root._get_fsdp_state()._lazy_init()  # its hooks are all there from here on
+        self._added = {m: _hook_ids(m) for m in self._before}
+
+    @property
+    def root(self) -> FSDPModule:
+        """The module as FSDP made it."""
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    def reshard(self) -> None:
+        """Give up what a forward gathered and no backward gave up: the module holds shards."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Whole parameters in a plain module; collective. They lie on the host: shards had more room than one device
+        may have."""
+        self.reshard()
+        whole: dict[int, nn.Parameter] = {}
+        for part in self._before:
+            for name, parameter in part.named_parameters(recurse=False):
+                if id(parameter) not in whole:
+                    full = full_tensor(parameter).cpu()
+                    whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                part._parameters[name] = whole[id(parameter)]
+        for part, before in self._before.items():
+            _restore(part, *before, self._added[part])
+
+
+def _hook_ids(module: nn.Module) -> dict[str, set[int]]:
+    return {name: set(getattr(module, name)) for name in _HOOKS}
+
+
+def _restore(
+    module: nn.Module, kind: type, names: set[str], hooks: Mapping[str, set[int]], added: Mapping[str, set[int]]
+) -> None:
+    """Class, attributes and hooks that the module had, and hooks that others gave it since."""
+    for where in _HOOKS:
+        for number in added[where] - hooks[where]:
+            getattr(module, where).pop(number, None)
+    if isinstance(module, FSDPModule):
+        module.__class__ = kind
+        _composable_state._module_state_mapping.pop(module, None)
+    for name in [n for n in module.__dict__ if n not in names and ("composable" in n or "_fsdp_" in n)]:
+        del module.__dict__[name]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """What a ModuleList holds (outermost ones) and shares no parameter with the rest."""
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _blocks(child)
+            continue
+        for block in child:
+            own = set(block.parameters())
+            if own and not own & set(_outside(module, block)):
+                yield block
+
+
+def _outside(module: nn.Module, block: nn.Module) -> Iterator[nn.Parameter]:
+    inside = set(block.modules())
+    for part in module.modules():
+        if part not in inside:
+            yield from part.parameters(recurse=False)
+
+
+# ---- tensors ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This device's shard, or a tensor that isn't sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether other devices hold the rest."""
+    return isinstance(tensor, DTensor)
+
+
+def like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """`shard` in the place of this device's shard of `tensor`; a tensor that isn't sharded is replaced whole."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole; collective where the tensor is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This device's rows of a tensor that has the parameter's shape; others as they are."""
+    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
+        return whole
+    mesh = parameter.device_mesh
+    rows = whole.chunk(mesh.size(), dim=0)
+    place = mesh.get_local_rank()
+    return rows[place] if place < len(rows) else whole[:0]
+
+
+def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Nested dictionaries and lists with every sharded tensor replaced."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, DTensor) else leaf, tree)
+
+
+class ShardBucket(Bucket):
+    """`flat` is a copy of this device's shards: FSDP keeps their storage for itself.
+
+    `adopt` reads them, `store` writes back what mixing made of them.
+    """
+
+    def elements(self, parameter: nn.Parameter) -> int:
+        """Those of the shard."""
+        return local(parameter).numel()
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """None: a shard of a matrix has fewer rows than a low rank needs."""
+        return ()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """flat <- shards."""
+        for part, parameter in self._pairs():
+            part.copy_(local(parameter))
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Shards <- flat."""
+        for part, parameter in self._pairs():
+            local(parameter).copy_(part)
+
+    def release(self) -> None:
+        """The shards are FSDP's already."""
+
+    def _pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
+        for parameter, offset in zip(self.parameters, self._offsets, strict=True):
+            shard = local(parameter)
+            yield self.flat[offset : offset + shard.numel()].view(shard.shape), parameter

@@ -1,0 +1,100 @@
+"""The exact mean over workers, and putting it in a model's place for a while."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_decentral.shared.wire.fsdp import local
+from lightning_decentral.shared.wire.transport import Transport
+
+CHUNK_BYTES = 64 * 2**20
+
+
+@torch.no_grad()
+def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None) -> list[Tensor]:
+    """sum over workers of share * each tensor, as new tensors; every worker gets the same bits.
+
+    Shares sum to one; None is 1/n each.
+
+    Each worker divides before the sum, so that a mask of the largest finite number stays finite. Half precision is
+    summed in float32. What isn't floating point (counters, indices) is this worker's own.
+    """
+    results = [tensor.detach().clone() for tensor in tensors]
+    chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    for result in results:
+        if not (result.is_floating_point() or result.is_complex()):
+            continue
+        rows = chunks.setdefault((result.dtype, result.device), [[]])
+        if sum(t.numel() * t.element_size() for t in rows[-1]) > CHUNK_BYTES:
+            rows.append([])
+        rows[-1].append(result)
+    for members in (m for rows in chunks.values() for m in rows):
+        _mean_in_place(members, over, share)
+    return results
+
+
+def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | None) -> None:
+    exact = torch.promote_types(tensors[0].dtype, torch.float32)
+    flat = torch.cat([t.reshape(-1).to(exact) for t in tensors])
+    flat = flat.div_(over.size) if share is None else flat.mul_(share)
+    over.all_reduce(flat).wait()
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def mean_of_states(state: Mapping[str, Any], mean_of: Callable[[Sequence[Tensor]], list[Tensor]]) -> dict[str, Any]:
+    """A `state_dict` whose tensors are means over the workers; other entries are this worker's.
+
+    Tied entries stay tied.
+    """
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    place = {key: _place(key, tensor) for key, tensor in tensors.items()}
+    unique = {place[key]: tensor for key, tensor in tensors.items()}
+    averaged = dict(zip(unique, mean_of(list(unique.values())), strict=True))
+    return {key: averaged[place[key]] if key in place else value for key, value in state.items()}
+
+
+def _place(key: str, tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], str]:
+    """Equal for tied tensors."""
+    here = local(tensor)
+    return here.data_ptr(), tensor.shape, tensor.stride(), key if here.numel() == 0 else ""
+
+
+class Swap:
+    """Values standing in a model's tensors until `undo`. Keeps one copy of what was there."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._own = [tensor.detach().clone() for tensor in tensors]
+        self._put(values)
+        self._buffers = {i: t.clone() for i, t in enumerate(tensors) if not isinstance(t, nn.Parameter)}
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._tensors, values, strict=True):
+            tensor.copy_(value)
+
+    def undo(self) -> None:
+        """Put back, bit for bit, what was there; a buffer that changed meanwhile (a best score) keeps its change."""
+        for i, stood in self._buffers.items():
+            if not torch.equal(self._tensors[i], stood):
+                self._own[i] = self._tensors[i].clone()
+        self._put(self._own)
+
+    @torch.no_grad()
+    def paused(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """`state`, the state_dict of the model, as it would be without the swap: fresh copies."""
+        now = [tensor.detach().clone() for tensor in self._tensors]
+        self._put(self._own)
+        own = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+        self._put(now)
+        return own
+
+
+def floating(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Distinct floating-point parameters and buffers of the modules: what a mean model is made of."""
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return [t for t in dict.fromkeys(tensors) if t.is_floating_point() or t.is_complex()]

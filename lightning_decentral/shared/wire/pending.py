@@ -1,0 +1,95 @@
+"""Transfers under way, and errors that name who they were with."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class PeerLost(ConnectionError):
+    """A neighbour ended or its connection broke while a message to or from it was under way."""
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor may be read (a receive) or overwritten (a send)."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Only collectives know on gloo."""
+
+
+@dataclass
+class Work:
+    """A torch work handle whose errors name the peer."""
+
+    work: Any
+    peer: str
+    rank: int
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        with Naming(self.peer, self.rank):
+            self.work.wait()
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return bool(self.work.is_completed())
+
+
+@dataclass
+class StagedCopy:
+    """Waits, then copies from the host to the device; keeps the host tensor alive meanwhile."""
+
+    inner: Pending
+    host: Tensor
+    device: Tensor | None
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        self.inner.wait()
+        if self.device is not None:
+            self.device.copy_(self.host)
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return self.inner.done()
+
+
+@dataclass
+class Together:
+    """Several transfers as one."""
+
+    parts: Sequence[Pending]
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for part in self.parts:
+            part.wait()
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return all(part.done() for part in self.parts)
+
+
+class Naming:
+    """Turns a backend's connection error into `PeerLost` with the peer's name; anything else passes."""
+
+    def __init__(self, peer: str, rank: int) -> None:
+        self._peer, self._rank = peer, rank
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and re.search(
+            "closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)
+        ):
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
+            raise PeerLost(
+                f"worker {self._rank} lost {self._peer} ({reason}): it ended or its network is cut; "
+                "see that worker's own output"
+            ) from error

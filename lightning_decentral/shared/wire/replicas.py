@@ -1,0 +1,101 @@
+"""What workers with the same part of a model, and other batches, do together.
+
+    AllReduce:   g = (1/n) sum_j g_j     before the update; the replicas stay equal
+
+Another way mixes parameters after the update (`gossip.GossipReplicas`); the replicas then drift, and what is
+evaluated and saved is their mean. Whoever has replicas (a stage of several pipelines) sees neither way.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.transport import Transport
+
+Group = Callable[[], Transport]
+"""Makes a new group of the replicas of each part. Collective: every worker calls it."""
+
+
+class Bond:
+    """One worker's tie to its replicas; this one is of a worker that has none."""
+
+    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """What the optimizer is given for this worker's own gradients of these parameters. Collective."""
+        return list(own)
+
+    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        """The optimizers exist."""
+
+    def updated(self, optimizer: Optimizer) -> None:
+        """After each update of an optimizer; on all replicas equally often."""
+
+    def settle(self) -> None:
+        """Land what is in flight."""
+
+    def share(self) -> float | None:
+        """This worker's weight in the mean of the replicas; None: all equal. Collective."""
+        return None
+
+    def release(self) -> None:
+        """Leave the parameters as they were found."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on exactly, as tensors and primitives."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+
+
+class Replicas(ABC):
+    """A value: constructing it starts nothing."""
+
+    drifts: ClassVar[bool]
+    """Whether the replicas' parameters may differ between steps."""
+
+    def check(self, size: int, per_node: int) -> None:
+        """See that so many replicas, so many of them on a node, can be served. ValueError with the remedy."""
+        return
+
+    @abstractmethod
+    def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
+        """This worker's tie. Collective."""
+
+
+@dataclass(frozen=True)
+class AverageGradients(Replicas):
+    """Replicas average their gradients at every batch, as under DDP, and stay equal."""
+
+    drifts: ClassVar[bool] = False
+
+    def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
+        """See `Replicas.join`."""
+        return _Averaging(group(), device)
+
+
+class _Averaging(Bond):
+    def __init__(self, over: Transport, device: torch.device) -> None:
+        self._over, self._device = over, device
+
+    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """What a worker didn't use is zero there; what nobody used stays None."""
+        users = self._users(own)
+        filled = [
+            torch.zeros_like(p) if gradient is None else gradient
+            for gradient, p, count in zip(own, parameters, users, strict=True)
+            if count
+        ]
+        means = iter(mean(filled, self._over))
+        return [next(means) if count else None for count in users]
+
+    def _users(self, own: Sequence[Tensor | None]) -> list[int]:
+        """How many workers have each gradient: with other numbers of them, sums would be of other lengths."""
+        used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=self._device)
+        self._over.all_reduce(used).wait()
+        return used.tolist()

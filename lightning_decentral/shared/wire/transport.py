@@ -1,0 +1,265 @@
+"""Groups, batched send and receive, staging: the one file that calls torch.distributed.
+
+Gloo and NCCL want peers addressed differently. Gloo takes plain sends and receives on the group object
+(`batch_isend_irecv` refuses groups that are not registered, which a world of threads never is) and tells messages
+apart by tag; NCCL wants all sends and receives of a round coalesced into one launch and pairs them by order. Whoever
+holds a `Transport` sees neither.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
+
+
+class Message(NamedTuple):
+    """One tensor to or from one peer; `tag` tells apart the messages of one pair."""
+
+    peer: int
+    tensor: Tensor
+    tag: int
+
+
+class Transport(ABC):
+    """Point-to-point and collective transfers over one process group.
+
+    Args:
+        group: any process group, registered or not; the global one is never used.
+    """
+
+    queued: ClassVar[bool] = False
+    """Whether a wait is the current stream's, not the host's."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """Start all transfers of a round; both sides list the messages of a pair in the same order.
+
+        Returns:
+            (pending of each send, of each receive), in order.
+        """
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """tensor <- sum over workers of tensor, in place."""
+        return Work(self.group.allreduce([tensor]), "all workers", self.rank)
+
+    def reduce(self, tensor: Tensor, target: int) -> Pending:
+        """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards isn't said."""
+        return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "all workers", self.rank)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
+        """One tensor from every worker, in order of rank, valid after the wait."""
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        return Work(self.group.allgather([rows], [tensor]), "all workers", self.rank), rows
+
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+        """whole <- the parts of all workers, one behind the other in order of rank."""
+        return Work(self.group._allgather_base(whole, part), "all workers", self.rank)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+        """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
+        return Work(self.group._reduce_scatter_base(part, whole), "all workers", self.rank)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """tensor <- the source's tensor, in place."""
+        return Work(
+            self.group.broadcast([tensor], _root(dist.BroadcastOptions(), source)), f"worker {source}", self.rank
+        )
+
+
+class GlooTransport(Transport):
+    """Plain sends and receives on the group object; CPU tensors."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """See `Transport.exchange`."""
+        incoming = [self._post(self.group.recv, m) for m in receives]
+        outgoing = [self._post(self.group.send, m) for m in sends]
+        return (
+            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(outgoing, sends, strict=True)],
+            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(incoming, receives, strict=True)],
+        )
+
+    def _post(self, start: Callable[..., Any], message: Message) -> Any:
+        """A broken connection may show here already."""
+        with Naming(f"neighbour {message.peer}", self.rank):
+            return start([message.tensor], message.peer, message.tag)
+
+
+class NcclTransport(Transport):
+    """All transfers of a round coalesced; the wait is the current stream's, not the host's."""
+
+    queued = True
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """See `Transport.exchange`."""
+        operations = [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
+        operations += [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        launch = Together([Work(work, "a neighbour", self.rank) for work in works])
+        return [launch for _ in sends], [launch for _ in receives]
+
+
+class StagedTransport(Transport):
+    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory.
+
+    The host waits for every copy from the device, as the inner transport reads it at once.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.group)
+        self._inner = inner
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """See `Transport.exchange`."""
+        staged_sends = [m._replace(tensor=_pinned(m.tensor).copy_(m.tensor)) for m in sends]
+        staged_receives = [m._replace(tensor=_pinned(m.tensor)) for m in receives]
+        outgoing, incoming = self._inner.exchange(staged_sends, staged_receives)
+        landing: list[Pending] = [
+            StagedCopy(pending, host.tensor, device.tensor)
+            for pending, host, device in zip(incoming, staged_receives, receives, strict=True)
+        ]
+        kept: list[Pending] = [StagedCopy(p, m.tensor, None) for p, m in zip(outgoing, staged_sends, strict=True)]
+        return kept, landing
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """See `Transport.all_reduce`."""
+        host = _pinned(tensor).copy_(tensor)
+        return StagedCopy(self._inner.all_reduce(host), host, tensor)
+
+    def reduce(self, tensor: Tensor, target: int) -> Pending:
+        """See `Transport.reduce`."""
+        host = _pinned(tensor).copy_(tensor)
+        return StagedCopy(self._inner.reduce(host, target), host, tensor)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
+        """See `Transport.all_gather`."""
+        pending, hosts = self._inner.all_gather(_pinned(tensor).copy_(tensor))
+        rows = [torch.empty_like(tensor) for _ in hosts]
+        return Together([StagedCopy(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
+
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+        """See `Transport.all_gather_into`."""
+        host = _pinned(whole)
+        return StagedCopy(self._inner.all_gather_into(host, _pinned(part).copy_(part)), host, whole)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+        """See `Transport.reduce_scatter`."""
+        host = _pinned(part)
+        return StagedCopy(self._inner.reduce_scatter(host, _pinned(whole).copy_(whole)), host, part)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """See `Transport.broadcast`."""
+        host = _pinned(tensor).copy_(tensor)
+        return StagedCopy(self._inner.broadcast(host, source), host, tensor)
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+
+
+def _root(options: Any, rank: int) -> Any:
+    options.rootRank, options.rootTensor = rank, 0
+    return options
+
+
+def transport(group: Any, device: torch.device) -> Transport:
+    """The transport of `group` for tensors on `device`."""
+    if group.name() == "nccl":
+        return NcclTransport(group)
+    return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
+
+
+@contextmanager
+def world(timeout: timedelta) -> Iterator[None]:
+    """The world that torchrun's variables describe, for programs that Lightning doesn't run: by gloo, so that workers
+    can talk before they agree on devices."""
+    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one worker talks over. A group orders its calls, so what may happen in another order has another group."""
+
+    world: Transport
+    """Means over all workers."""
+    flags: Transport
+    """The flag that stops a run; CPU tensors."""
+    roll: Transport
+    """The roll call at the end of an epoch; CPU tensors."""
+    store: Any
+    """The key-value store of the group."""
+    group: Callable[[Sequence[int] | None], Transport | None]
+    """A new group of these workers (None: all) for gossip; None on those outside. Collective: every worker calls it."""
+    hosts: Callable[[Sequence[int] | None], Transport | None]
+    """The same for CPU tensors, by gloo."""
+
+
+def connect(device: torch.device, timeout: timedelta | None, backend: str | None = None) -> Wire:
+    """New groups over the initialized world. Every worker must call it at the same point.
+
+    Args:
+        backend: of the groups for tensors on `device`; None: the world's.
+    """
+    settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+
+    def group(ranks: Sequence[int] | None) -> Transport | None:
+        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, **settings)
+        if made is dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        new = transport(made, device)
+        new.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
+        return new
+
+    def hosts(ranks: Sequence[int] | None) -> Transport | None:
+        made = dist.new_group(None if ranks is None else list(ranks), backend="gloo", **settings)
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else GlooTransport(made)
+
+    world, flags, roll = group(None), hosts(None), hosts(None)
+    assert world is not None
+    assert flags is not None
+    assert roll is not None
+    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts)
+
+
+def connected() -> bool:
+    """Whether this process belongs to a world of more than one worker right now."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def gather_objects(over: Transport, value: Any) -> list[Any]:
+    """The value of every worker, in order of rank (pickled; for set-up only)."""
+    values: list[Any] = [None] * over.size
+    dist.all_gather_object(values, value, group=over.group)
+    return values
+
+
+def gather_world(value: Any) -> list[Any]:
+    """The same before groups of our own exist; one value where there is no world."""
+    if not connected():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def collect_objects(over: Transport, value: Any) -> list[Any]:
+    """On worker 0 the value of every worker, in order of rank; elsewhere nothing (pickled; for checkpoints)."""
+    values: list[Any] | None = [None] * over.size if over.rank == 0 else None
+    dist.gather_object(value, values, dst=dist.get_global_rank(over.group, 0), group=over.group)
+    return values or []

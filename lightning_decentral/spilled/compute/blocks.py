@@ -1,0 +1,124 @@
+"""Which modules of a model are loaded by themselves, and where each parameter stands."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_decentral.shared.compute.modules import Chain, candidates
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ParameterPlace:
+    """An attribute of a module that is a parameter; one that modules share has several places and one name."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+    @property
+    def held(self) -> Tensor:
+        """What stands there now."""
+        found = self.module._parameters[self.attribute]
+        assert found is not None
+        return found
+
+    def put(self, tensor: Tensor) -> None:
+        """Stand there; not as an assignment would, which takes parameters only."""
+        self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+        if isinstance(self.module, nn.RNNBase):  # keeps a list of its own
+            self.module._flat_weights = [getattr(self.module, name) for name in self.module._flat_weights_names]
+
+
+@contextmanager
+def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """The tensors stand in the places of their names; afterwards, what stood there before."""
+    before = [(place, place.held) for place in places if place.name in tensors]
+    try:
+        for place, _ in before:
+            place.put(tensors[place.name])
+        yield
+    finally:
+        for place, held in before:
+            place.put(held)
+
+
+def places(root: nn.Module) -> list[ParameterPlace]:
+    """Of all parameters in the module, by their first names."""
+    names: dict[int, str] = {}
+    found = []
+    for prefix, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names.setdefault(id(parameter), f"{prefix}.{attribute}".lstrip("."))
+                found.append(ParameterPlace(module, attribute, name))
+    return found
+
+
+def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> list[str]:
+    """Names of the blocks: those wished for and, of the rest, every outermost module that has parameters of its own.
+
+    "auto" wishes for the members of chains of layers, see `chain.candidates`: layers before stages, if one stage holds
+    most of them all, and before the branches inside of layers. Parameters of a module around blocks, or around what is
+    resident, belong to none.
+
+    Args:
+        resident: names of modules and parameters that aren't loaded by themselves.
+
+    Raises:
+        ValueError: a name that isn't there, or a block within another one.
+    """
+    _check(root, wish, resident)
+    wished = _chained(root) if isinstance(wish, str) else list(wish)
+    return list(_blocks(root, "", set(wished), set(resident)))
+
+
+def _check(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> None:
+    modules = {name for name, _ in root.named_modules() if name}
+    named = modules | {name for name, _ in root.named_parameters(remove_duplicate=False)}
+    if isinstance(wish, str) and wish != AUTO:
+        raise ValueError(f"blocks must be 'auto' or names of modules, got {wish!r}")
+    wished = [] if isinstance(wish, str) else list(wish)
+    for name in [*(name for name in wished if name not in modules), *(name for name in resident if name not in named)]:
+        raise ValueError(f"no module named {name!r} in {type(root).__name__}: there are {_some(modules)}")
+    within = [name for name in wished if any(_inside(name, other) for other in wished)]
+    if within:
+        raise ValueError(f"block {within[0]} lies within another block: name one of the two")
+
+
+def _chained(root: nn.Module) -> list[str]:
+    """Members of chains that don't overlap: of two that do, the outer one, unless one member holds over half of it."""
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in root.named_modules()}
+
+    def rank(chain: Chain) -> tuple[bool, int]:
+        members = [sizes[name] for name in chain.names]
+        return 2 * max(members) > sum(members), chain.names[0].count(".")
+
+    found: list[str] = []
+    for chain in sorted(candidates(root), key=rank):
+        if not any(_inside(a, b) or _inside(b, a) or a == b for a in chain.names for b in found):
+            found += chain.names
+    return found
+
+
+def _blocks(module: nn.Module, prefix: str, wished: set[str], resident: set[str]) -> Iterator[str]:
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        inside = any(_inside(other, name) for other in wished | resident)
+        if name in resident or not any(True for _ in child.parameters()):
+            continue
+        if not inside and (name in wished or any(p is not None for p in child._parameters.values())):
+            yield name
+        else:
+            yield from _blocks(child, f"{name}.", wished, resident)
+
+
+def _inside(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.")
+
+
+def _some(names: Iterable[str]) -> str:
+    return f"{', '.join(sorted(names)[:4])}, ..."

@@ -1,0 +1,159 @@
+"""Which shards are on the device: the one that computes and the one that comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_decentral.spilled.compute.step_profile import Log, Unmeasured
+from lightning_decentral.spilled.compute.transfer import Device, Leaving, PendingCopies
+from lightning_decentral.spilled.plan.shards import ShardPlan
+
+Shard = tuple[int, ...]
+
+
+class Waiting(Protocol):
+    """A call whose backward is still to come."""
+
+    def prefetch(self) -> None:
+        """Its inputs come to the device."""
+
+
+class Singly:
+    """Every block is a shard and none comes early: how a step is measured."""
+
+    prefetches = False
+    keeps = True
+
+    def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
+        """(the shard of this visit, the one that comes)."""
+        return (block,), None
+
+
+class Fresh(Singly):
+    """Calls outside of steps: parameters may change between two of them."""
+
+    keeps = False
+
+
+class Route:
+    """The way of one step through the shards of a plan. Where a step leaves it, nothing is loaded early."""
+
+    prefetches = True
+    keeps = True
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self._plan, self._next = plan, 0
+        self._visits = [(visit.block, visit.backward) for visit in plan.footprint.visits]
+
+    def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
+        """(the shard of this visit, the one that comes)."""
+        plan, ahead = self._plan, range(self._next, len(self._visits))
+        here = next((i for i in ahead if self._visits[i] == (block, backward)), None)
+        if here is None:
+            shard = plan.shard_of.get(block)
+            return ((block,) if shard is None else plan.shards[shard]), None
+        self._next, coming = here + 1, plan.coming[here]
+        return plan.shards[plan.route[here]], None if coming is None else plan.shards[coming]
+
+
+class Loader:
+    """Copies of parameters on a device, shard by shard.
+
+    Args:
+        blocks: the names of each block's parameters.
+
+    Attributes:
+        hosts: the parameters themselves, by name.
+        runs: calls whose backward is still to come, the next one last.
+        log: of the step, while it is measured.
+    """
+
+    def __init__(self, device: Device, blocks: Sequence[Sequence[str]]) -> None:
+        self.device = device
+        self.hosts: dict[str, Tensor] = {}
+        self.runs: list[Waiting] = []
+        self.log: Log | Unmeasured = Unmeasured()
+        self._blocks = blocks
+        self._route: Route | Singly = Fresh()
+        self._present: dict[str, PendingCopies] = {}
+        self._leaving: list[Leaving] = []
+        self._left: list[Leaving] = []
+
+    @property
+    def checks(self) -> bool:
+        """Whether blocks are compared with their second run."""
+        return self.log.checks
+
+    def begin(self, route: Route | Singly, log: Log | Unmeasured, first: Shard | None) -> None:
+        """A step, from nothing; `first` comes at once."""
+        self.end()
+        self._route, self.log = route, log
+        self._load(first or ())
+
+    def end(self) -> None:
+        """Nothing is left on the device: the next step has other parameters."""
+        self.device.settle()
+        self._land(everything=True)
+        self.log.close()
+        self._keep(())
+        self.runs = []
+        self._route, self.log = Fresh(), Unmeasured()
+
+    def enter(self, block: int, run: Waiting | None = None) -> dict[str, Tensor]:
+        """Copies of the block's parameters, by name.
+
+        Args:
+            run: the call whose backward this is.
+        """
+        self.device.settle()  # what is given back below isn't used any more, so that it never adds to what comes
+        self._land(everything=not self._route.prefetches)
+        self.log.close()
+        shard, coming = self._route.step(block, run is not None)
+        self._keep((*shard, *(coming or ())) if self._route.keeps else ())
+        came_bytes = self._load(shard)
+        copies = {name: self._present[name].ready()[0] for name in self._blocks[block]}
+        self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
+        self._load(coming or ())
+        if run is not None:
+            self._await(run)
+        return copies
+
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+        """To the host, by the end of the next visit."""
+        leaving = self.device.send(tensors, like)
+        self._leaving.append(leaving)
+        self.log.sends(tensors)
+        return leaving
+
+    def _await(self, run: Waiting) -> None:
+        if run in self.runs:
+            self.runs.remove(run)
+        if self._route.prefetches and self.runs:
+            self.runs[-1].prefetch()
+
+    def _land(self, everything: bool) -> None:
+        due = [*self._left, *(self._leaving if everything else [])]
+        self._left, self._leaving = [] if everything else self._leaving, []
+        for leaving in due:
+            leaving.land()
+
+    def _load(self, shard: Shard) -> int:
+        """Start to copy what isn't there; its bytes."""
+        missing = [name for name in self._names(shard) if name not in self._present]
+        for name in missing:
+            self._present[name] = self.device.fetch([self.hosts[name]])
+        return self._bytes(missing)
+
+    def _keep(self, blocks: Shard) -> None:
+        kept = self._names(blocks)
+        for name in [name for name in self._present if name not in kept]:
+            self._present.pop(name).ready()  # memory that is still written to isn't given back
+
+    def _names(self, blocks: Shard) -> dict[str, None]:
+        return dict.fromkeys(name for block in blocks for name in self._blocks[block])
+
+    def _bytes(self, names: Iterable[str]) -> int:
+        return sum(self.hosts[name].numel() * self.hosts[name].element_size() for name in names)

@@ -1,0 +1,247 @@
+"""Running a block on copies of its parameters, which live on the host.
+
+    forward    y = block(x; copy of w), no graph;    x and the random state go to the host
+    backward   y = block(x; copy of w) again, with a graph, then  dx, dw = vjp(dy);    dw goes to the host
+
+Autograd sees the host's parameters: gradients are added up, and hooks called, as if nothing had been copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
+from lightning_decentral.spilled.compute.prefetch import Loader
+from lightning_decentral.spilled.compute.recompute import Moment, Taken
+from lightning_decentral.spilled.compute.transfer import Leaving, PendingCopies
+
+TOLERANCE = 1e-3
+PLAIN = (bool, int, float, str, type(None))  # what a block may return beside tensors
+
+
+@dataclass(frozen=True)
+class Spilling:
+    """One block of a module: what is called, and the places of its parameters."""
+
+    index: int
+    name: str
+    module: nn.Module
+    places: tuple[ParameterPlace, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names, each once."""
+        return tuple(dict.fromkeys(place.name for place in self.places))
+
+
+def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
+    """A function to be called in the block's place."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = Taken((args, kwargs))
+        run = Run(block, loader, given)
+        hosts = [loader.hosts[name] for name in block.parameters]
+        inputs = given.drop()
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*hosts, *inputs)):
+            return run.once(inputs)
+        token = _Parameters.apply(run, *hosts)  # type: ignore[no-untyped-call]
+        return run.reply(_Computed.apply(run, token, *inputs))  # type: ignore[no-untyped-call]
+
+    return call
+
+
+class Run:
+    """One call of a block, and what its backward needs.
+
+    Args:
+        given: the arguments; only their form is kept.
+    """
+
+    def __init__(self, block: Spilling, loader: Loader, given: Taken) -> None:
+        self._block, self._loader, self._given = block, loader, given
+        self._kept: Leaving | None = None
+        self._arriving: PendingCopies | None = None
+        self._gradients: tuple[list[str], Leaving] | None = None
+        self._seen: list[Tensor] = []
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def once(self, inputs: Sequence[Tensor]) -> Any:
+        """The call, when no backward follows."""
+        copies = self._loader.enter(self._block.index)
+        with placed(self._block.places, copies):
+            return self._call(inputs)
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The call; its results' tensors."""
+        loader, versions = self._loader, [tensor._version for tensor in inputs]
+        copies = loader.enter(self._block.index)
+        self._keep(inputs)
+        self._moment = Moment(self._block.module, loader.device)
+        with placed(self._block.places, copies):
+            self._answer = Taken(self._call(inputs))
+        self._refuse_opaque()
+        self._refuse_changed(inputs, versions)
+        self._moment.seal()
+        loader.runs.append(self)
+        results = tuple(self._answer.drop())
+        self._seen = loader.device.send(results).land() if loader.checks else []
+        return results
+
+    def reply(self, results: Sequence[Tensor]) -> Any:
+        """What the block returned, with these tensors in it."""
+        return self._answer.with_tensors(results)
+
+    def _call(self, inputs: Sequence[Tensor]) -> Any:
+        args, kwargs = self._given.with_tensors(inputs)
+        return self._block.module._call_impl(*args, **kwargs)
+
+    def _keep(self, inputs: Sequence[Tensor]) -> None:
+        """On the host; what isn't on the device stays where it is."""
+        place = self._loader.device.place
+        self._wanted = [tensor.requires_grad for tensor in inputs]
+        self._elsewhere = {i: tensor.detach() for i, tensor in enumerate(inputs) if tensor.device != place}
+        self._kept = self._loader.send([tensor for tensor in inputs if tensor.device == place])
+
+    def _refuse_opaque(self) -> None:
+        wrong = [other for other in self._answer.others if not isinstance(other, PLAIN)]
+        if wrong:
+            raise ValueError(
+                f"block {self._block.name} returns a {type(wrong[0]).__name__}, in which gradients aren't found: "
+                "return tensors, or lists, tuples and dictionaries of them"
+            )
+
+    def _refuse_changed(self, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
+        if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
+            raise ValueError(
+                f"block {self._block.name} changes its input in place, which its backward needs as it was: "
+                "use operations that make a new tensor (inplace=False)"
+            )
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """The inputs come to the device."""
+        if self._arriving is None and self._kept is not None:
+            self._arriving = self._loader.device.fetch(self._kept.land())
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs; those of the parameters are on their way to the host."""
+        if self._kept is None:
+            raise RuntimeError(
+                f"a second backward through block {self._block.name}, whose inputs the first one used up: "
+                "run one backward for each forward (no retain_graph)"
+            )
+        copies = self._loader.enter(self._block.index, self)
+        hosts = self._loader.hosts
+        leaves = {name: copy.detach().requires_grad_(hosts[name].requires_grad) for name, copy in copies.items()}
+        inputs = self._inputs()
+        with placed(self._block.places, leaves):
+            pairs = [(r, g) for r, g in zip(self._again(inputs), gradients, strict=True) if r.requires_grad]
+            pairs = [(r, g) for r, g in pairs if g is not None]
+            if pairs:
+                torch.autograd.backward([r for r, _ in pairs], cast(list[Tensor], [g for _, g in pairs]))
+        found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        self._gradients = list(found), self._loader.send(list(found.values()), [hosts[name] for name in found])
+        return [tensor.grad for tensor in inputs]
+
+    def _inputs(self) -> list[Tensor]:
+        self.prefetch()
+        assert self._arriving is not None
+        arrived, elsewhere = iter(self._arriving.ready()), self._elsewhere
+        self._kept = self._arriving = None
+        tensors = [elsewhere[i] if i in elsewhere else next(arrived) for i in range(len(self._wanted))]
+        return [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(tensors, self._wanted, strict=True)]
+
+    def _again(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The results' tensors, with a graph."""
+        try:
+            with self._moment.again(), torch.enable_grad():
+                answer = Taken(self._call(inputs))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._unlike(f" ({error})") from error
+        self._loader.log.ran_again()
+        results = answer.drop()
+        if self._loader.checks and not _alike(self._seen, self._loader.device.send(results).land()):
+            raise self._unlike("")
+        self._seen = []
+        return results
+
+    def _unlike(self, reason: str) -> ValueError:
+        return ValueError(
+            f"block {self._block.name} gives another result when its backward runs it again{reason}: keep what it "
+            "remembers from call to call in buffers, draw random numbers from torch only, and pass no cache "
+            "(use_cache=False)"
+        )
+
+    def landed(self) -> list[Tensor | None]:
+        """Gradients of the parameters, on the host; nothing else holds them."""
+        if self._gradients is None:
+            return [None for _ in self._block.parameters]
+        names, leaving = self._gradients
+        self._gradients = None
+        found = dict(zip(names, leaving.land(), strict=True))
+        return [found.pop(name, None) for name in self._block.parameters]
+
+
+class _Parameters(torch.autograd.Function):
+    """The host's parameters stand behind a token, so that their gradients may land while the device goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *hosts: Tensor) -> Tensor:
+        ctx.run = run
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, *ctx.run.landed()
+
+
+class _Computed(torch.autograd.Function):
+    """The block of a token for its parameters, and its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        results = run.forward(inputs)
+        ctx.mark_non_differentiable(*(t for t in results if not (t.is_floating_point() or t.is_complex())))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, torch.zeros(()), *ctx.run.backward(gradients)
+
+
+class Resident(torch.autograd.Function):
+    """A parameter's copy that stays on the device during the step; its gradient goes back to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, loader: Loader, host: Tensor) -> Tensor:
+        """The copy."""
+        ctx.device = loader.device
+        return loader.device.fetch([host]).ready()[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Landed."""
+        return None, ctx.device.send([gradient]).land()[0]
+
+
+def _alike(seen: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+    """Equal, up to rounding where a device adds in no fixed order."""
+    return len(seen) == len(again) and all(
+        a.shape == b.shape and bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))
+        for a, b in zip(seen, again, strict=True)
+    )

@@ -1,0 +1,128 @@
+"""One step, block by block, as its device sees it: seconds and bytes of every visit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lightning_decentral.spilled.compute.transfer import Device
+from lightning_decentral.spilled.plan.footprint import BlockFootprint, Footprint, Visit
+
+
+class Unmeasured:
+    """Nobody looks."""
+
+    checks = False
+
+    def close(self) -> None:
+        """A visit ends."""
+
+    def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
+        """A visit begins, with so many bytes of parameters on the device, of which some just came."""
+
+    def sends(self, tensors: Sequence[Tensor]) -> None:
+        """To the host."""
+
+    def ran_again(self) -> None:
+        """The forward of a visit of a backward has run."""
+
+
+@dataclass
+class _Open:
+    """A visit that hasn't ended."""
+
+    block: int
+    backward: bool
+    began: float
+    loaded_bytes: int
+    before_bytes: int
+    sent_bytes: int = 0
+    again_seconds: float = 0.0
+    saved_bytes: int = 0
+
+
+class Log:
+    """What is measured while every block is loaded alone, and all copying is waited for.
+
+    A visit lasts until the next one begins. Its `other_bytes` are the device's peak less the parameters loaded for it.
+
+    Args:
+        checks: whether blocks are compared with their second run.
+    """
+
+    def __init__(self, device: Device, checks: bool) -> None:
+        self.checks = checks
+        self.visits: list[Visit] = []
+        self.opening_bytes = 0
+        self._device = device
+        self._load_bytes, self._load_seconds = 0, 0.0
+        self._open: _Open | None = None
+        self._closed = 0.0
+        device.forget_peak()
+
+    def close(self) -> None:
+        """A visit ends."""
+        self._closed = self._device.now()
+        peak, visit = self._device.peak_bytes(), self._open
+        if visit is None:
+            self.opening_bytes = max(peak, self.opening_bytes)
+            return
+        seconds = self._closed - visit.began
+        other = peak - visit.loaded_bytes
+        done = Visit(visit.block, visit.backward, seconds, other, visit.sent_bytes)
+        self.visits.append(replace(done, again_seconds=visit.again_seconds, saved_bytes=visit.saved_bytes))
+        self._open = None
+
+    def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
+        """A visit begins, with so many bytes of parameters on the device, of which some just came."""
+        began = self._device.now()
+        self._load_bytes += came_bytes
+        self._load_seconds += began - self._closed if came_bytes else 0.0
+        self._device.forget_peak()
+        self._open = _Open(block, backward, began, loaded_bytes, self._device.present_bytes())
+
+    def sends(self, tensors: Sequence[Tensor]) -> None:
+        """To the host."""
+        if self._open is not None:
+            self._open.sent_bytes += sum(t.numel() * t.element_size() for t in tensors)
+
+    def ran_again(self) -> None:
+        """The forward of a visit of a backward has run."""
+        if self._open is not None:
+            self._open.again_seconds = self._device.now() - self._open.began
+            self._open.saved_bytes = self._device.present_bytes() - self._open.before_bytes
+
+    def footprint(self, blocks: Sequence[BlockFootprint]) -> Footprint:
+        """Of the step."""
+        rate = self._load_bytes / max(self._load_seconds, 1e-9)
+        visits = _awaiting(self.visits)
+        return Footprint(tuple(blocks), visits, self.opening_bytes, max(rate, 1.0), self._device.overlaps)
+
+
+def _awaiting(visits: Sequence[Visit]) -> tuple[Visit, ...]:
+    """With the inputs that each backward gets back: what the forward to which it belongs had sent."""
+    sent: dict[int, list[int]] = {}
+    found = []
+    for visit in visits:
+        if visit.backward:
+            found.append(replace(visit, awaited_bytes=(sent.get(visit.block) or [0]).pop()))
+        else:
+            sent.setdefault(visit.block, []).append(visit.sent_bytes)
+            found.append(visit)
+    return tuple(found)
+
+
+def joined(first: Footprint, second: Footprint) -> Footprint | None:
+    """The second step's seconds, and the bytes of whichever step had more; None where they went different ways.
+
+    Nothing but copies is counted in a second step on the CPU.
+    """
+    if [(v.block, v.backward) for v in first.visits] != [(v.block, v.backward) for v in second.visits]:
+        return None
+    pairs = zip(first.visits, second.visits, strict=True)
+    visits = tuple(
+        replace(w, other_bytes=max(v.other_bytes, w.other_bytes), saved_bytes=v.saved_bytes) for v, w in pairs
+    )
+    return replace(second, visits=visits, opening_bytes=max(first.opening_bytes, second.opening_bytes))

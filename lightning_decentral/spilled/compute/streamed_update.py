@@ -1,0 +1,265 @@
+"""An optimizer's update on the device, a few parameters at a time: parameter, gradient and state come and go.
+
+    present + sum over what travels together of (parameter + gradient + state + what the update makes) <= memory_bytes
+
+The first update of a parameter is made alone and measured: its state may appear only then.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_decentral.spilled.compute.memory_ledger import Counting
+from lightning_decentral.spilled.compute.transfer import Device
+
+Step = Callable[[], Any]
+
+
+class Travelling:
+    """Takes the place of an optimizer's step.
+
+    Args:
+        budget_bytes: of the device, for everything.
+    """
+
+    def __init__(self, device: Device, budget_bytes: int) -> None:
+        self._device, self._budget_bytes = device, budget_bytes
+        self._needs: dict[int, int] = {}  # bytes by parameter, once it has been updated
+
+    @contextmanager
+    def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, `optimizer.step` brings what it updates.
+
+        Raises:
+            ValueError: a parameter whose update is larger than the budget, or an optimizer that updates one with what
+                it knows of others.
+        """
+        own = vars(optimizer).get("step")  # a scheduler's, which counts
+        plain = optimizer.step
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            with torch.enable_grad():
+                loss = closure() if closure is not None else None
+            self._update(optimizer, plain, named)
+            return loss
+
+        vars(optimizer)["step"] = step
+        try:
+            yield
+        finally:
+            del vars(optimizer)["step"]
+            vars(optimizer).update({} if own is None else {"step": own})
+
+    def _update(self, optimizer: Optimizer, plain: Step, named: Mapping[str, Tensor]) -> None:
+        given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        room = self._budget_bytes - self._device.present_bytes()
+        _refuse_large(given, room, self._budget_bytes, named)
+        if not self._needs:
+            verify(optimizer, plain, given)
+        for together in self._fitting(given, room):
+            if id(together[0]) in self._needs:
+                self._visit(optimizer, plain, together)
+            else:
+                self._measure(optimizer, plain, together[0], named)
+        if not given:
+            plain()  # whoever counts steps counts this one
+
+    def _fitting(self, given: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
+        """In their order, those that haven't been measured alone."""
+        together: list[Tensor] = []
+        used = 0
+        for parameter in given:
+            need = self._needs.get(id(parameter), room)
+            if together and used + need > room:
+                yield together
+                together, used = [], 0
+            together.append(parameter)
+            used += need
+        if together:
+            yield together
+
+    def _measure(self, optimizer: Optimizer, plain: Step, parameter: Tensor, named: Mapping[str, Tensor]) -> None:
+        before = self._device.present_bytes()
+        self._device.forget_peak()
+        with Counting(self._device.ledger, {}):
+            self._visit(optimizer, plain, [parameter])
+        need = self._device.peak_bytes() - before
+        if before + need > self._budget_bytes:
+            raise ValueError(_too_small(parameter, before + need, self._budget_bytes, named))
+        self._needs[id(parameter)] = need
+
+    def _visit(self, optimizer: Optimizer, plain: Step, together: Sequence[Tensor]) -> None:
+        """There, updated, back."""
+        groups = optimizer.param_groups
+        optimizer.param_groups = only(groups, together)
+        before = [dict(group) for group in optimizer.param_groups]
+        trips = [Trip(self._device, p, optimizer.state.get(p, {}), g) for g in before for p in g["params"]]
+        try:
+            for trip in trips:
+                trip.go()
+            plain()
+            _refuse_remembering(optimizer, before)
+            for trip in trips:
+                trip.bring_back(optimizer.state)
+        finally:
+            for trip in trips:
+                trip.end()
+            optimizer.param_groups = groups
+        self._device.settle()
+
+
+class Trip:
+    """One parameter, its gradient and its state on the device; they come back into the very tensors that left.
+
+    Args:
+        state: of the optimizer for this parameter.
+        group: the optimizer's group that holds it.
+    """
+
+    def __init__(
+        self, device: Device, parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        assert parameter.grad is not None
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        self._device, self._parameter, self._state = device, parameter, state
+        self._host, self._gradient = parameter.data, parameter.grad
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        # A counter stays on the host, unless the optimizer wants it where the parameter is.
+        self._left = {key: value for key, value in tensors.items() if value.dim() or on_device}
+        self._stayed = {key: value for key, value in tensors.items() if key not in self._left}
+
+    def go(self) -> None:
+        """To the device."""
+        hosts = [self._host, self._gradient, *self._left.values()]
+        there, gradient, *states = self._device.fetch(hosts).ready()
+        self._parameter.data = there
+        self._parameter.grad = gradient
+        self._state.update(zip(self._left, states, strict=True))
+
+    def bring_back(self, states: Mapping[Tensor, MutableMapping[str, Any]]) -> None:
+        """What the update left in the parameter and in its state, which may have appeared only now.
+
+        Raises:
+            ValueError: tensors within lists, which would stay.
+        """
+        state = states.get(self._parameter, {})
+        _refuse_nested(state)
+        self._device.put([self._parameter.data], [self._host])
+        there = {key: value for key, value in state.items() if self._is_there(key, value)}
+        old = {key: value for key, value in there.items() if key in self._left and _alike(value, self._left[key])}
+        self._device.put(list(old.values()), [self._left[key] for key in old])
+        new = {key: value for key, value in there.items() if key not in old}
+        landed = self._device.send(list(new.values())).land()
+        self._state, self._left = state, {**{k: self._left[k] for k in old}, **dict(zip(new, landed, strict=True))}
+
+    def _is_there(self, key: str, value: Any) -> bool:
+        tensor = isinstance(value, Tensor) and value is not self._stayed.get(key)
+        return tensor and value.device == self._device.place
+
+    def end(self) -> None:
+        """Parameter, gradient and state are the host's again."""
+        self._parameter.data = self._host
+        self._parameter.grad = self._gradient
+        self._state.update(self._left)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _refuse_remembering(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Of all parameters in its groups, which every visit would change anew."""
+    for group, was in zip(optimizer.param_groups, before, strict=True):
+        changed = [key for key in group if key != "params" and group[key] is not was.get(key)]
+        if changed:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {changed[0]!r} for all parameters of a group and changes it in each "
+                "update: update on the host (update=OnHost())"
+            )
+
+
+def _refuse_nested(state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            raise ValueError(f"the optimizer keeps tensors within {key!r}: update on the host (update=OnHost())")
+
+
+def _refuse_large(given: Iterable[Tensor], room: int, budget_bytes: int, named: Mapping[str, Tensor]) -> None:
+    """Before anything is updated."""
+    for parameter in given:
+        least = 2 * parameter.numel() * parameter.element_size()
+        if least > room:
+            raise ValueError(_too_small(parameter, budget_bytes - room + least, budget_bytes, named))
+
+
+def _too_small(parameter: Tensor, needed_bytes: int, budget_bytes: int, named: Mapping[str, Tensor]) -> str:
+    name = next((name for name, other in named.items() if other is parameter), "of no name")
+    return (
+        f"parameter {name} needs {needed_bytes} bytes to be updated on the device, memory_bytes={budget_bytes}: "
+        f"give at least {needed_bytes}, or update on the host (update=OnHost())"
+    )
+
+
+TRIED = 3  # what a first step leaves in the state acts in the next one
+
+Groups = list[dict[str, Any]]
+
+
+def refuse_joint(optimizer: Optimizer) -> None:
+    """ValueError for an optimizer whose step needs the closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss within its step, with all parameters updated: "
+            "update on the host (update=OnHost())"
+        )
+
+
+def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[Tensor]) -> None:
+    """ValueError where two of the parameters, the smallest, come out otherwise apart than together."""
+    two = sorted(parameters, key=torch.Tensor.numel)[:2]
+    together, apart = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
+    if not all(map(torch.equal, together, apart)):
+        raise ValueError(
+            f"{type(optimizer).__name__} updates a parameter with what it knows of others: "
+            "update on the host (update=OnHost())"
+        )
+
+
+def only(groups: Groups, parameters: Sequence[Tensor]) -> Groups:
+    """The groups with these parameters alone."""
+    chosen = set(map(id, parameters))
+    return [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
+
+
+def _tried(optimizer: Optimizer, step: Callable[[], Any], visits: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    parameters = [parameter for visit in visits for parameter in visit]
+    held = [(p, p.data, p.grad, optimizer.state.get(p)) for p in parameters]
+    groups, random = optimizer.param_groups, torch.get_rng_state()
+    try:
+        for parameter, data, gradient, state in held:
+            _put(optimizer, parameter, data.clone(), copy.deepcopy(gradient), copy.deepcopy(state))
+        for visit in [*visits] * TRIED:
+            optimizer.param_groups = only(groups, visit)
+            step()
+        return [parameter.data for parameter in parameters]
+    finally:
+        optimizer.param_groups = groups
+        torch.set_rng_state(random)
+        for entry in held:
+            _put(optimizer, *entry)
+
+
+def _put(optimizer: Optimizer, parameter: Tensor, data: Tensor, gradient: Tensor | None, state: Any) -> None:
+    parameter.data, parameter.grad = data, gradient
+    if state is None:
+        optimizer.state.pop(parameter, None)
+    else:
+        optimizer.state[parameter] = state

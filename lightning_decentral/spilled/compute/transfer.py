@@ -1,0 +1,249 @@
+"""Copies between the host and the device that computes: a CUDA device, or a stand-in on the CPU that counts bytes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.spilled.compute.memory_ledger import DEVICE, HOST, Ledger
+
+
+class PendingCopies:
+    """Copies on their way to the device."""
+
+    def __init__(self, copies: list[Tensor], event: torch.cuda.Event | None = None) -> None:
+        self._copies, self._event = copies, event
+
+    def ready(self) -> list[Tensor]:
+        """The copies; the current stream waits for them."""
+        if self._event is not None:
+            self._event.wait()
+        return self._copies
+
+
+class Leaving:
+    """Copies on their way to the host; what they are copies of is held until they are there."""
+
+    def __init__(self, copies: list[Tensor], held: list[Tensor], event: torch.cuda.Event | None = None) -> None:
+        self._copies, self._event = copies, event
+        self._held = [(tensor, tensor._version) for tensor in held]
+
+    def land(self) -> list[Tensor]:
+        """The copies; the host waits for them.
+
+        Raises:
+            ValueError: what was to be copied was changed meanwhile.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        held, self._held = self._held, []
+        if any(tensor._version != version for tensor, version in held):
+            raise ValueError(
+                "the input of a block was changed in place behind it, before its copy had reached the host: "
+                "use an operation that makes a new tensor"
+            )
+        return self._copies
+
+
+class Device(ABC):
+    """Where blocks compute.
+
+    Attributes:
+        place: as torch calls it.
+        ledger: of bytes, where nobody else counts them.
+        overlaps: whether it copies while it computes.
+    """
+
+    place: torch.device
+    ledger: Ledger
+    overlaps: bool
+
+    @abstractmethod
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The same values in host memory from which the device copies by itself."""
+
+    @abstractmethod
+    def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
+        """Start to copy to the device."""
+
+    @abstractmethod
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+        """Start to copy to the host, with the strides of `like`."""
+
+    @abstractmethod
+    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        """Start to copy into these tensors of the host; `settle` waits."""
+
+    @abstractmethod
+    def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
+        """What is on the host and what on the device before a step, for who counts; what is no tensor doesn't."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The host waits until the device has computed all that it was asked for."""
+
+    @abstractmethod
+    def present_bytes(self) -> int:
+        """On the device now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most since `forget_peak`."""
+
+    @abstractmethod
+    def forget_peak(self) -> None:
+        """Begin again at what is present."""
+
+    def now(self) -> float:
+        """Seconds, once the device has computed all that it was asked for."""
+        self.settle()
+        return perf_counter()
+
+    def random_state(self) -> list[Tensor]:
+        """Of the generators that computing on it draws from."""
+        return [torch.get_rng_state()]
+
+    def set_random_state(self, state: list[Tensor]) -> None:
+        """Go on drawing where `random_state` was taken."""
+        torch.set_rng_state(state[0])
+
+
+class CpuTransfer(Device):
+    """The CPU in the place of a device: copies are real copies, so that whoever computes with the wrong one is found.
+
+    Its bytes are those of the copies, and of what operations make while a `Counting` into its ledger is active.
+    """
+
+    overlaps = False
+
+    def __init__(self) -> None:
+        self.place, self.ledger = torch.device("cpu"), Ledger()
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """As it is."""
+        return tensor
+
+    def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
+        """At once."""
+        copies = [host.detach().clone() for host in hosts]
+        self.ledger.add(copies, DEVICE)
+        return PendingCopies(copies)
+
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+        """At once."""
+        copies = [_copy_like(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
+        self.ledger.add(copies, HOST)
+        return Leaving(copies, [])
+
+    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        """At once."""
+        _copy_into(hosts, tensors)
+
+    def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
+        """In the ledger."""
+        self.ledger.add(hosts, HOST)
+        self.ledger.add(present, DEVICE)
+
+    def settle(self) -> None:
+        """It has."""
+
+    def present_bytes(self) -> int:
+        """By the ledger."""
+        return self.ledger.present_bytes
+
+    def peak_bytes(self) -> int:
+        """By the ledger."""
+        return self.ledger.peak_bytes
+
+    def forget_peak(self) -> None:
+        """In the ledger."""
+        self.ledger.forget_peak()
+
+
+class Cuda(Device):
+    """One stream for each way. Memory is the computing stream's on both ways, so that there is one pool of it; nothing
+    is given back before `settle` has seen that nobody uses it any more."""
+
+    overlaps = True
+
+    def __init__(self, place: torch.device) -> None:
+        self.place, self.ledger = place, Ledger()
+        self._in, self._out = torch.cuda.Stream(place), torch.cuda.Stream(place)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory."""
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
+        """On its own stream, behind whatever used that memory before."""
+        copies = [torch.empty_like(host, device=self.place, requires_grad=False) for host in hosts]
+        self._in.wait_stream(torch.cuda.current_stream(self.place))
+        with torch.cuda.stream(self._in), torch.no_grad():
+            for copy, host in zip(copies, hosts, strict=True):
+                copy.copy_(host, non_blocking=True)
+        return PendingCopies(copies, self._in.record_event())
+
+    def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+        """On its own stream, behind what makes them."""
+        self._out.wait_stream(torch.cuda.current_stream(self.place))
+        with torch.cuda.stream(self._out), torch.no_grad():
+            copies = [self._sent(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
+        return Leaving(copies, list(tensors), self._out.record_event())
+
+    def _sent(self, tensor: Tensor, like: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.to("cpu")
+        copy = torch.empty_like(like, dtype=tensor.dtype, device="cpu", pin_memory=True, requires_grad=False)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        """On the computing stream, behind what makes them."""
+        _copy_into(hosts, tensors)
+
+    def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
+        """The allocator knows."""
+
+    def settle(self) -> None:
+        """The computing stream; copies to the host may still be on their way."""
+        torch.cuda.current_stream(self.place).synchronize()
+
+    def present_bytes(self) -> int:
+        """By the allocator."""
+        return torch.cuda.memory_allocated(self.place)
+
+    def peak_bytes(self) -> int:
+        """By the allocator."""
+        return torch.cuda.max_memory_allocated(self.place)
+
+    def forget_peak(self) -> None:
+        """In the allocator."""
+        torch.cuda.reset_peak_memory_stats(self.place)
+
+    def random_state(self) -> list[Tensor]:
+        """The host's and the device's."""
+        return [torch.get_rng_state(), torch.cuda.get_rng_state(self.place)]
+
+    def set_random_state(self, state: list[Tensor]) -> None:
+        """Both."""
+        torch.set_rng_state(state[0])
+        torch.cuda.set_rng_state(state[1], self.place)
+
+
+def device_of(place: torch.device) -> Device:
+    """The device there."""
+    return Cuda(place) if place.type == "cuda" else CpuTransfer()
+
+
+def _copy_into(hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for host, tensor in zip(hosts, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+
+
+def _copy_like(tensor: Tensor, like: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor.detach().clone()
+    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor.detach())

@@ -1,0 +1,234 @@
+"""Consecutive blocks in shards, two of which fit the device at any time: the one that computes and the one that comes.
+
+    T = load_1 + sum_i max(compute_i, load_{i+1})
+    bytes at visit v = other_v + sent_{v-1} + awaited_{v+1} + bytes(shard(v) and the next one) <= budget
+
+A step visits its blocks in forward order and then, in general, in backward order. Shards of one block each need the
+least, so a budget that is too small for them is too small.
+
+Source: spilling and double buffering, Nagrecha et al. 2110.08633.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from lightning_decentral.spilled.plan.footprint import Footprint
+
+Shards = tuple[tuple[int, ...], ...]
+MOST_CAPS = 200  # sizes of shards that are tried; one a block would be quadratically many
+
+
+def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[float]) -> float:
+    """T = load_1 + sum_i max(compute_i, load_{i+1}): the next piece is loaded while this one computes.
+
+    Raises:
+        ValueError: not one load for each piece.
+    """
+    if len(loads_seconds) != len(computes_seconds):
+        raise ValueError(
+            f"{len(loads_seconds)} loads for {len(computes_seconds)} computations: give every piece one of each"
+        )
+    coming = [*loads_seconds[1:], 0.0]
+    return sum(map(max, computes_seconds, coming), start=loads_seconds[0] if loads_seconds else 0.0)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Which blocks travel together."""
+
+    footprint: Footprint
+    shards: Shards
+
+    @cached_property
+    def shard_of(self) -> dict[int, int]:
+        """From a block to its shard."""
+        return {block: shard for shard, blocks in enumerate(self.shards) for block in blocks}
+
+    @cached_property
+    def shard_bytes(self) -> list[int]:
+        """Parameters of each shard."""
+        return [self._bytes_of(shard) for shard in range(len(self.shards))]
+
+    @cached_property
+    def route(self) -> list[int]:
+        """The shard of every visit."""
+        return [self.shard_of[visit.block] for visit in self.footprint.visits]
+
+    @cached_property
+    def coming(self) -> list[int | None]:
+        """At every visit, the next other shard on the route; None at the end."""
+        found: list[int | None] = []
+        after: int | None = None
+        last: int | None = None
+        for shard in reversed(self.route):
+            after = last if last not in (None, shard) else after
+            found.append(after)
+            last = shard
+        return found[::-1]
+
+    @cached_property
+    def loaded_bytes(self) -> list[int]:
+        """Parameters on the device at every visit: its shard's and those of the one that comes."""
+        pairs = zip(self.route, self.coming, strict=True)
+        return [self._bytes_of(now, now if then is None else then) for now, then in pairs]
+
+    @cached_property
+    def needs_bytes(self) -> list[int]:
+        """What the device holds at most at every visit."""
+        visits = self.footprint.visits
+        sent = [0, *(visit.sent_bytes for visit in visits)]
+        awaited = [*(visit.awaited_bytes for visit in visits[1:]), 0]
+        rows = zip(visits, sent, awaited, self.loaded_bytes, strict=False)
+        return [visit.other_bytes + leaving + coming + loaded for visit, leaving, coming, loaded in rows]
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the device holds at most."""
+        opening = self.footprint.opening_bytes + (self.shard_bytes[self.route[0]] if self.route else 0)
+        return max([opening, *self.needs_bytes])
+
+    @property
+    def load_bytes(self) -> list[int]:
+        """Parameters that come for each stay at a shard: those that weren't there during the stay before the last."""
+        stays = [(shard,) for shard, _ in self._stays()]
+        there = [(), *stays[:1], *(a + b for a, b in pairwise(stays))]
+        return [
+            self._bytes_of(*now, *before) - self._bytes_of(*before) for now, before in zip(stays, there, strict=False)
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """T of a step on this route."""
+        loads = [size / self.footprint.bytes_per_second for size in self.load_bytes]
+        computes = [seconds for _, seconds in self._stays()]
+        return double_buffered(loads, computes) if self.footprint.overlaps else sum(loads) + sum(computes)
+
+    @cached_property
+    def _known(self) -> dict[frozenset[int], int]:
+        return {}
+
+    def _bytes_of(self, *shards: int) -> int:
+        """Of these shards' parameters, each once."""
+        key = frozenset(shards)
+        if key not in self._known:
+            self._known[key] = self.footprint.bytes_of([block for shard in key for block in self.shards[shard]])
+        return self._known[key]
+
+    def _stays(self) -> list[tuple[int, float]]:
+        """(shard, seconds) of consecutive visits to one shard."""
+        found: list[tuple[int, float]] = []
+        for shard, visit in zip(self.route, self.footprint.visits, strict=True):
+            here = found.pop()[1] if found and found[-1][0] == shard else 0.0
+            found.append((shard, here + visit.seconds))
+        return found
+
+
+def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
+    """The fastest of the plans that fit; of equally fast ones, that with the fewest shards.
+
+    Raises:
+        ValueError: not even single blocks fit (which one, its bytes, the least budget).
+    """
+    finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
+    _refuse(finest, budget_bytes)
+    packed = {_packed(footprint, cap) for cap in _caps(footprint, budget_bytes)}
+    others = [ShardPlan(footprint, shards) for shards in packed if shards != finest.shards]
+    fitting = [finest, *(other for other in others if other.peak_bytes <= budget_bytes)]
+    return min(fitting, key=lambda found: (found.seconds, len(found.shards), found.shards))
+
+
+def _caps(footprint: Footprint, budget_bytes: int) -> list[int]:
+    """Sizes that consecutive blocks have together."""
+    sizes = [footprint.blocks[block].parameter_bytes for block in footprint.order]
+    sums = {total for start in range(len(sizes)) for total in accumulate(sizes[start:]) if total <= budget_bytes}
+    found = sorted(sums)
+    return found[:: max(1, len(found) // MOST_CAPS)]
+
+
+def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
+    """Shards as long as they stay within the cap."""
+
+    def packs() -> Iterator[tuple[int, ...]]:
+        pack: tuple[int, ...] = ()
+        held: dict[str, int] = {}
+        for block in footprint.order:
+            both = {**held, **footprint.blocks[block].parameters}
+            if pack and sum(both.values()) > cap_bytes:
+                yield pack
+                pack, both = (), dict(footprint.blocks[block].parameters)
+            pack, held = (*pack, block), both
+        yield pack
+
+    return tuple(packs())
+
+
+def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
+    """ValueError where blocks that travel alone need more than there is."""
+    footprint, least = finest.footprint, finest.peak_bytes
+    if least <= budget_bytes:
+        return
+    remedy = f"give memory_bytes of at least {least}, smaller batches, or smaller blocks (blocks=[names])"
+    if least not in finest.needs_bytes:
+        raise ValueError(
+            f"{footprint.opening_bytes} bytes are on the device before the first block, with which they are {least}, "
+            f"memory_bytes={budget_bytes}: {remedy}"
+        )
+    visit = finest.needs_bytes.index(least)
+    block, after = footprint.blocks[footprint.visits[visit].block], finest.coming[visit]
+    own, both = block.parameter_bytes, finest.loaded_bytes[visit]
+    then = "" if after is None else f", {both - own} for {_name(finest, after)}, which comes meanwhile"
+    raise ValueError(
+        f"block {block.name} needs {least} bytes of the device ({own} for its parameters{then}, {least - both} for "
+        f"activations, gradients and what stays), memory_bytes={budget_bytes}: {remedy}"
+    )
+
+
+def _name(finest: ShardPlan, shard: int) -> str:
+    return finest.footprint.blocks[finest.shards[shard][0]].name
+
+
+STATES = 2  # tensors of an optimizer's state for each parameter, as Adam has them
+
+
+def summary(plan: ShardPlan, budget_bytes: int | None) -> dict[str, str]:
+    """What a user wants to know when training begins, line by line."""
+    footprint = plan.footprint
+    names = [[footprint.blocks[block].name for block in blocks] for blocks in plan.shards]
+    lines = {
+        "shards": f"{len(plan.shards)} of {len(footprint.order)} blocks, parameters {size(footprint.parameter_bytes)}",
+        **{
+            f"shard {i}": f"{_span(blocks)}, {size(shard_bytes)}"
+            for i, (blocks, shard_bytes) in enumerate(zip(names, plan.shard_bytes, strict=True))
+        },
+        "peak": f"{size(plan.peak_bytes)} on the device, predicted, of {_limit(budget_bytes)}",
+        "seconds": f"{plan.seconds:.3g} a step, predicted, without the update; {_lost(plan):.3g} of them lost to "
+        "loading and to computing forwards twice",
+    }
+    if fits(plan, budget_bytes):
+        lines["advice"] = "the model fits: use the plain strategy"
+    return lines
+
+
+def fits(plan: ShardPlan, budget_bytes: int | None) -> bool:
+    """Whether everything would fit at once, with an optimizer's state like Adam's."""
+    needed = plan.footprint.plain_bytes + STATES * plan.footprint.parameter_bytes
+    return budget_bytes is None or needed <= budget_bytes
+
+
+def size(number_bytes: float) -> str:
+    """In MiB."""
+    return f"{number_bytes / 2**20:.4g} MiB"
+
+
+def _limit(budget_bytes: int | None) -> str:
+    return "no limit" if budget_bytes is None else size(budget_bytes)
+
+
+def _lost(plan: ShardPlan) -> float:
+    return max(0.0, plan.seconds - plan.footprint.plain_seconds)
+
+
+def _span(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} blocks)"

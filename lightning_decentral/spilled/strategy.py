@@ -1,0 +1,219 @@
+"""`Trainer(strategy="spilled")`: a model that is larger than its device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_decentral.spilled.compute.engine import Engine
+from lightning_decentral.spilled.compute.transfer import device_of
+from lightning_decentral.spilled.compute.update import OnHost, Update, Updating
+from lightning_decentral.spilled.plan.shards import ShardPlan, summary
+
+UNLIMITED = 2**63
+USABLE = 0.9  # of what is free on a CUDA device: the allocator's rounding and the libraries' own need some
+
+
+class SpilledStrategy(SingleDeviceStrategy):
+    """bytes on the device <= memory_bytes, the same training.
+
+    Parameters, gradients and the optimizer's state live on the host. Consecutive blocks form shards, whose parameters
+    come to the device for their forward and again for their backward, the next shard while this one computes; the
+    backward runs each block's forward again from its input, with the same random numbers. The update runs on the host,
+    by any optimizer, or on the device, to which parameters, gradients and state then come a few at a time.
+
+    Args:
+        memory_bytes: of the device, for everything; by default 0.9 of what is free on a CUDA device, and no limit for
+            the CPU, which only stands in for a device.
+        blocks: "auto", or names of modules that are loaded by themselves.
+        resident: names of modules and parameters whose copies stay on the device during a whole step.
+        update: `OnHost()` or `OnDevice()`; None: on the host.
+        accelerator, checkpoint_io, precision_plugin: as for any of Lightning's strategies.
+
+    Raises:
+        ValueError: here for impossible options, several devices or one that is neither CPU nor CUDA; at set-up for
+            manual optimization, a compiled module or a block that is larger than the budget; behind the first step for
+            a budget that is too small (which block, its bytes, the least budget).
+
+    Source: model spilling, Nagrecha et al. 2110.08633.
+    """
+
+    strategy_name = "spilled"
+
+    def __init__(
+        self,
+        *,
+        memory_bytes: int | None = None,
+        blocks: str | Sequence[str] = "auto",
+        resident: Sequence[str] = (),
+        update: Update | None = None,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        if memory_bytes is not None and memory_bytes <= 0:
+            raise ValueError(f"memory_bytes must be positive, got {memory_bytes}: leave it out to use what is free")
+        self.memory_bytes, self.blocks, self.resident = memory_bytes, blocks, resident
+        self.update = update or OnHost()
+        self._updating: Updating | None = None
+        self.engine: Engine | None = None  # between set-up and teardown
+        self._budget_bytes: int | None = None
+
+    # ---- one device ---------------------------------------------------------------------------------------------
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Every Trainer is asked anew."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        if len(devices) != 1:
+            raise ValueError(f"the spilled strategy trains on one device, got {len(devices)}: give devices=1")
+        if devices[0].type not in ("cpu", "cuda"):
+            raise ValueError(f"the spilled strategy has no copies to {devices[0].type}: use a CUDA device or the CPU")
+        self._root_device = devices[0]
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """What `configure_model` makes is made on the host."""
+        there, self._root_device = self._root_device, torch.device("cpu")
+        try:
+            with super().tensor_init_context(empty_init):
+                yield
+        finally:
+            self._root_device = there
+
+    # ---- set-up -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """As for one device, but for where things live."""
+        assert self.lightning_module is not None
+        _refuse_unserved(self.lightning_module)
+        super().setup(trainer)
+        for optimizer in self.optimizers:
+            self.update.refuse(optimizer)
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            self.precision_plugin.scaler = host_scaler(self.precision_plugin.scaler)
+
+    def model_to_device(self) -> None:
+        """Buffers and what has no parameters; parameters stay."""
+        module = self.lightning_module
+        assert module is not None
+        place = self.root_device
+        _update_properties(module, device=place)
+        for part in module.modules():
+            if any(True for _ in part.parameters()):
+                part._buffers.update({k: b if b is None else b.to(place) for k, b in part._buffers.items()})
+            else:
+                part.to(place)
+        options: Any = {"blocks": self.blocks, "resident": self.resident, "announce": self._announce}
+        self._budget_bytes = self.memory_bytes or _free_bytes(place)
+        self.engine = Engine(module, device_of(place), self._budget_bytes or UNLIMITED, **options)
+        self._updating = self.update.begin(self.engine.device, self._budget_bytes or UNLIMITED)
+
+    def _announce(self, kind: str, plan: ShardPlan) -> None:
+        where = {"device": "the CPU stands in for one, which saves nothing"} if self.root_device.type == "cpu" else {}
+        lines = {**summary(plan, self._budget_bytes), **where}
+        rank_zero_info("\n".join([f"spilled {kind}:", *(f"  {name}: {text}" for name, text in lines.items())]))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Stays on the host."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """The module as it was."""
+        if self.engine is not None:
+            self.engine.detach()
+        self.engine = self._updating = None
+        super().teardown()
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> Engine:
+        assert self.engine is not None, "steps run between set-up and teardown"
+        return self.engine
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's, block by block."""
+        with self._running.step("training", (args, kwargs), backward=True):
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Block by block; then nothing is left on the device."""
+        with self._running.counting():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._running.finish()
+        return loss
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Training step, backward, clipping and the update, where it is to run."""
+        assert self._updating is not None, "steps run between set-up and teardown"
+        with self._updating.taking(optimizer, self._running.parameters):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward only."""
+        with self._running.step("validation", (args, kwargs)):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward only."""
+        with self._running.step("test", (args, kwargs)):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward only."""
+        with self._running.step("predict", (args, kwargs)):
+            return super().predict_step(*args, **kwargs)
+
+    # ---- names --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
+        """`spilled`."""
+        what = "parameters on the host, in shards to the device"
+        strategy_registry.register(cls.strategy_name, cls, description=what, override=True)
+
+
+def _free_bytes(place: torch.device) -> int | None:
+    """What may be used by default; None where nothing is limited."""
+    return int(USABLE * torch.cuda.mem_get_info(place)[0]) if place.type == "cuda" else None
+
+
+def host_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """The same, for gradients on the host: its scale is there, too, and nothing is copied asynchronously to be read."""
+    settings = scaler.state_dict()
+    own = torch.amp.GradScaler(
+        "cpu",
+        init_scale=settings.get("scale", 2.0**16),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
+    own.scale(torch.zeros(()))  # the scale is made where the first loss lies
+    return own
+
+
+def _refuse_unserved(module: LightningModule) -> None:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name} optimizes manually, and parameters that are on the device within its step would miss the update: "
+            "use automatic optimization"
+        )
+    if module._compiler_ctx is not None:
+        raise ValueError(
+            f"{name} is compiled, and compiled code doesn't see that its parameters come and go: "
+            "train the module without torch.compile"
+        )

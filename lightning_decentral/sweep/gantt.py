@@ -1,0 +1,85 @@
+"""Who ran where and when, as a picture: one row per device, one colour per job. Needs matplotlib (extra `plot`)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_decentral.shared.figure import INK, new_figure
+from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.sweep.plan.simulation import Ran
+
+NAMED = 20  # jobs whose names fit into a legend, and colours
+LOADING = 0.35  # opacity of a load
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of a job in a device's row."""
+
+    job: str
+    span: Span
+    load: bool = False
+
+
+def bars_of_schedule(spans: Mapping[Ran, Span]) -> list[Bar]:
+    """Of a schedule, its loads paler."""
+    return [Bar(ran.job, span, ran.load) for ran, span in spans.items()]
+
+
+def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:
+    """Of a sweep, by member: its name stands before the last slash."""
+    bars = [Bar(name.rpartition("/")[0] or name, span) for name, span in spans.items()]
+    return sorted(bars, key=lambda bar: _place(bar.job))
+
+
+def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
+    """One panel for each title, in seconds since its first bar.
+
+    Raises:
+        ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.
+    """
+    every = [bar for bars in panels.values() for bar in bars]
+    jobs, rows = list(dict.fromkeys(bar.job for bar in every)), sorted({bar.span.worker for bar in every}, key=_place)
+    figure = new_figure(10, 0.9 + len(panels) * (0.7 + 0.34 * len(rows)) + 0.05 * len(jobs))
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+    for one, (title, bars) in zip(axes, panels.items(), strict=True):
+        _panel(one, bars, jobs, rows)
+        one.set_title(title, loc="left", fontsize=10, color=INK)
+    axes[-1].set_xlabel("seconds")
+    if 0 < len(jobs) <= NAMED:
+        axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be drawn: {error}") from None
+
+
+def _place(row: str) -> tuple[int, str]:
+    """device 2 before device 10."""
+    digits = "".join(c for c in row if c.isdigit())
+    return int(digits or 0), row
+
+
+def _panel(axes: Any, bars: Sequence[Bar], jobs: Sequence[str], rows: Sequence[str]) -> None:
+    from matplotlib import colormaps
+
+    colours = {job: colormaps["tab20"](index % NAMED) for index, job in enumerate(jobs)}
+    begin = min((bar.span.start for bar in bars), default=0.0)
+    for (job, row, load), stretches in _stretches(bars, begin):
+        look = {"facecolors": [colours[job]], "edgecolor": "white", "linewidth": 0.3, "alpha": LOADING if load else 1.0}
+        axes.broken_barh(stretches, (rows.index(row) - 0.4, 0.8), **look)
+    for job, colour in colours.items():
+        axes.broken_barh([], (0, 0), facecolors=[colour], label=job)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _stretches(bars: Sequence[Bar], begin: float) -> Iterator[tuple[tuple[str, str, bool], list[tuple[float, float]]]]:
+    """(job, row, load), [(start, length), ...]"""
+    found: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
+    for bar in bars:
+        row = found.setdefault((bar.job, bar.span.worker, bar.load), [])
+        row.append((bar.span.start - begin, bar.span.finish - bar.span.start))
+    yield from found.items()

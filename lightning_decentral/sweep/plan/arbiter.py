@@ -1,0 +1,252 @@
+"""Which member of a sweep may use which device: events in, orders out. No clock, no socket, no process of its own.
+
+A member requests, is granted, and returns its grant within a quantum; between two grants it waits with its parameters
+on the device, until somebody else needs the room.
+
+    running on a device:  peak bytes of the one that runs + sum of the kept bytes of those that wait there <= memory
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.sweep.plan.policy import Job, Policy
+
+# Two grants of one member with less than this between them are one bar of a drawing.
+SEAM_SECONDS = 0.002
+
+
+class Instruction(Enum):
+    """What a member is told."""
+
+    RUN = "run"
+    ENTER = "enter"
+    LEAVE = "leave"
+
+
+class Phase(Enum):
+    """AWAY: on the host (data, checkpoints, its start). WAITING: for a device. RUNNING: on one."""
+
+    AWAY = "away"
+    WAITING = "waiting"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True)
+class TurnReport:
+    """What a member reports with the grant that it returns; None: not known yet.
+
+    Args:
+        progress: the share of all its work that is done, in 0..1.
+        remaining_seconds: predicted device time until it is through.
+        peak_bytes: what it needed on the device, at most.
+        kept_bytes: what it leaves there while it waits.
+    """
+
+    progress: float | None = None
+    remaining_seconds: float | None = None
+    peak_bytes: int | None = None
+    kept_bytes: int = 0
+
+
+@dataclass
+class MemberAccount:
+    """The arbiter's account of one member.
+
+    Args:
+        width: devices that it needs at once, for as long as it trains.
+        home: the devices that it stays on; empty: any.
+    """
+
+    name: str
+    arrived: int
+    width: int = 1
+    home: tuple[str, ...] = ()
+    phase: Phase = Phase.AWAY
+    devices: tuple[str, ...] = ()
+    turn: TurnReport = TurnReport()
+    resident: bool = False
+    leaving: bool = False
+    served: int = -1
+    since: float = 0.0
+    busy_seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+    def close(self, now: float) -> None:
+        """Its devices' time until now is its own."""
+        for device in self.devices:
+            self.busy_seconds += now - self.since
+            start = self.since
+            if self.spans and self.spans[-1].worker == device and start - self.spans[-1].finish < SEAM_SECONDS:
+                start = self.spans.pop().start
+            self.spans.append(Span(device, start, now))
+        self.devices = ()
+
+
+Orders = list[tuple[str, Instruction]]
+
+
+class Arbiter:
+    """The rights of all members of a sweep on its devices.
+
+    Args:
+        devices: names, each the right of one member at a time.
+        memory_bytes: of each device; None: whatever is there, and nobody ever leaves.
+        pinned: a member stays on the devices where it started (CUDA; always so with `memory_bytes`).
+        quantum_seconds: how long a grant lasts.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        devices: Sequence[str],
+        *,
+        memory_bytes: int | None = None,
+        pinned: bool = False,
+        quantum_seconds: float = 0.25,
+    ) -> None:
+        self.policy, self.devices, self.memory_bytes = policy, tuple(devices), memory_bytes
+        self.pinned, self.quantum_seconds = pinned or memory_bytes is not None, quantum_seconds
+        self.members: dict[str, MemberAccount] = {}
+        self.ended: dict[str, MemberAccount] = {}
+        self._grants = 0
+
+    def join(self, name: str, width: int = 1) -> MemberAccount:
+        """A new member; with pinned members, at home on the devices where the fewest are.
+
+        Raises:
+            ValueError: it needs more devices than there are.
+        """
+        self.refuse_wider(name, width)
+        home = tuple(sorted(self.devices, key=self._load)[:width]) if self.pinned else ()
+        self.members[name] = MemberAccount(name, len(self.members) + len(self.ended), width, home)
+        return self.members[name]
+
+    def refuse_wider(self, name: str, width: int) -> None:
+        """ValueError where a member asks for more devices than there are."""
+        if width > len(self.devices):
+            raise ValueError(
+                f"a sweep over trainer.devices larger than granted: member {name} asks for {width}, the sweep has "
+                f"{', '.join(self.devices)}: raise hydra.launcher.devices or lower trainer.devices"
+            )
+
+    def request(self, name: str) -> Orders:
+        """The member waits for a device from now on."""
+        self.members[name].phase = Phase.WAITING
+        return []
+
+    def give_back(self, name: str, turn: TurnReport, now: float) -> None:
+        """The member returns what it was granted; it may request again at once."""
+        member = self.members[name]
+        member.close(now)
+        member.phase, member.turn = Phase.AWAY, turn
+
+    def left(self, name: str) -> None:
+        """The member has nothing on its device any more."""
+        self.members[name].resident = self.members[name].leaving = False
+
+    def leave(self, name: str, now: float) -> None:
+        """The member has ended."""
+        member = self.members.pop(name)
+        member.close(now)
+        self.ended[name] = member
+
+    def settle(self, now: float) -> Orders:
+        """Who runs, leaves, prepares: to be asked after every event, or after all that came together."""
+        return [*self._fill(now), *self._prepare()]
+
+    def rests_seconds(self, now: float) -> float:
+        """How long nothing changes here of itself: `settle` must be asked again then."""
+        return math.inf
+
+    def jobs(self, *phases: Phase) -> list[Job]:
+        """The members in these phases, as a policy sees them."""
+        known = [m.turn.remaining_seconds for m in self.members.values() if m.turn.remaining_seconds is not None]
+        expected = sum(known) / len(known) if known else 0.0
+        return [self.seen(member, expected) for member in self.members.values() if member.phase in phases]
+
+    def seen(self, member: MemberAccount, expected: float) -> Job:
+        """As a policy sees it; before its first turn, a member is as long as is expected: the mean of the others."""
+        known = member.turn.remaining_seconds
+        remaining = expected if known is None else known
+        piece = min(remaining, self.quantum_seconds)
+        # Whoever has had a turn and still can't say (a fit without an end) is not asked again first.
+        measured = known is not None or member.served >= 0
+        return Job(member.name, member.arrived, remaining, piece, member.served, measured)
+
+    def _load(self, device: str) -> int:
+        return sum(device in member.home for member in self.members.values())
+
+    def _fill(self, now: float) -> Iterator[tuple[str, Instruction]]:
+        """Free devices go to those whom the policy prefers among the waiting."""
+        taken = {device for member in self.members.values() for device in member.devices}
+        free = [device for device in self.devices if device not in taken]
+        waiting = self.jobs(Phase.WAITING)
+        while free and waiting:
+            job = self.policy.choose(waiting, self.jobs(Phase.RUNNING))
+            waiting.remove(job)
+            member = self.members[job.name]
+            wanted = [device for device in free if not member.home or device in member.home][: member.width]
+            if not wanted:
+                continue
+            # Whoever needs several, or room that others must leave first, keeps what is free from those behind it.
+            free = [device for device in free if device not in wanted]
+            if len(wanted) == member.width:
+                yield from self._admit(member, tuple(wanted), now)
+
+    def _admit(self, member: MemberAccount, devices: tuple[str, ...], now: float) -> Iterator[tuple[str, Instruction]]:
+        """It runs, if there is room; otherwise those who can are asked to make some."""
+        leaving = self._in_the_way(member)
+        if leaving:
+            for other in leaving:
+                if not other.leaving and other.phase is Phase.WAITING:
+                    other.leaving = True
+                    yield other.name, Instruction.LEAVE
+            return
+        member.phase, member.devices, member.resident = Phase.RUNNING, devices, True
+        member.served, member.since, self._grants = self._grants, now, self._grants + 1
+        yield member.name, Instruction.RUN
+
+    def _in_the_way(self, member: MemberAccount) -> list[MemberAccount]:
+        """Those who must leave before it runs, whom the policy prefers least first; one still unmeasured runs alone."""
+        if self.memory_bytes is None:
+            return []
+        beside = [other for other in self._beside(member) if other.resident]
+        peak = member.turn.peak_bytes
+        if peak is None:
+            return beside
+        order: list[MemberAccount] = []
+        jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in beside]
+        rank = {job.name: (self.policy.key(job, jobs, ()), job.arrived) for job in jobs}
+        excess = peak + sum(other.turn.kept_bytes for other in beside) - self.memory_bytes
+        for other in sorted(beside, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True):
+            if excess > 0:
+                order.append(other)
+                excess -= other.turn.kept_bytes
+        return order
+
+    def _beside(self, member: MemberAccount) -> list[MemberAccount]:
+        return [m for m in self.members.values() if m is not member and set(m.home) & set(member.home)]
+
+    def _prepare(self) -> Iterator[tuple[str, Instruction]]:
+        """While one runs, the next brings its parameters to the device: where both have room (double buffering)."""
+        if self.memory_bytes is None:
+            return
+        for running in [member for member in self.members.values() if member.phase is Phase.RUNNING]:
+            beside = self._beside(running)
+            waiting = [job for job in self.jobs(Phase.WAITING) if self.members[job.name] in beside]
+            if not waiting or running.turn.peak_bytes is None:
+                continue
+            after = self.members[self.policy.choose(waiting, ()).name]
+            there = running.turn.peak_bytes + sum(m.turn.kept_bytes for m in beside if m.resident)
+            if not after.resident and there + after.turn.kept_bytes <= self.memory_bytes:
+                after.resident = after.turn.peak_bytes is not None
+                if after.resident:
+                    yield after.name, Instruction.ENTER
+
+    def spans(self) -> dict[str, Span]:
+        """Every stretch of every member, as `member/number`."""
+        everyone: Mapping[str, MemberAccount] = {**self.ended, **self.members}
+        return {f"{name}/{i}": span for name, member in everyone.items() for i, span in enumerate(member.spans)}

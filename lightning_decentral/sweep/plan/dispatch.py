@@ -1,0 +1,249 @@
+"""Pieces of many jobs on few devices: who is loaded and who computes, decided one event at a time.
+
+Knows no clock: the simulation feeds it events of a virtual time, a real run those of real processes, and both carry out
+the same orders.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from lightning_decentral.sweep.plan.policy import Job, Policy
+
+
+@dataclass(frozen=True)
+class WorkPiece:
+    """A shard or a batch: `compute_seconds` on a device, after `load_seconds` (bytes / rate) of moving there."""
+
+    compute_seconds: float
+    load_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute_seconds", "load_seconds"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ValueError(f"{name} of a piece must be 0 or more, got {value}: give seconds")
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A job: pieces that run one after the other, on whichever device.
+
+    Args:
+        name: unique.
+        arrival_seconds: before that it can't run.
+        memory_bytes: a device with less can't run it, nor load it beside a job with which it doesn't fit.
+    """
+
+    name: str
+    pieces: tuple[WorkPiece, ...]
+    arrival_seconds: float = 0.0
+    memory_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ValueError(f"job {self.name} has no pieces: give it one or more")
+        if not (isfinite(self.arrival_seconds) and self.arrival_seconds >= 0):
+            raise ValueError(f"job {self.name} arrives at {self.arrival_seconds} s: give 0 or more")
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Computes one piece at a time and loads one piece at a time, the next one while this one computes."""
+
+    name: str
+    memory_bytes: float = inf
+
+
+def devices(number: int, memory_bytes: float = inf) -> tuple[Processor, ...]:
+    """Equal ones.
+
+    Raises:
+        ValueError: less than one.
+    """
+    if number < 1:
+        raise ValueError(f"devices must be at least 1, got {number}")
+    return tuple(Processor(f"device {i}", memory_bytes) for i in range(number))
+
+
+@dataclass(frozen=True)
+class DispatchOrder:
+    """Load piece `piece` of job `job` on device `device` (all numbers from 0) where `load`, otherwise compute it."""
+
+    device: int
+    job: int
+    piece: int
+    load: bool
+
+
+@dataclass
+class _Slot:
+    """What a device computes and what comes next on it, by (job, piece)."""
+
+    computing: tuple[int, int] | None = None
+    coming: tuple[int, int] | None = None
+    loaded: bool = False
+
+
+@dataclass
+class _Progress:
+    """Of a job: pieces that have run, its last grant, and whether it waits."""
+
+    done: int = 0
+    served: int = -1
+    waits: bool = False
+
+
+class Dispatch:
+    """Tell it what happened, then ask what to do: `orders` holds for everything that happened at one moment.
+
+    A free device takes the policy's choice among the jobs that wait. While it computes, it also chooses what comes
+    next, if that has to be loaded: among the jobs that wait and the next piece of the job it computes. A loaded piece
+    stays where it is. What needs no loading is chosen when the device is free, as late as possible.
+
+    Raises:
+        ValueError: no jobs, two of one name, or one that needs more memory than any device has.
+    """
+
+    def __init__(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> None:
+        _check(queues, devices)
+        self.queues, self.devices, self.policy = queues, devices, policy
+        self._slots = [_Slot() for _ in devices]
+        self._progress = [_Progress() for _ in queues]
+        self._remaining = [remaining_seconds(queue) for queue in queues]
+        places = sorted(range(len(queues)), key=lambda j: queues[j].arrival_seconds)
+        self._place = {job: place for place, job in enumerate(places)}
+        self._number = {queue.name: job for job, queue in enumerate(queues)}
+        self._jobs: dict[tuple[int, int], Job] = {}
+        self._loading = any(piece.load_seconds > 0 for queue in queues for piece in queue.pieces)
+        self._left = sum(len(queue.pieces) for queue in queues)
+        self._grants = 0
+
+    # ---- what happened ------------------------------------------------------------------------------------------
+
+    def arrive(self, job: int) -> None:
+        """It may run from now on."""
+        self._progress[job].waits = True
+
+    def loaded(self, device: int) -> None:
+        """What comes next there is there."""
+        self._slots[device].loaded = True
+
+    def finished(self, device: int) -> None:
+        """The piece that computed there."""
+        slot = self._slots[device]
+        assert slot.computing is not None
+        job = slot.computing[0]
+        slot.computing = None
+        self._left -= 1
+        self._progress[job].done += 1
+        own_next = slot.coming is not None and slot.coming[0] == job
+        self._progress[job].waits = not own_next and self._progress[job].done < len(self.queues[job].pieces)
+
+    @property
+    def over(self) -> bool:
+        """All pieces of all jobs have run."""
+        return self._left == 0
+
+    # ---- what to do ---------------------------------------------------------------------------------------------
+
+    def orders(self) -> Iterator[DispatchOrder]:
+        """To be carried out now: free devices first, then what can be loaded ahead."""
+        for device, slot in enumerate(self._slots):
+            if slot.computing is None and slot.coming is None:
+                yield from self._take(device, self._waiting(device))
+            if slot.computing is None and slot.coming is not None and slot.loaded:
+                yield self._start(device)
+        for device, slot in enumerate(self._slots if self._loading else ()):
+            if slot.computing is not None and slot.coming is None:
+                yield from self._take(device, self._waiting(device) + self._own(device), ahead=True)
+
+    def _take(self, device: int, candidates: list[int], ahead: bool = False) -> Iterator[DispatchOrder]:
+        if not candidates:
+            return
+        seen = [self._seen(job, device) for job in candidates]
+        job = self._number[self.policy.choose(seen, self._running(device)).name]
+        piece = self._next(job, device)
+        to_load = self.queues[job].pieces[piece].load_seconds > 0
+        if ahead and not to_load:
+            return
+        slot, progress = self._slots[device], self._progress[job]
+        slot.coming, slot.loaded = (job, piece), not to_load
+        progress.waits, progress.served = False, self._grants
+        self._grants += 1
+        if to_load:
+            yield DispatchOrder(device, job, piece, load=True)
+
+    def _start(self, device: int) -> DispatchOrder:
+        slot = self._slots[device]
+        assert slot.coming is not None
+        slot.computing, slot.coming, slot.loaded = slot.coming, None, False
+        return DispatchOrder(device, *slot.computing, load=False)
+
+    def _waiting(self, device: int) -> list[int]:
+        """Jobs that nobody computes or loads, and that fit beside the one that computes there."""
+        computing = self._slots[device].computing
+        held = self.queues[computing[0]].memory_bytes if computing is not None else 0.0
+        room = self.devices[device].memory_bytes - held
+        waiting = [job for job, progress in enumerate(self._progress) if progress.waits]
+        return [job for job in waiting if self.queues[job].memory_bytes <= room]
+
+    def _own(self, device: int) -> list[int]:
+        """The job that computes there, if it has a further piece."""
+        computing = self._slots[device].computing
+        assert computing is not None
+        job, piece = computing
+        return [job] if piece + 1 < len(self.queues[job].pieces) else []
+
+    def _next(self, job: int, device: int) -> int:
+        """Its next piece; for the job that computes there, the one after."""
+        computing = self._slots[device].computing
+        return self._progress[job].done + (computing is not None and computing[0] == job)
+
+    def _running(self, device: int) -> list[Job]:
+        """On the other devices."""
+        others = [slot.computing for d, slot in enumerate(self._slots) if d != device]
+        return [self._job(*there) for there in others if there is not None]
+
+    def _seen(self, job: int, device: int) -> Job:
+        return self._job(job, self._next(job, device))
+
+    def _job(self, job: int, piece: int) -> Job:
+        """As a policy sees it from this piece on; made anew after each grant only."""
+        served = self._progress[job].served
+        known = self._jobs.get((job, piece))
+        if known is None or known.served != served:
+            seconds = self.queues[job].pieces[piece].compute_seconds
+            known = Job(self.queues[job].name, self._place[job], self._remaining[job][piece], seconds, served)
+            self._jobs[job, piece] = known
+        return known
+
+
+def remaining_seconds(queue: Queue) -> list[float]:
+    """[piece] -> seconds of computing from this piece on."""
+    sums = [0.0]
+    for piece in reversed(queue.pieces):
+        sums.append(sums[-1] + piece.compute_seconds)
+    return sums[:0:-1]
+
+
+def refuse_one_name_for_two(names: Sequence[str]) -> None:
+    """ValueError for a name that two jobs have."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two jobs are called {twice!r}: give each its own name")
+
+
+def _check(queues: Sequence[Queue], devices: Sequence[Processor]) -> None:
+    if not queues:
+        raise ValueError("there is no job to schedule: give one or more")
+    if not devices:
+        raise ValueError("there is no device to schedule on: give one or more")
+    refuse_one_name_for_two([queue.name for queue in queues])
+    most = max(device.memory_bytes for device in devices)
+    for queue in queues:
+        if queue.memory_bytes > most:
+            raise ValueError(
+                f"job {queue.name} needs {queue.memory_bytes:.0f} bytes, the largest device has {most:.0f}: "
+                "cut it into smaller shards"
+            )

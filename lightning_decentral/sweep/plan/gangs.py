@@ -1,0 +1,243 @@
+"""Jobs of several workers of unequal depth that share their devices iteration by iteration.
+
+    cycle = max_g sum_j t_j,d(j,g)        d(j, .) a permutation: which piece of job j device g runs
+
+An iteration of job j is a gang of G pieces, one for each device, with a barrier at its end; a device runs one piece at
+a time. In a cycle every job makes one iteration and every device runs N pieces, one of each job, in some order. With
+that period no barrier ever waits: all of a job's pieces lie within the cycle, whatever the order. So the largest sum on
+a device is not only a lower bound of the cycle but the cycle itself, and the order decides when jobs complete.
+
+    complementary pair, depths i/N:   2 F + B (N + 1) / N   against  2 (F + B)
+    N jobs on a Latin square:         N F + B (N + 1) / 2   against  N (F + B)
+
+Source: JigSaw, in the sense of Kumar et al. 2111.10672; the formulas are derived here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from math import isfinite
+
+from lightning_decentral.shared.plan.timeline import Span, Task, run
+from lightning_decentral.sweep.plan.milp import MILP, NoSolution
+
+MOST_ORDERED = 7  # jobs whose orders are all tried
+
+
+@dataclass(frozen=True)
+class Gang:
+    """A job whose iteration has a piece of each depth.
+
+    Args:
+        seconds: of the pieces, as many as devices.
+        iterations: of the whole job.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    iterations: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.seconds or not all(isfinite(s) and s >= 0 for s in self.seconds):
+            raise ValueError(f"job {self.name} must have pieces of 0 or more seconds, got {self.seconds}")
+        if self.iterations < 1:
+            raise ValueError(f"job {self.name} must have 1 or more iterations, got {self.iterations}")
+
+
+def staircase(name: str, forward: float, backward: float, size: int, iterations: int = 1) -> Gang:
+    """Pieces of forward + backward i / size seconds, i = 1..size: the depths of `partial.depth.Staircase`."""
+    return Gang(name, tuple(forward + backward * (i + 1) / size for i in range(size)), iterations)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Who runs which piece, and the order in which devices go through the jobs.
+
+    Args:
+        pieces: pieces[j][g] is the number of the piece of job j on device g.
+        order: of the jobs, the same on every device.
+    """
+
+    gangs: tuple[Gang, ...]
+    pieces: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+
+    def seconds(self, job: int, device: int) -> float:
+        """Of the job's piece there."""
+        return self.gangs[job].seconds[self.pieces[job][device]]
+
+    @property
+    def devices(self) -> int:
+        """How many."""
+        return len(self.pieces[0])
+
+    @property
+    def cycle_seconds(self) -> float:
+        """The largest sum on a device."""
+        jobs = range(len(self.gangs))
+        return max(sum(self.seconds(j, g) for j in jobs) for g in range(self.devices))
+
+    @property
+    def unaware_seconds(self) -> float:
+        """A cycle of gangs one after the other, each as long as its longest piece."""
+        return sum(max(gang.seconds) for gang in self.gangs)
+
+    def spans(self) -> dict[tuple[str, int, int], Span]:
+        """(job, iteration, device) -> when, for all iterations of all jobs; one that is through is left out of turn."""
+        return run([task for k in range(max(g.iterations for g in self.gangs)) for task in self._cycle(k)])
+
+    def _cycle(self, iteration: int) -> list[Task[tuple[str, int, int]]]:
+        present = [j for j in self.order if iteration < self.gangs[j].iterations]
+        return [self._task(j, iteration, device) for j in present for device in range(self.devices)]
+
+    def _task(self, job: int, iteration: int, device: int) -> Task[tuple[str, int, int]]:
+        """After the barrier of the iteration before."""
+        name = self.gangs[job].name
+        barrier = tuple((name, iteration - 1, g) for g in range(self.devices)) if iteration else ()
+        return Task((name, iteration, device), f"device {device}", self.seconds(job, device), barrier)
+
+    def completion_seconds(self) -> dict[str, float]:
+        """Of each job, when its last iteration ends."""
+        spans = self.spans()
+        last = {gang.name: gang.iterations - 1 for gang in self.gangs}
+        ends = {(name, k, g): span.finish for (name, k, g), span in spans.items() if k == last[name]}
+        return {name: max(end for (n, _, _), end in ends.items() if n == name) for name in last}
+
+    def mean_completion_seconds(self) -> float:
+        """Over the jobs."""
+        found = self.completion_seconds()
+        return sum(found.values()) / len(found)
+
+
+def ordered(turns: Turns) -> Turns:
+    """In the order of least mean completion time: all are tried up to 7 jobs, beyond that fewest seconds first.
+
+    One order for all devices is enough for jobs of one iteration: exchanging two neighbours so that all devices agree
+    never delays a job's end (concurrent open shop).
+    """
+    jobs = range(len(turns.gangs))
+    if len(turns.gangs) > MOST_ORDERED:
+        work = [gang.iterations * sum(gang.seconds) for gang in turns.gangs]
+        return replace(turns, order=tuple(sorted(jobs, key=lambda j: (work[j], j))))
+    orders = (replace(turns, order=order) for order in permutations(jobs))
+    return min(orders, key=lambda found: (found.mean_completion_seconds(), found.order))
+
+
+def lower_bound_seconds(gangs: Sequence[Gang]) -> float:
+    """max( longest piece, sum of all pieces / G ): no assignment has a shorter cycle."""
+    every = [seconds for gang in gangs for seconds in gang.seconds]
+    return max(*every, sum(every) / len(gangs[0].seconds))
+
+
+class Pairing(ABC):
+    """An assignment of every job's pieces to devices."""
+
+    def turns(self, gangs: Sequence[Gang]) -> Turns:
+        """The assignment, jobs in the given order.
+
+        Raises:
+            ValueError: no job, or jobs with unequal numbers of pieces.
+        """
+        sizes = {gang.name: len(gang.seconds) for gang in gangs}
+        if not gangs or len(sizes) < len(gangs):
+            raise ValueError(f"jobs must be one or more of different names, got {[gang.name for gang in gangs]}")
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"jobs must have equally many pieces, one for each device, got {sizes}")
+        return Turns(tuple(gangs), tuple(map(tuple, self.pieces(gangs))), tuple(range(len(gangs))))
+
+    @abstractmethod
+    def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
+        """[job][device] -> number of its piece."""
+
+
+@dataclass(frozen=True)
+class Unaware(Pairing):
+    """d(j, g) = g: what workers get whose rank is their device, all deep ones on the same."""
+
+    def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
+        """Of every job alike."""
+        return [list(range(len(gang.seconds))) for gang in gangs]
+
+
+@dataclass(frozen=True)
+class ComplementaryPairing(Pairing):
+    """Two by two, those of like spread: one's longest piece beside the other's shortest. Exact for two jobs."""
+
+    def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
+        """The first of a pair ascending, the second descending."""
+        like = sorted(range(len(gangs)), key=lambda j: max(gangs[j].seconds) - min(gangs[j].seconds), reverse=True)
+        place = {job: at for at, job in enumerate(like)}
+        return [_ascending(gang)[:: -1 if place[j] % 2 else 1] for j, gang in enumerate(gangs)]
+
+
+@dataclass(frozen=True)
+class LatinSquare(Pairing):
+    """d(j, g) = (j + g) mod G, pieces by length. Equal sums for G equal jobs, and for any multiple of G."""
+
+    def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
+        """Shifted by one from job to job."""
+        rows = [_ascending(gang) for gang in gangs]
+        return [[row[(j + g) % len(row)] for g in range(len(row))] for j, row in enumerate(rows)]
+
+
+@dataclass(frozen=True)
+class GreedyGangs(Pairing):
+    """Jobs of the largest spread first: the longest piece to the device with the least so far, and so on."""
+
+    def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
+        """Job by job."""
+        loads = [0.0] * len(gangs[0].seconds)
+        found: list[list[int]] = [[] for _ in gangs]
+        for j in sorted(range(len(gangs)), key=lambda j: min(gangs[j].seconds) - max(gangs[j].seconds)):
+            emptiest = sorted(range(len(loads)), key=lambda g: loads[g])
+            longest = _ascending(gangs[j])[::-1]
+            there = dict(zip(emptiest, longest, strict=True))
+            found[j] = [there[g] for g in range(len(loads))]
+            loads = [load + gangs[j].seconds[there[g]] for g, load in enumerate(loads)]
+        return found
+
+
+@dataclass(frozen=True)
+class ExactGangs(Pairing):
+    """min T:  sum_d x_jdg = 1,  sum_g x_jdg = 1,  sum_jd t_jd x_jdg <= T,  x_jdg in {0, 1}.
+
+    Needs scipy (extra `schedule`). Better of it and `Greedy` where the time runs out.
+    """
+
+    limit_seconds: float = 10.0
+
+    def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
+        """Of the solution."""
+        greedy = GreedyGangs().turns(gangs)
+        if greedy.cycle_seconds <= lower_bound_seconds(gangs):
+            return [list(row) for row in greedy.pieces]
+        program, x = _program(gangs)
+        try:
+            solution = program.solve(self.limit_seconds)
+        except NoSolution:
+            return [list(row) for row in greedy.pieces]
+        rows = [[max(range(len(row)), key=lambda d: solution.values[x[j, d, g]]) for g in range(len(row))]
+                for j, row in enumerate(greedy.pieces)]  # fmt: skip
+        found = Turns(tuple(gangs), tuple(map(tuple, rows)), greedy.order)
+        return rows if found.cycle_seconds < greedy.cycle_seconds else [list(row) for row in greedy.pieces]
+
+
+def _program(gangs: Sequence[Gang]) -> tuple[MILP, dict[tuple[int, int, int], int]]:
+    """The first job's pieces stay where they are: devices are alike."""
+    program, size = MILP(), len(gangs[0].seconds)
+    cycle = program.variable(cost=1.0)
+    x = {(j, d, g): program.binary() for j in range(len(gangs)) for d in range(size) for g in range(size)}
+    for j in range(len(gangs)):
+        for one in range(size):
+            program.equal({x[j, one, g]: 1.0 for g in range(size)}, 1.0)
+            program.equal({x[j, d, one]: 1.0 for d in range(size)}, 1.0)
+    for g in range(size):
+        program.equal({x[0, g, g]: 1.0}, 1.0)
+        terms = {x[j, d, g]: gang.seconds[d] for j, gang in enumerate(gangs) for d in range(size)}
+        program.at_most({**terms, cycle: -1.0}, 0.0)
+    return program, x
+
+
+def _ascending(gang: Gang) -> list[int]:
+    return sorted(range(len(gang.seconds)), key=lambda d: gang.seconds[d])

@@ -1,0 +1,221 @@
+"""Jobs as a file: pieces written out in seconds, steps of a measured profile, or real trainings.
+
+    jobs:
+      - name: small
+        pieces: [0.2, 0.1, {compute_seconds: 0.3, load_seconds: 0.1}]
+        repeat: 5
+      - name: vit
+        profile: vit.json
+        steps: 50
+        shards: 4
+        load_bytes_per_second: 12e9
+        arrival_seconds: 1.5
+      - name: wide
+        overrides: [recipe=vit, model.config.hidden_size=96, trainer.max_steps=40]
+
+A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward once more as only its
+input was kept. Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate. A step of a training is
+one piece.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lightning_decentral.shared.plan.profile import BlockCost, Model, read
+from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, refuse_one_name_for_two
+
+WHEN = ("arrival_seconds", "memory_bytes")
+WRITTEN = ("name", "pieces", "repeat", *WHEN)
+MEASURED = ("name", "profile", "steps", "shards", "load_bytes_per_second", *WHEN)
+TRAINED = ("name", "overrides", "profile", *WHEN)
+PIECE = ("compute_seconds", "load_seconds")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job that is a real training; a step is a piece.
+
+    Args:
+        words: of the command line of `recipes/train.py`.
+        steps: `trainer.max_steps` among them.
+        step_seconds: of its profile; None: to be measured.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    steps: int
+    step_seconds: float | None = None
+    arrival_seconds: float = 0.0
+    memory_bytes: float = 0.0
+
+    def queue(self, seconds: Sequence[float]) -> Queue:
+        """With these seconds of its steps."""
+        return Queue(self.name, tuple(map(WorkPiece, seconds)), self.arrival_seconds, self.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """What a file asks for, each in its order: pieces that nobody's training stands behind, and trainings."""
+
+    queues: tuple[Queue, ...]
+    trainings: tuple[Training, ...] = ()
+
+
+def read_jobs(path: str | Path) -> Jobs:
+    """Of a YAML file as above; profiles are looked for beside it.
+
+    Raises:
+        ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number, two of one name.
+    """
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}): give a YAML file of jobs") from None
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is no YAML of jobs: {' '.join(str(error).split())}") from None
+    jobs = found.get("jobs") if isinstance(found, dict) else None
+    if not isinstance(jobs, list) or not jobs:
+        raise ValueError(f"{path} must have a list of one or more `jobs`, got {jobs!r}")
+    placed = [(_named(job, place), Path(path).parent, place) for job, place in _places(jobs, path)]
+    refuse_one_name_for_two([str(job["name"]) for job, *_ in placed])
+    queues = tuple(queue_of(*entry) for entry in placed if "overrides" not in entry[0])
+    return Jobs(queues, tuple(training_of(*entry) for entry in placed if "overrides" in entry[0]))
+
+
+def _places(jobs: Sequence[Any], path: str | Path) -> list[tuple[Any, str]]:
+    return [(job, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
+
+
+def _named(job: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(job, dict) or "name" not in job:
+        raise ValueError(f"{place}: each job needs a name, got {job!r}")
+    return job
+
+
+def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
+    """An entry with overrides.
+
+    Raises:
+        ValueError: naming the place.
+    """
+    _known(job, TRAINED, place)
+    name, words = str(job["name"]), job["overrides"]
+    if "/" in name:
+        raise ValueError(f"{place}: {name!r} is the name of a folder, too: leave out the /")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{place}: overrides must be a list of words such as optimizer.lr=1e-3, got {words!r}")
+    seconds = read(folder / str(job["profile"])).model.seconds if "profile" in job else None
+    when = {key: _number(job, key, place, 0.0) for key in WHEN}
+    Queue(name, (WorkPiece(0.0),), **when)  # refuses what can't be scheduled, before anything is measured
+    return Training(name, tuple(words), _steps(words, place), seconds, **when)
+
+
+def _steps(words: Sequence[str], place: str) -> int:
+    """The last word decides, as it does for Hydra."""
+    found = [match[1] for word in words if (match := re.fullmatch(r"\+{0,2}trainer\.max_steps=(.*)", word))]
+    if not found or not found[-1].isdecimal() or int(found[-1]) < 1:
+        got = f", got {found[-1]}" if found else ""
+        raise ValueError(f"{place}: how many steps?{got}: its overrides need a word such as trainer.max_steps=40")
+    return int(found[-1])
+
+
+def queue_of(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
+    """An entry without.
+
+    Raises:
+        ValueError: naming the place.
+    """
+    if ("pieces" in job) == ("profile" in job):
+        raise ValueError(f"{place}: give either pieces, a profile, or overrides of a training")
+    _known(job, MEASURED if "profile" in job else WRITTEN, place)
+    when = {key: _number(job, key, place, 0.0) for key in WHEN}
+    pieces = _measured(job, folder, place) if "profile" in job else _written(job, place)
+    return Queue(str(job["name"]), tuple(pieces), **when)
+
+
+def _written(job: Mapping[str, Any], place: str) -> list[WorkPiece]:
+    if not isinstance(job["pieces"], list):
+        raise ValueError(f"{place}: pieces must be a list, got {job['pieces']!r}")
+    pieces = [_piece(piece, f"{place}, piece {number}") for number, piece in enumerate(job["pieces"], start=1)]
+    return pieces * _count(job, "repeat", place, 1)
+
+
+def _piece(piece: Any, place: str) -> WorkPiece:
+    written = piece if isinstance(piece, dict) else {"compute_seconds": piece}
+    _known(written, PIECE, place)
+    seconds = {key: _number(written, key, place, 0.0) for key in PIECE}
+    return WorkPiece(**seconds)
+
+
+def _measured(job: Mapping[str, Any], folder: Path, place: str) -> list[WorkPiece]:
+    model = read(folder / str(job["profile"])).model
+    rate = _number(job, "load_bytes_per_second", place, float("inf"))
+    if not rate > 0:
+        raise ValueError(f"{place}: load_bytes_per_second must be more than 0, got {rate:g}")
+    step = step_pieces(model, _count(job, "shards", place, 1), rate)
+    return step * _count(job, "steps", place, 1)
+
+
+def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = float("inf")) -> list[WorkPiece]:
+    """A training step: the whole batch in one shard; otherwise forward shard by shard, and back.
+
+    Raises:
+        ValueError: more shards than blocks.
+    """
+    if shards == 1:
+        return [WorkPiece(model.seconds, model.parameter_bytes / load_bytes_per_second)]
+    groups = split(model.blocks, shards)
+    forward = [sum(b.forward_seconds for b in group) for group in groups]
+    behind = [sum(b.backward_seconds + b.update_seconds for b in group) for group in groups]
+    loads = [sum(b.parameter_bytes for b in group) / load_bytes_per_second for group in groups]
+    there = [WorkPiece(f, load) for f, load in zip(forward, loads, strict=True)]
+    back = [WorkPiece(f + b, load) for f, b, load in zip(forward, behind, loads, strict=True)]
+    return [*there, *reversed(back)]
+
+
+def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
+    """Consecutive groups of about equal bytes, none of them empty.
+
+    Raises:
+        ValueError: more shards than blocks.
+    """
+    if shards > len(blocks):
+        raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")
+    total = sum(block.parameter_bytes for block in blocks)
+    groups: list[list[BlockCost]] = [[]]
+    before = 0
+    for index, block in enumerate(blocks):
+        left, open_groups = len(blocks) - index, shards - len(groups)
+        full = before + block.parameter_bytes / 2 > total * len(groups) / shards
+        if groups[-1] and open_groups and (full or left == open_groups):
+            groups.append([])
+        groups[-1].append(block)
+        before += block.parameter_bytes
+    return groups
+
+
+def _known(entry: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
+    unknown = [str(key) for key in entry if key not in keys]
+    if unknown:
+        raise ValueError(f"{place}: no {unknown[0]!r}, there are {', '.join(keys)}")
+
+
+def _number(entry: Mapping[str, Any], key: str, place: str, default: float) -> float:
+    value = entry.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{place}: {key} must be a number, got {value!r}")
+    return float(value)
+
+
+def _count(entry: Mapping[str, Any], key: str, place: str, default: int) -> int:
+    value = entry.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{place}: {key} must be a whole number of 1 or more, got {value!r}")
+    return value

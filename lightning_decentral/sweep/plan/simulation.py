@@ -1,0 +1,184 @@
+"""How long many jobs take on few devices under a policy: an event-driven simulation, its measures and bounds.
+
+One device, pieces 1..n in the order in which it computes them, each loaded while the one before computes:
+
+    T = load_1 + sum_i max(compute_i, load_(i+1)),   load_(n+1) = 0
+
+Source: double buffering of Nagrecha et al. 2110.08633.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.sweep.plan.dispatch import Dispatch, Processor, Queue, WorkPiece
+from lightning_decentral.sweep.plan.policy import Policy
+
+INSTANT_SECONDS = 1e-9  # events so close happen at one moment: sums of floats differ in their last digit
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A piece of a job on a device, or its loading."""
+
+    job: str
+    piece: int
+    load: bool = False
+
+    def __str__(self) -> str:
+        return f"{'load ' if self.load else ''}{self.job} {self.piece}"
+
+
+Spans = dict[Ran, Span]
+
+
+def row(device: Processor, load: bool) -> str:
+    """The span's worker: a device computes and loads at the same time."""
+    return f"{device.name} loads" if load else device.name
+
+
+def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
+    """When each piece is loaded and computed, and where.
+
+    Raises:
+        ValueError: no jobs, two of one name, or one that needs more memory than any device has.
+    """
+    dispatch = Dispatch(queues, devices, policy)
+    events = [(queue.arrival_seconds, -1, job, False) for job, queue in enumerate(queues)]
+    heapq.heapify(events)
+    spans: Spans = {}
+    while events:
+        moment = events[0][0] + INSTANT_SECONDS
+        while events and events[0][0] <= moment:
+            now = events[0][0]
+            _tell(dispatch, heapq.heappop(events))
+        for order in dispatch.orders():
+            piece = queues[order.job].pieces[order.piece]
+            finish = now + (piece.load_seconds if order.load else piece.compute_seconds)
+            ran = Ran(queues[order.job].name, order.piece, order.load)
+            spans[ran] = Span(row(devices[order.device], order.load), now, finish)
+            heapq.heappush(events, (finish, order.device, order.job, order.load))
+    assert dispatch.over
+    return spans
+
+
+def _tell(dispatch: Dispatch, event: tuple[float, int, int, bool]) -> None:
+    """An arrival (device -1), the end of a load or of a piece."""
+    _, device, job, load = event
+    if device < 0:
+        dispatch.arrive(job)
+    elif load:
+        dispatch.loaded(device)
+    else:
+        dispatch.finished(device)
+
+
+# ---- measures ---------------------------------------------------------------------------------------------------
+
+
+def computed(spans: Mapping[Ran, Span]) -> Spans:
+    """Without the loading."""
+    return {ran: span for ran, span in spans.items() if not ran.load}
+
+
+def finish_seconds(spans: Mapping[Ran, Span]) -> dict[str, float]:
+    """Of each job, when its last piece ends."""
+    found: dict[str, float] = {}
+    for ran, span in spans.items():
+        found[ran.job] = max(found.get(ran.job, 0.0), span.finish)
+    return found
+
+
+def makespan_seconds(queues: Sequence[Queue], spans: Mapping[Ran, Span]) -> float:
+    """max finish - min arrival"""
+    return max(finish_seconds(spans).values()) - min(queue.arrival_seconds for queue in queues)
+
+
+def mean_completion_seconds(queues: Sequence[Queue], spans: Mapping[Ran, Span]) -> float:
+    """mean over jobs of (finish - arrival)"""
+    finish = finish_seconds(spans)
+    return sum(finish[queue.name] - queue.arrival_seconds for queue in queues) / len(queues)
+
+
+def busy_fraction(queues: Sequence[Queue], spans: Mapping[Ran, Span], devices: Sequence[Processor]) -> float:
+    """sum of computing seconds / (devices makespan); 1 where nothing takes time."""
+    whole = makespan_seconds(queues, spans) * len(devices)
+    return sum(span.finish - span.start for span in computed(spans).values()) / whole if whole else 1.0
+
+
+# ---- bounds -----------------------------------------------------------------------------------------------------
+
+
+def pipelined_seconds(pieces: Sequence[WorkPiece]) -> float:
+    """load_1 + sum_i max(compute_i, load_(i+1)): one device on these pieces in this order."""
+    loads = [*(piece.load_seconds for piece in pieces[1:]), 0.0]
+    return pieces[0].load_seconds + sum(max(p.compute_seconds, load) for p, load in zip(pieces, loads, strict=True))
+
+
+def lower_bound_seconds(queues: Sequence[Queue], devices: Sequence[Processor]) -> float:
+    """No policy has a smaller makespan:
+
+        max( max_j (arrival_j + T_j), max_r (r + sum of compute of jobs that arrive at r or later / m) ) - first arrival
+
+    T_j is job j alone on one device. On unit pieces without loading it is max(max p, sum p / m).
+    """
+    arrivals = [queue.arrival_seconds for queue in queues]
+    alone = max(queue.arrival_seconds + pipelined_seconds(queue.pieces) for queue in queues)
+    shared = max(r + _compute([q for q in queues if q.arrival_seconds >= r]) / len(devices) for r in arrivals)
+    return max(alone, shared) - min(arrivals)
+
+
+def _compute(queues: Sequence[Queue]) -> float:
+    return sum(piece.compute_seconds for queue in queues for piece in queue.pieces)
+
+
+MOST_PIECES = 14
+
+
+def optimum_seconds(queues: Sequence[Queue], devices: int) -> float:
+    """The least makespan over all schedules of pieces that need no loading on equal devices.
+
+    In the order of their starts, every piece of some optimal schedule goes to the device that is free first; so all
+    interleavings of the jobs' pieces are tried, cut off where a bound says that they can't be better.
+
+    Raises:
+        ValueError: more than 14 pieces, a piece to load, or a later arrival: these have no such order.
+    """
+    _refuse(queues)
+    left = [tuple(piece.compute_seconds for piece in queue.pieces) for queue in queues]
+    best = sum(map(sum, left))
+    seen: set[tuple[object, ...]] = set()
+    stack = [((0,) * len(left), (0.0,) * len(left), (0.0,) * devices)]
+    while stack:
+        state = stack.pop()
+        done, ready, free = state
+        rest = [pieces[n:] for pieces, n in zip(left, done, strict=True)]
+        bound = max(
+            *free, *(r + sum(p) for r, p in zip(ready, rest, strict=True)), (sum(free) + sum(map(sum, rest))) / devices
+        )
+        if state in seen or (bound >= best and any(rest)):
+            continue
+        seen.add(state)
+        if not any(rest):
+            best = min(best, max(free))
+        stack.extend(_next(done, ready, free, j, pieces[0]) for j, pieces in enumerate(rest) if pieces)
+    return best
+
+
+def _next(
+    done: tuple[int, ...], ready: tuple[float, ...], free: tuple[float, ...], job: int, seconds: float
+) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    """The job's next piece, on the device that is free first."""
+    finish = max(ready[job], free[0]) + seconds
+    one = tuple(n + (j == job) for j, n in enumerate(done))
+    then = tuple(finish if j == job else r for j, r in enumerate(ready))
+    return one, then, tuple(sorted((finish, *free[1:])))
+
+
+def _refuse(queues: Sequence[Queue]) -> None:
+    pieces = [piece for queue in queues for piece in queue.pieces]
+    if len(pieces) > MOST_PIECES:
+        raise ValueError(f"{len(pieces)} pieces have too many orders: at most {MOST_PIECES}")
+    if any(piece.load_seconds for piece in pieces) or any(queue.arrival_seconds for queue in queues):
+        raise ValueError("the optimum is known without loading and with all jobs there from the beginning only")

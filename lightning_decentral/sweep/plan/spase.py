@@ -1,0 +1,234 @@
+"""How many devices each job gets, which, and when, so that all are done soonest (SPASE).
+
+    min max_j (s_j + sum_k t_jk x_jk)      x_jk: job j runs on k devices, for t_jk seconds, without a break
+
+Two jobs that share a device run one after the other. A table {devices: seconds} of each job comes from short trials,
+the best way to run it on so many devices; what isn't in the table isn't considered.
+
+Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.01226.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import isfinite
+
+from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.sweep.plan.milp import MILP, NoSolution, Solution
+
+TOLERANCE = 1e-5  # of a gap: the solver's own is 1e-6 for each of the constraints that add up to a makespan
+
+
+@dataclass(frozen=True)
+class Table:
+    """{number of devices: seconds of the whole job on so many}."""
+
+    name: str
+    seconds: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        wrong = {k: s for k, s in self.seconds.items() if k < 1 or not (isfinite(s) and s > 0)}
+        if not self.seconds or wrong:
+            raise ValueError(f"job {self.name} must map 1 or more devices to seconds above 0, got {dict(self.seconds)}")
+
+    def within(self, devices: int) -> "Table":
+        """Without what needs more devices.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        found = {k: s for k, s in self.seconds.items() if k <= devices}
+        if not found:
+            raise ValueError(f"job {self.name} needs {min(self.seconds)} devices, there are {devices}")
+        return Table(self.name, found)
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A job's devices (numbers from 0), and when it has them."""
+
+    name: str
+    devices: tuple[int, ...]
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SpasePlan:
+    """All jobs.
+
+    Args:
+        gap: (makespan - proven bound) / makespan; 0 where no plan is shorter.
+        how: what found it.
+    """
+
+    granted: tuple[Granted, ...]
+    gap: float
+    how: str
+
+    @property
+    def makespan_seconds(self) -> float:
+        """The last end."""
+        return max(job.start + job.seconds for job in self.granted)
+
+    def spans(self) -> dict[tuple[str, int], Span]:
+        """(job, device) -> when."""
+        return {
+            (job.name, device): Span(f"device {device}", job.start, job.start + job.seconds)
+            for job in self.granted
+            for device in job.devices
+        }
+
+
+def lower_bound_seconds(tables: Sequence[Table], devices: int) -> float:
+    """max( max_j min_k t_jk, sum_j min_k k t_jk / m )"""
+    longest = max(min(table.seconds.values()) for table in tables)
+    return max(longest, sum(min(k * s for k, s in table.seconds.items()) for table in tables) / devices)
+
+
+class Allocation(ABC):
+    """A way to find a plan."""
+
+    def plan(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        """For equal devices.
+
+        Raises:
+            ValueError: no jobs, two of one name, or one that needs more devices than there are.
+        """
+        names = [table.name for table in tables]
+        if not tables or len(set(names)) < len(names):
+            raise ValueError(f"jobs must be one or more of different names, got {names}")
+        return self.found([table.within(devices) for table in tables], devices)
+
+    @abstractmethod
+    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        """For tables that fit."""
+
+
+@dataclass(frozen=True)
+class GreedySpase(Allocation):
+    """For every T of the tables: each job on the fewest device-seconds that take T at most; the longest job first, on
+    the devices that are free first. The best T counts.
+
+    Source: the thresholds of Turek, Wolf and Yu 1992.
+    """
+
+    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        """See the class."""
+        shortest = max(min(table.seconds.values()) for table in tables)
+        thresholds = sorted({s for table in tables for s in table.seconds.values() if s >= shortest})
+        plans = [_listed([_cheapest(table, t) for table in tables], devices) for t in thresholds]
+        best = min(plans, key=lambda jobs: max(job.start + job.seconds for job in jobs))
+        return _judged(best, lower_bound_seconds(tables, devices), "greedy")
+
+
+@dataclass(frozen=True)
+class ExactSpase(Allocation):
+    """The mixed-integer program, for small sets: what it could not prove within its time is the plan's gap.
+
+    Needs scipy (extra `schedule`). The better of it and `Greedy`, with the gap that is left when the time is over.
+    """
+
+    limit_seconds: float = 10.0
+
+    def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
+        """See the class."""
+        greedy = GreedySpase().found(tables, devices)
+        if greedy.gap == 0:
+            return greedy
+        program = _Program(tables, devices, greedy.makespan_seconds)
+        try:
+            solution = program.solve(self.limit_seconds)
+        except NoSolution:
+            return greedy
+        bound = max(solution.cost * (1 - solution.gap), lower_bound_seconds(tables, devices))
+        solved = _judged(program.granted(solution), bound, "milp")
+        return min(solved, _judged(greedy.granted, bound, "greedy"), key=lambda plan: plan.makespan_seconds)
+
+
+class _Program:
+    """C, s_j, x_jk, a_jg (job j has device g), o_ij (i runs before j), M the greedy makespan:
+
+    sum_k x_jk = 1                     sum_g a_jg = sum_k k x_jk               sum_jk k t_jk x_jk <= m C
+    s_j + d_j <= C                     d_j = sum_k t_jk x_jk
+    s_i + d_i <= s_j + M (3 - o_ij - a_ig - a_jg)
+    s_j + d_j <= s_i + M (2 + o_ij - a_ig - a_jg)
+    """
+
+    def __init__(self, tables: Sequence[Table], devices: int, most: float) -> None:
+        self._tables, self._most = tables, most
+        p = self._program = MILP()
+        self._end = p.variable(cost=1.0, upper=most)
+        self._start = [p.variable(upper=most) for _ in tables]
+        self._runs = [{k: p.binary() for k in table.seconds} for table in tables]
+        self._has = [[p.binary() for _ in range(devices)] for _ in tables]
+        for j in range(len(tables)):
+            self._allocate(j)
+        area = {x: k * t.seconds[k] for t, runs in zip(tables, self._runs, strict=True) for k, x in runs.items()}
+        p.at_most({**area, self._end: -float(devices)}, 0.0)
+        for i, j in combinations(range(len(tables)), 2):
+            self._apart(i, j)
+
+    def _lasts(self, job: int) -> dict[int, float]:
+        """d_j"""
+        return {x: self._tables[job].seconds[k] for k, x in self._runs[job].items()}
+
+    def _allocate(self, job: int) -> None:
+        runs, has = self._runs[job], self._has[job]
+        self._program.equal(dict.fromkeys(runs.values(), 1.0), 1.0)
+        self._program.equal({**dict.fromkeys(has, 1.0), **{x: -float(k) for k, x in runs.items()}}, 0.0)
+        self._program.at_most({self._start[job]: 1.0, **self._lasts(job), self._end: -1.0}, 0.0)
+
+    def _apart(self, i: int, j: int) -> None:
+        before, most = self._program.binary(), self._most
+        for one, other in zip(self._has[i], self._has[j], strict=True):
+            shared = {one: most, other: most}
+            first = {self._start[i]: 1.0, **self._lasts(i), self._start[j]: -1.0, before: most, **shared}
+            second = {self._start[j]: 1.0, **self._lasts(j), self._start[i]: -1.0, before: -most, **shared}
+            self._program.at_most(first, 3 * most)
+            self._program.at_most(second, 2 * most)
+
+    def solve(self, limit_seconds: float) -> Solution:
+        """See `Program.solve`."""
+        return self._program.solve(limit_seconds)
+
+    def granted(self, solution: Solution) -> tuple[Granted, ...]:
+        """Its devices and its order, the starts computed anew: a solver's are true to its tolerance only."""
+        value = solution.values
+        free = [0.0] * len(self._has[0])
+        found = {}
+        for j in sorted(range(len(self._tables)), key=lambda j: value[self._start[j]]):
+            devices = tuple(g for g, x in enumerate(self._has[j]) if value[x] > 0.5)
+            start, seconds = max(free[g] for g in devices), self._tables[j].seconds[len(devices)]
+            found[j] = Granted(self._tables[j].name, devices, start, seconds)
+            for g in devices:
+                free[g] = start + seconds
+        return tuple(found[j] for j in sorted(found))
+
+
+def _cheapest(table: Table, most_seconds: float) -> tuple[str, int, float]:
+    """(name, devices, seconds) of the fewest device-seconds within the time."""
+    k = min((k for k, s in table.seconds.items() if s <= most_seconds), key=lambda k: (k * table.seconds[k], k))
+    return table.name, k, table.seconds[k]
+
+
+def _listed(jobs: Sequence[tuple[str, int, float]], devices: int) -> tuple[Granted, ...]:
+    """The longest first, each on the devices that are free first."""
+    free = [0.0] * devices
+    found = {}
+    for j in sorted(range(len(jobs)), key=lambda j: -jobs[j][2]):
+        name, k, seconds = jobs[j]
+        taken = sorted(range(devices), key=lambda g: free[g])[:k]
+        start = max(free[g] for g in taken)
+        found[j] = Granted(name, tuple(sorted(taken)), start, seconds)
+        for g in taken:
+            free[g] = start + seconds
+    return tuple(found[j] for j in sorted(found))
+
+
+def _judged(granted: Sequence[Granted], bound: float, how: str) -> SpasePlan:
+    """With its gap; what is within the solver's tolerance is none."""
+    makespan = max(job.start + job.seconds for job in granted)
+    gap = (makespan - bound) / makespan
+    return SpasePlan(tuple(granted), gap if gap > TOLERANCE else 0.0, how)

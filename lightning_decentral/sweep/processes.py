@@ -1,0 +1,173 @@
+"""The processes of a sweep's members: how they start, and how they end with the sweep."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.types import HydraContext, TaskFunction
+
+from lightning_decentral.sweep.member import Entrant, failed, returned, write_record
+
+Run = Callable[[], JobReturn]
+
+
+class Fork:
+    """Starts a member as a copy of this process: at once, and nothing has to be packed."""
+
+    def __init__(self, hydra_context: HydraContext, task_function: TaskFunction) -> None:
+        self._hydra_context, self._task_function = hydra_context, task_function
+
+    def __call__(
+        self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+    ) -> Any:
+        """The started process."""
+
+        def run() -> JobReturn:
+            return run_entrant(self._hydra_context, self._task_function, entrant)
+
+        def main() -> None:
+            lifeline[1].close()
+            live(entrant, environment, lifeline[0], run)
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = multiprocessing.get_context("fork").Process(target=main)
+        process.start()
+        return process
+
+
+class Spawn:
+    """Starts a member as a new interpreter: where this process has threads or a GPU, which no copy of it could use."""
+
+    def __init__(self, hydra_context: HydraContext, task_function: TaskFunction) -> None:
+        self._hydra_context, self._task_function = hydra_context, task_function
+
+    def __call__(
+        self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+    ) -> Any:
+        """The started process."""
+        arguments = (self.packed(entrant), dict(environment), lifeline[0])
+        process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
+        process.start()
+        return process
+
+    def packed(self, entrant: Entrant) -> bytes:
+        """All that the new interpreter needs; functions of a script and within functions by their value.
+
+        Raises:
+            ValueError: cloudpickle is missing.
+        """
+        try:
+            import cloudpickle
+        except ImportError:
+            raise ValueError(
+                "members that can't be forked (GPUs) need cloudpickle: pip install 'lightning-decentral[sweeps]'"
+            ) from None
+        return bytes(cloudpickle.dumps((Singleton.get_state(), self._hydra_context, self._task_function, entrant)))
+
+
+def spawned(packed: bytes, environment: dict[str, str], lifeline: Connection) -> None:
+    """The main function of a new interpreter."""
+    os.environ.update(environment)  # before anything of the user's is imported
+    singletons, hydra_context, task_function, entrant = pickle.loads(packed)
+    Singleton.set_state(singletons)
+    live(entrant, environment, lifeline, lambda: run_entrant(hydra_context, task_function, entrant))
+
+
+def run_entrant(hydra_context: HydraContext, task_function: TaskFunction, entrant: Entrant) -> JobReturn:
+    """The member's run, as Hydra's own launchers run it."""
+    setup_globals()
+    return run_job(
+        hydra_context=hydra_context,
+        task_function=task_function,
+        config=entrant.config,
+        job_dir_key="hydra.sweep.dir",
+        job_subdir_key="hydra.sweep.subdir",
+    )
+
+
+def live(entrant: Entrant, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
+    """The life of a member's process, from its start to its record.
+
+    It leads a session of its own: Ctrl-C reaches the sweep alone, and the end of the sweep, however sudden, reaches the
+    member and all that it has started.
+    """
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background of a shell ignores it
+    os.environ.update(environment)
+    threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
+    redirect(entrant.log)
+    write_record(entrant, attempt(entrant, run))
+    logging.shutdown()
+
+
+def _die_with(lifeline: Connection) -> None:
+    try:
+        lifeline.recv_bytes()
+    except (EOFError, OSError):
+        os.killpg(0, signal.SIGKILL)
+
+
+def redirect(log: Path) -> None:
+    """What this process prints goes to the file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+
+
+def attempt(entrant: Entrant, run: Run) -> JobReturn:
+    """The outcome, whichever way it ends; an interrupted member has none and stays unfinished.
+
+    A program that ends itself with a message, sys.exit("error: ..."), has failed with that message.
+    """
+    try:
+        outcome = run()
+    except SystemExit as ended:
+        if not ended.code:
+            return returned(entrant, JobStatus.COMPLETED, None)
+        print(ended.code, file=sys.stderr)
+        return failed(entrant, RuntimeError(str(ended.code)))
+    except Exception as error:
+        outcome = failed(entrant, error)
+    if outcome.status is JobStatus.FAILED:
+        # Hydra keeps the exception and prints nothing; the sweep gets it without its traceback.
+        traceback.print_exception(outcome._return_value)
+    return outcome
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, a scheduler's Ctrl-C, raises KeyboardInterrupt too."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def kill_group(pid: int) -> None:
+    """The process and all that it has started, as far as they live."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,203 @@
+"""A sweep at work: members as processes, one arbiter that listens to them all, in one thread."""
+
+import os
+import selectors
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+from hydra.core.utils import JobReturn
+
+from lightning_decentral.shared.compute.device import cores
+from lightning_decentral.sweep.member import Entrant, failed, forget_record, read_record
+from lightning_decentral.sweep.plan.arbiter import Arbiter, Orders
+from lightning_decentral.sweep.plan.devices import environment
+from lightning_decentral.sweep.processes import kill_group, terminated_as_interrupted
+from lightning_decentral.sweep.wire.client import Admission, Lines, Message, turn_of, write
+
+# How long interrupted members may take to close their files and runs.
+GRACE_SECONDS = 8.0
+REFRESH_SECONDS = 0.5
+
+
+class Starts(Protocol):
+    """How a member's process comes to be."""
+
+    def __call__(
+        self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+    ) -> Any:
+        """A multiprocessing process, started."""
+
+
+class Watcher(Protocol):
+    """Who is told how the sweep goes."""
+
+    def show(self, sweep: "Sweep") -> None:
+        """From time to time."""
+
+    def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
+        """A member has ended."""
+
+
+class Sweep:
+    """Runs all entrants to their end; those that fail don't stop the others.
+
+    Args:
+        alive: how many members' processes there may be at once.
+    """
+
+    def __init__(
+        self, entrants: Sequence[Entrant], arbiter: Arbiter, starts: Starts, watcher: Watcher, alive: int
+    ) -> None:
+        self.entrants = {entrant.name: entrant for entrant in entrants}
+        self.arbiter, self._starts, self._watcher, self._alive = arbiter, starts, watcher, alive
+        self.outcomes: dict[str, JobReturn] = {}
+        self.processes: dict[str, Any] = {}
+        self._queue = list(entrants)
+        self._seats: dict[str, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._shown = 0.0
+        self.began = time.perf_counter()
+
+    @property
+    def now(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self.began
+
+    def run(self) -> dict[str, JobReturn]:
+        """The outcome of each by its name.
+
+        Raises:
+            KeyboardInterrupt: all members have been ended.
+        """
+        with tempfile.TemporaryDirectory(prefix="sweep-") as folder, socket.socket(socket.AF_UNIX) as listener:
+            self._path = str(Path(folder) / "arbiter")
+            listener.bind(self._path)
+            listener.listen()
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._lifeline = Pipe(duplex=False)
+            for entrant in self._queue:
+                forget_record(entrant)
+            try:
+                with terminated_as_interrupted():
+                    self._work()
+            finally:
+                self._end_all()
+        return self.outcomes
+
+    def _work(self) -> None:
+        while self._queue or self.processes:
+            while self._queue and len(self.processes) < self._alive:
+                self._start(self._queue.pop(0))
+            for key, _ in self._selector.select(min(REFRESH_SECONDS, self.arbiter.rests_seconds(self.now))):
+                if self._selector.get_map().get(key.fd) is key:  # an event before it may have closed it
+                    key.data(key.fileobj)
+            self._obey(self.arbiter.settle(self.now))
+            if self.now - self._shown >= REFRESH_SECONDS:
+                self._look_around()
+                self._shown = self.now
+
+    def _look_around(self) -> None:
+        """A sentinel is silent while a process that the member left behind holds it open."""
+        for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
+            self._ended(self.entrants[name])
+        self._watcher.show(self)
+
+    def _start(self, entrant: Entrant) -> None:
+        member = self.arbiter.join(entrant.name, entrant.width)
+        admission = Admission(
+            socket=self._path,
+            member=entrant.name,
+            width=entrant.width,
+            quantum_seconds=self.arbiter.quantum_seconds if entrant.width == 1 else float("inf"),
+            memory_bytes=self.arbiter.memory_bytes,
+            threads=max(1, cores() // len(self.arbiter.devices)),
+        )
+        process = self._starts(entrant, {**environment(member.home), **admission.variable()}, self._lifeline)
+        self.processes[entrant.name] = process
+        self._selector.register(process.sentinel, selectors.EVENT_READ, lambda _: self._ended(entrant))
+
+    def _ended(self, entrant: Entrant) -> None:
+        process = self.processes.pop(entrant.name)
+        self._selector.unregister(process.sentinel)
+        process.join()
+        if process.exitcode:
+            kill_group(process.pid)
+        self._hang_up(entrant.name)
+        self.arbiter.leave(entrant.name, self.now)
+        outcome = read_record(entrant) or failed(entrant, RuntimeError(f"ended with exit code {process.exitcode}"))
+        self.outcomes[entrant.name] = outcome
+        self._watcher.ended(entrant, outcome)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        lines = Lines(connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(lines))
+
+    def _hear(self, lines: Lines) -> None:
+        try:
+            for message in lines.arrived():
+                self._act(lines, message)
+        except EOFError:
+            self._selector.unregister(lines.connection)
+            lines.connection.close()
+            for name in [name for name, seat in self._seats.items() if seat is lines.connection]:
+                self._leaves_seat(name)
+
+    def _act(self, lines: Lines, message: Message) -> None:
+        """One event of one member."""
+        if message["say"] == "hello":
+            self._seats[message["member"]] = lines.connection
+            return
+        name = next(name for name, seat in self._seats.items() if seat is lines.connection)
+        events: dict[str, Callable[[], object]] = {
+            "request": lambda: self.arbiter.request(name),
+            "renew": lambda: self._renew(name, message),
+            "release": lambda: self.arbiter.give_back(name, turn_of(message), self.now),
+            "left": lambda: self.arbiter.left(name),
+        }
+        events[message["say"]]()
+
+    def _renew(self, name: str, message: Message) -> None:
+        self.arbiter.give_back(name, turn_of(message), self.now)
+        self.arbiter.request(name)
+
+    def _leaves_seat(self, name: str) -> None:
+        """The process that held the device is gone, the member may live on."""
+        del self._seats[name]
+        self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
+        self.arbiter.left(name)
+
+    def _hang_up(self, name: str) -> None:
+        if name in self._seats:
+            seat = self._seats.pop(name)
+            self._selector.unregister(seat)
+            seat.close()
+
+    def _obey(self, orders: Orders) -> None:
+        for name, order in orders:
+            with suppress(OSError):  # it has just died: its sentinel says so next
+                write(self._seats[name], {"order": order.value})
+
+    def _end_all(self) -> None:
+        """Whoever still lives is interrupted as by Ctrl-C, and killed with all it has started when that takes long."""
+        for process in self.processes.values():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)
+        deadline = time.perf_counter() + GRACE_SECONDS
+        try:
+            for process in self.processes.values():
+                process.join(max(0.0, deadline - time.perf_counter()))
+        finally:  # a second Ctrl-C comes here at once
+            for end in self._lifeline:
+                end.close()
+            for process in self.processes.values():
+                kill_group(process.pid)
+                process.join()
+            self._selector.close()

@@ -1,0 +1,236 @@
+"""Between two batches a member of a sweep returns its device and waits for it: a callback that no module notices.
+
+Lightning adds it to every Trainer of a member's process, through its entry points
+(`lightning.pytorch.callbacks_factory`).
+"""
+
+import math
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_decentral.sweep.eviction import Residence
+from lightning_decentral.sweep.plan.arbiter import TurnReport
+from lightning_decentral.sweep.wire.client import Admission, Seat
+
+# A member that waits longer than this for its data between batches leaves the device to others meanwhile.
+IDLE_SECONDS = 0.005
+
+_SEATS: dict[int, Seat] = {}
+
+
+class Gate(Callback):
+    """Takes the device before a batch, returns it after a quantum, at the end of each loop and while data are awaited.
+
+    Raises:
+        ValueError: the trainer starts more workers than devices were granted, or the module needs more memory than
+            its device has.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._residence: Residence | None = None
+        self._trainer: Trainer | None = None
+        self._total = math.inf
+        self._first = (0, 0.0)
+        self._peak_bytes = 0
+        self._batch_end = math.inf
+        self._gap_seconds = 0.0
+
+    # What the seat asks of it.
+
+    def leave(self) -> None:
+        """The training's storages to the host."""
+        self._residence = self._of_training()
+        self._residence.leave()
+
+    def enter(self) -> None:
+        """And back."""
+        if self._residence is not None:
+            self._residence.enter()
+        self._residence = None
+
+    # What Lightning calls.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """On a GPU from here on: the module moves there next."""
+        granted = self._admission.width
+        if trainer.world_size > granted:
+            raise ValueError(
+                f"trainer.devices={trainer.world_size} is larger than the {granted} device(s) granted to this member: "
+                f"write it as a number at trainer.devices of the configuration, or use {granted}"
+            )
+        self._trainer = trainer
+        self._peak_bytes = 0
+        if self._device.type == "cuda":
+            self._limit_cuda()
+            self._take()
+        elif self._admission.threads and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(self._admission.threads)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What the predictions start from, and the first thing known of the memory."""
+        try:
+            self._total = float(trainer.estimated_stepping_batches)
+        except MisconfigurationException:  # accumulation that changes from epoch to epoch
+            self._total = math.inf
+        self._first = (trainer.global_step, self._seat.worked_seconds if trainer.global_rank == 0 else 0.0)
+        if self._admission.memory_bytes is not None:
+            trained = [p for p in pl_module.parameters() if p.requires_grad]
+            gradients = sum(p.numel() * p.element_size() for p in trained)
+            self._refuse_beyond(self._of_training().kept_bytes + gradients)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """With the device from here on."""
+        gap = max(0.0, time.perf_counter() - self._batch_end)
+        self._gap_seconds += 0.2 * (gap - self._gap_seconds)
+        self._take()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Data that take their time are awaited without the device."""
+        if self._admission.memory_bytes is not None and self._active.global_step <= self._first[0] + 1:
+            self._measure()  # gradients beside optimizer state; validation, for one, lets gradients go
+        if self._gap_seconds > IDLE_SECONDS:
+            self._give()
+        self._batch_end = time.perf_counter()
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        """As in training."""
+        self._take()
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        """As in training."""
+        self._take()
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        """As in training."""
+        self._take()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """What comes between loops, checkpoints and logs, needs no device."""
+        self._rest()
+
+    def on_validation_end(self, *_: Any) -> None:
+        """As after an epoch."""
+        self._rest()
+
+    def on_test_end(self, *_: Any) -> None:
+        """As after an epoch."""
+        self._rest()
+
+    def on_predict_end(self, *_: Any) -> None:
+        """As after an epoch."""
+        self._rest()
+
+    def on_train_end(self, *_: Any) -> None:
+        """As after an epoch."""
+        self._rest()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Others go on."""
+        if isinstance(exception, torch.OutOfMemoryError) and self._admission.memory_bytes is not None:
+            raise ValueError(self._too_large(self._measured_bytes())) from exception
+        self._leave_for_good()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lightning has taken the module off the device."""
+        self._leave_for_good()
+
+    # How.
+
+    @property
+    def _active(self) -> Trainer:
+        assert self._trainer is not None, "no Trainer has called setup"
+        return self._trainer
+
+    @property
+    def _device(self) -> torch.device:
+        return self._active.strategy.root_device
+
+    @property
+    def _seat(self) -> Seat:
+        """One per process, whichever of its Trainers asks; forked workers have their own."""
+        if os.getpid() not in _SEATS:
+            _SEATS[os.getpid()] = Seat(self._admission, self)
+        seat = _SEATS[os.getpid()]
+        seat.baggage = self
+        return seat
+
+    def _take(self) -> None:
+        if self._active.global_rank == 0 and not self._seat.fresh:
+            self._seat.take(self._turn() if self._seat.held else TurnReport())
+
+    def _give(self) -> None:
+        """Whoever holds several devices keeps them: its workers would wait for each other."""
+        if self._active.global_rank == 0 and self._admission.width == 1 and self._seat.held:
+            self._seat.give(self._turn())
+
+    def _rest(self) -> None:
+        self._batch_end = math.inf
+        self._give()
+
+    def _leave_for_good(self) -> None:
+        if self._trainer is not None and os.getpid() in _SEATS:
+            with suppress(OSError):  # the sweep itself may have ended
+                self._seat.give(TurnReport(*self._progress()))
+                self._seat.vacate()
+
+    def _turn(self) -> TurnReport:
+        """What it reports with the end of a grant, once the device has done all that it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        progress, remaining = self._progress()
+        if self._admission.memory_bytes is None:
+            return TurnReport(progress, remaining)
+        self._measure()
+        # Before the first update neither gradients nor optimizer state are there to be seen.
+        seen = self._active.state.fn != "fit" or self._active.global_step > self._first[0]
+        return TurnReport(progress, remaining, self._peak_bytes if seen else None, self._of_training().kept_bytes)
+
+    def _progress(self) -> tuple[float | None, float | None]:
+        """(steps / all steps, seconds so far * steps to go / steps so far); steps: optimizer steps of this fit."""
+        if self._active.state.fn != "fit":
+            return 1.0, 0.0
+        step, (first, seconds) = self._active.global_step, self._first
+        if not 0 < self._total < math.inf:
+            return None, None
+        progress = min(1.0, step / self._total)
+        if step <= first:
+            return progress, None
+        return progress, (self._seat.worked_seconds - seconds) * max(0.0, self._total - step) / (step - first)
+
+    def _of_training(self) -> Residence:
+        return Residence(self._active.lightning_module, self._active.optimizers, self._device)
+
+    def _measured_bytes(self) -> int:
+        """The allocator's peak; on a processor, which has none, parameters, gradients and optimizer state."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device)
+        return self._of_training().kept_bytes
+
+    def _measure(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, self._measured_bytes())
+        self._refuse_beyond(self._peak_bytes)
+
+    def _refuse_beyond(self, needed_bytes: int) -> None:
+        memory = self._admission.memory_bytes
+        if memory is not None and needed_bytes > memory:
+            raise ValueError(self._too_large(needed_bytes))
+
+    def _too_large(self, needed_bytes: int) -> str:
+        return (
+            f"this member needs at least {needed_bytes:,} bytes on its device, more than any device of the sweep has "
+            f"(hydra.launcher.memory_bytes={self._admission.memory_bytes}): train it with strategy=spilled, or raise it"
+        )
+
+    def _limit_cuda(self) -> None:
+        """The allocator refuses what the arbiter doesn't know of."""
+        memory = self._admission.memory_bytes
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        if memory is not None and memory < total:
+            torch.cuda.set_per_process_memory_fraction(memory / total, self._device)

@@ -1,0 +1,197 @@
+"""The trainings of a schedule for real: members of a sweep that take a device for each of their batches.
+
+What is timed, and what simulation and run are about, is training steps: evaluation is switched off, and a process's
+start is over before the clock starts.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_module
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.errors import HydraException
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_decentral.shared.compute.device import cores
+from lightning_decentral.sweep import progress as table
+from lightning_decentral.sweep.launcher import refuse_without_gate, starts_on
+from lightning_decentral.sweep.member import Entrant, width_of
+from lightning_decentral.sweep.plan.arbiter import Arbiter
+from lightning_decentral.sweep.plan.devices import slots
+from lightning_decentral.sweep.plan.dispatch import Processor, Queue
+from lightning_decentral.sweep.plan.jobs_file import Training
+from lightning_decentral.sweep.plan.policy import Policy
+from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled, Timing
+from lightning_decentral.sweep.plan.simulation import Spans
+from lightning_decentral.sweep.server import Sweep, Watcher
+
+# So many steps and nothing else: an end of the epochs before them would end the training.
+STEPS_ALONE = ["trainer.max_epochs=-1", "++trainer.limit_val_batches=0", "++trainer.limit_test_batches=0"]
+FIRST, MEASURED = 5, 100  # steps that are measured: one by one, and in all
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Hydra application that trains: its configuration, and what runs it.
+
+    Args:
+        unlogged: words for a run that nobody wants in a log.
+    """
+
+    module: str
+    name: str
+    task: TaskFunction
+    unlogged: tuple[str, ...] = ()
+
+
+def recipes() -> Program:
+    """The program behind `recipes/train.py`."""
+    train = importlib.import_module("lightning_decentral.recipes.train").train
+    return Program("lightning_decentral.conf", "train", train, ("logger=none",))
+
+
+class Trainings:
+    """Measured first, then run.
+
+    Args:
+        devices: so many GPUs, or parts of the processor.
+        folder: gets each training's own, and those of the measurements in `measured`.
+        measured: steps of each, from which the seconds of a step are taken.
+    """
+
+    said = "the trainings themselves, from the moment at which all waited for their first step, without evaluation"
+
+    def __init__(
+        self,
+        trainings: Sequence[Training],
+        devices: int,
+        folder: Path,
+        program: Program,
+        measured: int = MEASURED,
+    ) -> None:
+        if measured <= FIRST:
+            raise ValueError(f"measured must be more than {FIRST} steps, which are slower than others, got {measured}")
+        self._steps = measured
+        self._trainings = sorted(trainings, key=lambda training: training.arrival_seconds)
+        self._devices, self._folder, self._program = devices, folder, program
+
+    @property
+    def announced(self) -> list[str]:
+        """What `queues` is going to do."""
+        unknown = [training.name for training in self._trainings if training.step_seconds is None]
+        line = f"measuring {self._steps} steps of {', '.join(unknown)} in {self._folder / 'measured'} ..."
+        return [line] if unknown else []
+
+    def queues(self) -> list[Queue]:
+        """As the simulation needs them; the seconds of those without a profile are measured, all at once.
+
+        Raises:
+            ValueError: a configuration that can't be, or a training that failed.
+        """
+        profiled = {t.name: [t.step_seconds] * t.steps for t in self._trainings if t.step_seconds is not None}
+        with self._composing():  # mistakes are found before anything runs
+            self._entrants([training for training in self._trainings if training.name in profiled], self._folder, [])
+        found = profiled | self._measured([training for training in self._trainings if training.name not in profiled])
+        return [training.queue(found[training.name]) for training in self._trainings]
+
+    def _measured(self, trainings: Sequence[Training]) -> dict[str, list[float]]:
+        if not trainings:
+            return {}
+        names = self._slots()
+        jobs = [training.name for training in trainings]
+        arbiter = Timing(jobs, names, first=FIRST, steps=self._steps, pinned=_on_gpus(names))
+        words = [*self._program.unlogged, f"trainer.max_steps={self._steps}"]
+        self._through(trainings, arbiter, self._folder / "measured", words)
+        return {training.name: arbiter.steps_of(training.name).seconds(training.steps) for training in trainings}
+
+    def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
+        """When each really ran.
+
+        Raises:
+            ValueError: a training failed, or made fewer steps than it should have.
+        """
+        names = self._slots()
+        arbiter = Scheduled(queues, policy, names, pinned=_on_gpus(names))
+        self._through(self._trainings, arbiter, self._folder, [])
+        return arbiter.ran(devices)
+
+    def _slots(self) -> tuple[str, ...]:
+        gpus = torch.cuda.device_count()
+        there = gpus or cores()
+        if self._devices > there:
+            kind = "GPUs" if gpus else "cores"
+            raise ValueError(
+                f"{self._devices} devices that train need as many {kind}, here are {there}: lower --devices"
+            )
+        return slots(self._devices, gpus)
+
+    def _through(self, trainings: Sequence[Training], arbiter: Arbiter, folder: Path, words: Sequence[str]) -> None:
+        """All processes are alive at once."""
+        refuse_without_gate()
+        with self._composing() as context:
+            entrants = self._entrants(trainings, folder, words)
+            starts = starts_on(arbiter.devices)(context, self._program.task)
+            with table.LiveTable() as live:
+                Sweep(entrants, arbiter, starts, _Strict(live), len(entrants)).run()
+
+    @contextmanager
+    def _composing(self) -> Iterator[HydraContext]:
+        setup_globals()
+        with initialize_config_module(self._program.module, version_base="1.3"):
+            yield HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
+
+    def _entrants(self, trainings: Sequence[Training], folder: Path, words: Sequence[str]) -> list[Entrant]:
+        return [self._entrant(training, number, folder, words) for number, training in enumerate(trainings)]
+
+    def _entrant(self, training: Training, number: int, folder: Path, words: Sequence[str]) -> Entrant:
+        config = self._config(training, [*training.words, *STEPS_ALONE, *words])
+        with open_dict(config):
+            config.hydra.mode = "MULTIRUN"
+            config.hydra.job.id, config.hydra.job.num = str(number), number
+            config.hydra.sweep.dir, config.hydra.sweep.subdir = str(folder.absolute()), training.name
+        width = width_of(config)
+        if width > 1:
+            raise ValueError(
+                f"job {training.name} trains on {width} devices, a piece runs on one: use trainer.devices=1"
+            )
+        return Entrant(training.name, training.words, config, folder.absolute() / training.name)
+
+    def _config(self, training: Training, words: list[str]) -> DictConfig:
+        try:
+            return compose(self._program.name, words, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(f"job {training.name}: {_one_line(error)}") from None
+
+
+@dataclass(frozen=True)
+class _Strict:
+    """A training that fails ends all at once: what the others take without it says nothing about the schedule."""
+
+    inner: Watcher
+
+    def show(self, sweep: Sweep) -> None:
+        self.inner.show(sweep)
+
+    def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
+        self.inner.ended(entrant, outcome)
+        if outcome.status is JobStatus.FAILED:
+            error = outcome._return_value
+            said = f"{type(error).__name__}: {_one_line(error)}"
+            raise ValueError(f"job {entrant.name} failed, {said}; its log: {entrant.log}")
+
+
+def _one_line(error: BaseException) -> str:
+    line: str = importlib.import_module("lightning_decentral.recipes.errors").one_line(error)
+    return line
+
+
+def _on_gpus(names: Sequence[str]) -> bool:
+    return any(name.startswith("cuda") for name in names)

@@ -1,0 +1,173 @@
+"""A member's place in its sweep: it asks the arbiter for its device, and waits until it has it."""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
+
+# In the environment of every process of a member: its Admission.
+VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a member knows of its sweep.
+
+    Args:
+        socket: path of the arbiter's socket.
+        member: its name.
+        width: devices that it was granted.
+        quantum_seconds: after how long it should return a grant.
+        memory_bytes: of its device; None: no limit.
+        threads: processor threads to compute with, on a device that is one.
+    """
+
+    socket: str
+    member: str
+    width: int = 1
+    quantum_seconds: float = 0.25
+    memory_bytes: int | None = None
+    threads: int | None = None
+
+    def variable(self) -> dict[str, str]:
+        """The environment variable that carries it."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str] = os.environ) -> "Admission | None":
+        """Of this process; None outside a sweep."""
+        text = environment.get(VARIABLE)
+        return None if text is None else cls(**json.loads(text))
+
+
+class Baggage(Protocol):
+    """What a member has on its device: it leaves and comes back when it is told to."""
+
+    def leave(self) -> None:
+        """All of it to the host."""
+
+    def enter(self) -> None:
+        """All of it to the device again."""
+
+
+class Seat:
+    """One member's connection to the arbiter.
+
+    Raises:
+        SystemExit: in any wait, when the sweep has ended.
+    """
+
+    def __init__(self, admission: Admission, baggage: Baggage) -> None:
+        self.admission, self.baggage = admission, baggage
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect(admission.socket)
+        self._lines, self._orders = Lines(self._connection), deque[Instruction]()
+        self.held = False
+        self._since = self._before_seconds = 0.0
+        write(self._connection, {"say": "hello", "member": admission.member})
+
+    @property
+    def spent_seconds(self) -> float:
+        """Of the present grant."""
+        return time.perf_counter() - self._since if self.held else 0.0
+
+    @property
+    def worked_seconds(self) -> float:
+        """Of all grants."""
+        return self._before_seconds + self.spent_seconds
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is a grant with time left."""
+        return self.held and self.spent_seconds < self.admission.quantum_seconds
+
+    def take(self, turn: TurnReport) -> None:
+        """Returns with a grant: the present one while it is fresh, otherwise the next one, as the arbiter sees fit."""
+        if not self.fresh:
+            self._end("renew" if self.held else "request", turn)
+            self._await()
+
+    def give(self, turn: TurnReport) -> None:
+        """The device is free for others."""
+        if self.held:
+            self._end("release", turn)
+
+    def vacate(self) -> None:
+        """Nothing of this member is on the device any more."""
+        write(self._connection, {"say": "left"})
+
+    def close(self) -> None:
+        """The member needs no device again."""
+        self._connection.close()
+
+    def _end(self, word: str, turn: TurnReport) -> None:
+        self._before_seconds, self.held = self.worked_seconds, False
+        write(self._connection, {"say": word, **asdict(turn)})
+
+    def _await(self) -> None:
+        try:
+            while not self.held:
+                self._follow(self._next())
+        except BaseException:
+            self.baggage.enter()  # whoever is interrupted while it waits may still save what it has
+            raise
+        self._since = time.perf_counter()
+
+    def _follow(self, order: Instruction) -> None:
+        if order is Instruction.LEAVE:
+            self.baggage.leave()
+            self.vacate()
+        else:
+            self.baggage.enter()
+            self.held = order is Instruction.RUN
+
+    def _next(self) -> Instruction:
+        try:
+            while not self._orders:
+                self._orders.extend(Instruction(message["order"]) for message in self._lines.arrived())
+        except EOFError:
+            sys.exit("the sweep has ended")
+        return self._orders.popleft()
+
+
+def turn_of(message: Mapping[str, Any]) -> TurnReport:
+    """The report in a message of a member."""
+    return replace(TurnReport(), **{key: message[key] for key in asdict(TurnReport()) if key in message})
+
+
+Message = dict[str, Any]
+
+
+def write(connection: socket.socket, message: Message) -> None:
+    """One line."""
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class Lines:
+    """The messages that arrive on one socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._rest = b""
+
+    def arrived(self) -> Iterator[Message]:
+        """Reads once, which may wait, and yields what is whole.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        try:
+            chunk = self.connection.recv(1 << 16)
+        except ConnectionResetError:
+            chunk = b""
+        if not chunk:
+            raise EOFError("the other side has closed the connection")
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        yield from map(json.loads, whole)

@@ -1,0 +1,330 @@
+"""What a codec makes of a message, against brute force, closed forms and torch's own."""
+
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip import (
+    BFloat16,
+    Codec,
+    DifferenceCompression,
+    Float16,
+    Float32,
+    Int8,
+    LowRank,
+    Plain,
+    TopK,
+)
+from lightning_decentral.gossip.compute.codec.codec import Frame, MessageLayout
+from lightning_decentral.gossip.compute.codec.counter_rng import (
+    MIDPOINTS,
+    _gathered,
+    _midpoints,
+    dither,
+    key,
+    longest,
+    shorts,
+    uniform,
+)
+from lightning_decentral.shared.compute.buckets import Bucket, Matrix
+from tests.gossip.codecs import instances, payload, round_trip
+
+CPU = torch.device("cpu")
+TYPES = [torch.float64, torch.float32, torch.bfloat16]
+MATRICES = (Matrix(3, 12, 10), Matrix(130, 2, 3), Matrix(140, 6, 9))
+
+
+def message(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(n, generator=generator) * torch.rand(n, generator=generator)).to(dtype)
+
+
+def formula(codec: Codec, n: int, itemsize: int) -> int:
+    """The bytes that the docstrings promise for n elements without matrices."""
+    match codec:
+        case Plain():
+            return n * itemsize
+        case Float32():
+            return n * min(4, itemsize)
+        case BFloat16() | Float16():
+            return n * min(2, itemsize)
+        case Int8(block=block):
+            return n + 4 * ceil(n / block)
+        case TopK(fraction=fraction, block=block):
+            blocks = [block] * (n // block) + [n % block] * (n % block > 0)
+            return sum(ceil(fraction * b) for b in blocks) * (itemsize + 2)
+        case LowRank():
+            return n * itemsize
+        case DifferenceCompression(inner=inner):
+            return formula(inner, n, itemsize)
+    raise AssertionError(f"give the formula of {codec}")
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 8, 1000, 70_001])
+@pytest.mark.parametrize("codec", instances(), ids=str)
+def test_bytes_follow_the_formula_and_the_payload(codec: Codec, n: int, dtype: torch.dtype) -> None:
+    assert codec.bytes(MessageLayout(n), dtype) == formula(codec, n, dtype.itemsize)
+    assert codec.bytes(MessageLayout(n), dtype) == sum(
+        t.numel() * t.element_size() for t in payload(codec, MessageLayout(n), dtype)
+    )
+
+
+def test_low_rank_bytes_with_matrices() -> None:
+    """12 x 10 and 6 x 9 shrink at rank 2 to 44 and 30 elements; 2 x 3 would grow and stays."""
+    assert LowRank(rank=2).bytes(MessageLayout(200, MATRICES), torch.float32) == 4 * (44 + 30 + 200 - 120 - 54)
+
+
+def test_int8_is_at_least_3_9_times_smaller_than_float32() -> None:
+    assert (
+        Plain().bytes(MessageLayout(10_000), torch.float32) / Int8().bytes(MessageLayout(10_000), torch.float32) >= 3.9
+    )
+
+
+@pytest.mark.parametrize("codec", instances(), ids=str)
+def test_the_message_is_left_alone_and_the_payload_filled(codec: Codec) -> None:
+    sent = message(200)
+    first, second = (round_trip(codec, sent, MessageLayout(200, MATRICES), key=5) for _ in range(2))
+    assert torch.equal(sent, message(200))
+    assert torch.equal(first, second)
+    assert bool(torch.isfinite(first).all())
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [
+    (Plain(), torch.float64), (Float32(), torch.float32), (BFloat16(), torch.bfloat16), (Float16(), torch.float16),
+])  # fmt: skip
+def test_casts_are_torchs(codec: Codec, dtype: torch.dtype) -> None:
+    sent = message(1000, dtype=torch.float64)
+    assert torch.equal(round_trip(codec, sent), sent.to(dtype).double())
+    narrow = sent.to(torch.bfloat16)
+    assert torch.equal(round_trip(codec, narrow), narrow), "a type as small is sent as it is"
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("n", "block"), [(1000, 256), (70_001, 256), (50, 7), (3, 256), (140_000, 65536)])
+def test_int8_against_numpy(n: int, block: int, dtype: torch.dtype) -> None:
+    sent = message(n, dtype=dtype)
+    quantized, scales = payload(Int8(block=block), MessageLayout(n), dtype)
+    Int8(block=block).encode(sent, (quantized, scales), Frame(MessageLayout(n), 3))
+    x = sent.double().numpy()
+    for b in range(ceil(n / block)):
+        part, q = x[b * block : (b + 1) * block], quantized[b * block : (b + 1) * block].double().numpy()
+        assert scales[b] == pytest.approx(np.abs(part).max() / 127, rel=1e-6)
+        assert np.abs(q * float(scales[b]) - part).max() <= float(scales[b]) * (1 + 1e-4)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = quantized.to(wide) * scales.to(wide).repeat_interleave(block)[:n]
+    assert torch.equal(round_trip(Int8(block=block), sent, key=3), expected.to(dtype))
+
+
+def test_int8_is_unbiased() -> None:
+    """The mean over keys is the message: each element's z-score among 10,000 keys is that of a normal sample."""
+    sent, keys = message(512, dtype=torch.float64), 10_000
+    mean = torch.stack([round_trip(Int8(block=16), sent, key=key(k)) for k in range(keys)]).mean(0)
+    scale = sent.view(-1, 16).abs().amax(1).div(127).repeat_interleave(16)
+    fraction = sent / scale - (sent / scale).floor()
+    z = (mean - sent) / (scale * (fraction * (1 - fraction) / keys).sqrt().clamp(min=1e-9))
+    inner = z[(fraction - 0.5).abs() < 0.499]  # the largest of a block has nothing to round
+    assert len(inner) > 400
+    assert float(inner.abs().max()) < 4.5
+    assert 0.75 < float(inner.square().mean()) < 1.25
+
+
+def test_int8_of_extremes() -> None:
+    tiny = torch.full((8,), 1e-45)
+    for sent in (torch.zeros(8), tiny, torch.full((8,), 3e38), torch.tensor([127.0, -127.0, 0.0, 1.0])):
+        for k in range(200):
+            decoded = round_trip(Int8(block=4), sent, key=key(k))
+            assert bool(((decoded - sent).abs() <= sent.abs().max() / 127 * 1.001 + 1.2e-38).all())
+
+
+@pytest.mark.parametrize("n", [64, 1000, 9001])
+@pytest.mark.parametrize(("fraction", "block"), [(0.1, 4096), (0.3, 8), (1.0, 16), (1e-9, 100)])
+def test_top_k_against_sorting(n: int, fraction: float, block: int) -> None:
+    sent = message(n)
+    expected = torch.zeros(n)
+    for start in range(0, n, block):
+        part = range(start, min(start + block, n))
+        for i in sorted(part, key=lambda i: -abs(float(sent[i])))[: ceil(fraction * len(part))]:
+            expected[i] = sent[i]
+    assert torch.equal(round_trip(TopK(fraction=fraction, block=block), sent), expected)
+
+
+def test_top_k_places_reach_the_end_of_the_largest_block() -> None:
+    sent = torch.zeros(65536)
+    sent[[0, 32767, 32768, 65535]] = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    assert torch.equal(round_trip(TopK(fraction=1e-4, block=65536), sent), sent)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_low_rank_is_a_projection_of_each_matrix(dtype: torch.dtype) -> None:
+    """P P^T M: the error is orthogonal to it, a matrix of that rank is reproduced, what is in no matrix is exact."""
+    layout, sent = MessageLayout(200, MATRICES), message(200, dtype=dtype)
+    left, right = message(24, 1, dtype).view(12, 2), message(20, 2, dtype).view(2, 10)
+    sent[140:194] = message(54, 3, dtype)
+    decoded = round_trip(LowRank(rank=2), sent, layout)
+    error, tolerance = (sent - decoded).double(), 0.05 if dtype == torch.bfloat16 else 1e-5
+    for offset, rows, columns in (MATRICES[0], MATRICES[2]):
+        part = slice(offset, offset + rows * columns)
+        assert float(error[part] @ decoded[part].double()) == pytest.approx(0, abs=tolerance)
+        singular = torch.linalg.svdvals(sent[part].double().view(rows, columns))
+        assert float(error[part].norm()) >= float(singular[2:].norm()) * (1 - tolerance)
+        assert 0 < float(error[part].norm()) < float(sent[part].double().norm())
+    outside = torch.tensor([i for i in range(200) if not 3 <= i < 123 and not 140 <= i < 194])
+    assert torch.equal(decoded[outside], sent[outside])
+    sent[3:123] = (left @ right).view(-1)
+    torch.testing.assert_close(
+        round_trip(LowRank(rank=2), sent, layout)[3:123], sent[3:123], rtol=tolerance, atol=tolerance
+    )
+
+
+def test_buckets_know_their_matrices() -> None:
+    """Rows are the slowest dimension in memory, so that channels_last kernels and transposed weights stay matrices."""
+    parameters = [
+        torch.nn.Parameter(torch.randn(3)),
+        torch.nn.Parameter(torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)),
+        torch.nn.Parameter(torch.randn(5, 7).T),
+        torch.nn.Parameter(torch.randn(2, 2, dtype=torch.float32)),
+    ]
+    bucket = Bucket(parameters)
+    assert [(m.rows, m.columns) for m in bucket.matrices] == [(4, 18), (5, 7), (2, 2)]
+    kernel, transposed, last = (
+        bucket.flat[m.offset : m.offset + m.rows * m.columns].view(m.rows, m.columns) for m in bucket.matrices
+    )
+    assert torch.equal(kernel, parameters[1].permute(0, 2, 3, 1).reshape(4, 18))
+    assert torch.equal(transposed, parameters[2].T)
+    assert torch.equal(last, parameters[3])
+
+
+@pytest.mark.parametrize("inner", [Int8(block=8), TopK(fraction=0.1, block=50), LowRank(rank=1), BFloat16()], ids=str)
+def test_differences_vanish(inner: Codec) -> None:
+    """The hearer of a message that stays gets to know it to rounding."""
+    codec, layout, sent = DifferenceCompression(inner), MessageLayout(200, MATRICES), message(200, dtype=torch.float64)
+    estimate, decoded = torch.zeros_like(sent), torch.empty_like(sent)
+    errors = []
+    for step in range(60):
+        frame = Frame(layout, key(step), estimate)
+        parts = payload(codec, layout, sent.dtype)
+        codec.encode(sent, parts, frame)
+        codec.decode(parts, decoded, frame)
+        estimate.copy_(decoded)
+        errors.append(float((decoded - sent).norm()))
+    assert errors[0] > 1e-3
+    assert errors[-1] < 1e-8
+    assert all(b <= a + 1e-12 for a, b in pairwise(errors))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 5, 130, 131, 199])
+@pytest.mark.parametrize("codec", instances(), ids=str)
+def test_what_is_not_finite_decodes_to_what_is_not_finite(codec: Codec, place: int, bad: float) -> None:
+    """Small integers, chosen places and factors hide nothing."""
+    sent = message(200)
+    sent[place] = bad
+    assert not bool(torch.isfinite(round_trip(codec, sent, MessageLayout(200, MATRICES))).all())
+
+
+def test_noise_is_uniform_and_a_function_of_key_and_place() -> None:
+    n = longest(CPU)
+    first, again, other = shorts(n, key(1), CPU), shorts(n, key(1), CPU), shorts(n, key(2), CPU)
+    assert torch.equal(first, again)
+    assert torch.equal(first[:100], shorts(100, key(1), CPU))
+    counts = torch.histc(first.double(), 256, -32768, 32767)
+    chi_squared = float(((counts - n / 256).square() / (n / 256)).sum())
+    assert 150 < chi_squared < 380  # 255 degrees of freedom: beyond by less than 1e-5 on either side
+    for a, b in ((first, other), (first[1:], first[:-1]), (first[2:], first[:-2]), (first[256:], first[:-256])):
+        assert abs(float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])) < 5 / n**0.5
+    assert len({key(a, b) for a in range(50) for b in range(50)}) == 2500
+    wide = uniform(300, 500, key(3), torch.zeros((), dtype=torch.float64))
+    assert wide.shape == (300, 500)
+    assert float(wide.abs().max()) < 0.5
+    assert len(torch.unique(wide[:, :10])) > 2900
+
+
+def test_dither_is_uniform_and_a_function_of_key_and_place() -> None:
+    piece, number = 60_000, 250_000
+    ends = [*range(0, number, piece), number]
+
+    def noise(k: int) -> Tensor:
+        return torch.cat([dither(number, k, piece, CPU)(a, b) for a, b in pairwise(ends)])
+
+    first, again, other = noise(key(1)), noise(key(1)), noise(key(2))
+    assert torch.equal(first, again)
+    assert torch.equal(first[130_000:140_000], dither(number, key(1), piece, CPU)(130_000, 140_000))
+    counts = torch.histc(first.double(), 256, -0.5, 0.5)
+    assert float((counts / (number / 256) - 1).abs().max()) < 0.25
+    for a, b in ((first, other), *((first[d:], first[:-d]) for d in (1, 2, 256, piece))):
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / MIDPOINTS**0.5
+    starts = torch.tensor([5, MIDPOINTS - 1, 60_000, 7, 9], dtype=torch.int32)
+    views = torch.cat([_midpoints(CPU)[s : s + piece] for s in starts.tolist()])
+    for start, stop in ((0, number), (70_000, number), (120_000, 180_000), (249_990, number)):
+        assert torch.equal(_gathered(_midpoints(CPU), starts, piece, start, stop), views[start:stop])
+
+
+def test_each_midpoint_of_the_dither_is_as_likely() -> None:
+    """Of one place, over the places that a piece may begin at: exactly."""
+    first, again = _midpoints(CPU).split(MIDPOINTS)
+    assert torch.equal(first, again)
+    assert torch.equal(first.sort().values, (torch.arange(MIDPOINTS) + 0.5) / 2**16 - 0.5)
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=str)
+def test_the_dither_does_not_follow_the_default_type(default: torch.dtype) -> None:
+    """Half precision changes it for as long as a training step takes, in every thread."""
+    expected = _midpoints(CPU)
+    _midpoints.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(_midpoints(CPU), expected)
+        assert _midpoints(CPU).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _midpoints.cache_clear()
+
+
+@pytest.mark.parametrize("n", [1000, 70_001])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("codec", instances(), ids=str)
+def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch.dtype, n: int) -> None:
+    sent, layout = message(n, dtype=dtype), MessageLayout(n)
+    estimate = message(n, dtype=dtype).flip(0) if codec.remembers else None
+    one, two = payload(codec, layout, dtype), payload(codec, layout, dtype)
+    replaced, decoded = sent.clone(), torch.empty_like(sent)
+    codec.encode(sent, one, Frame(layout, 3, estimate))
+    codec.decode(one, decoded, Frame(layout, 0, estimate))
+    codec.replace(replaced, two, Frame(layout, 3, estimate))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert torch.equal(replaced, decoded)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: TopK(fraction=0), r"fraction must be in \(0, 1\], got 0"),
+        (lambda: TopK(fraction=1.5), r"fraction must be in \(0, 1\], got 1.5"),
+        (lambda: TopK(fraction=float("nan")), r"fraction must be in \(0, 1\], got nan"),
+        (lambda: TopK(block=0), r"block must be in 1 .. 65536, got 0"),
+        (lambda: Int8(block=0), r"block must be in 1 .. 65536, got 0: 256"),
+        (lambda: Int8(block=65537), r"block must be in 1 .. 65536, got 65537"),
+        (lambda: LowRank(rank=0), r"rank must be at least 1, got 0"),
+        (lambda: DifferenceCompression(DifferenceCompression(Int8())), r"remembers by itself.*unwrap"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(build: object, text: str) -> None:
+    with pytest.raises(ValueError, match=text) as error:
+        build()  # type: ignore[operator]
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("codec", instances(), ids=str)
+def test_only_plain_takes_what_is_not_real_floating_point(codec: Codec, dtype: torch.dtype) -> None:
+    if codec == Plain():
+        assert codec.bytes(MessageLayout(10), dtype) == 10 * dtype.itemsize
+        return
+    said = rf"{type(codec).__name__} encodes real floating-point numbers, got {dtype}: use Plain\(\)"
+    with pytest.raises(ValueError, match=said):
+        codec.bytes(MessageLayout(10), dtype)

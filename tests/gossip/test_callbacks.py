@@ -1,0 +1,279 @@
+"""What users watch: of a strategy whose numbers are known, and of two gossiping workers against their own records."""
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import wandb
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from torch import Tensor
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip import (
+    Auto,
+    CommunicationMonitor,
+    ConsensusControl,
+    ConsensusMonitor,
+    DifferenceCompression,
+    Gossip,
+    Int8,
+    MixingMonitor,
+    StartSummary,
+    WorkerLossMonitor,
+)
+from lightning_decentral.gossip import callbacks as watchers
+from lightning_decentral.gossip.compute.codec.counter_rng import dither, key
+from lightning_decentral.gossip.plan.weights import mixing_matrix
+from lightning_decentral.shared import Rows, WandbPerWorker
+from tests.gossiping import Scripted
+from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
+from tests.wandb_file import history, run, settings
+
+SIZE, STEPS, DIM = 2, 24, 5
+Array = np.ndarray[Any, Any]
+
+
+class Remembering(Quadratic):
+    """Keeps the loss of every batch, and writes them to `folder/loss-rank.pt` if it has a folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__(dim=DIM)
+        self.folder = folder
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_end(self) -> None:
+        if self.folder:
+            torch.save(self.losses, self.folder / f"loss-{self.global_rank}.pt")
+
+
+def fit(
+    tmp_path: Path, *callbacks: Callback, strategy: Any = None, **options: Any
+) -> tuple[Trainer, Remembering, dict[int, Any]]:
+    """Trainer, module and logged rows by step of 12 updates with one worker."""
+    rows, module = Rows(tmp_path), Remembering()
+    settings = {**QUIET, "max_steps": 12, "logger": rows, "log_every_n_steps": 10**6, **options}
+    trainer = Trainer(strategy=strategy or Scripted(), callbacks=list(callbacks), **settings)
+    trainer.fit(module)
+    return trainer, module, {int(row["step"]): row for row in rows.rows}
+
+
+@pytest.mark.parametrize("every", [1, 4, 5])
+def test_consensus_is_measured_at_multiples_and_logged_there(tmp_path: Path, every: int) -> None:
+    trainer, _, rows = fit(tmp_path, ConsensusMonitor(every_n_steps=every))
+    expected = list(range(every, 13, every))
+    assert trainer.strategy.asked == expected
+    assert {s: r["gossip/consensus_distance"] for s, r in rows.items()} == {r - 1: r / 10 for r in expected}
+    assert {s: r["gossip/consensus_distance_relative"] for s, r in rows.items()} == {r - 1: r / 1000 for r in expected}
+
+
+def test_accumulated_batches_are_no_steps(tmp_path: Path) -> None:
+    trainer, _, _ = fit(tmp_path, ConsensusMonitor(every_n_steps=3), accumulate_grad_batches=4)
+    assert trainer.strategy.asked == [3, 6, 9, 12]
+
+
+def test_waiting_is_per_step_since_the_last_row_and_bytes_are_cumulative(tmp_path: Path) -> None:
+    _, _, rows = fit(tmp_path, CommunicationMonitor(every_n_steps=4))
+    assert {s: r["gossip/wait_seconds"] for s, r in rows.items()} == {
+        3: 16 / 4,
+        7: (64 - 16) / 4,
+        11: (144 - 64) / 4,
+    }
+    assert [r["gossip/in_flight_seconds"] for r in rows.values()] == [3, 3, 3]
+    assert [r["gossip/bytes_sent"] for r in rows.values()] == [400, 800, 1200]
+    assert [r["gossip/refused_messages"] for r in rows.values()] == [1, 2, 3]
+
+
+def test_how_a_worker_mixes_is_logged_by_name(tmp_path: Path) -> None:
+    trainer, _, rows = fit(tmp_path, MixingMonitor(every_n_steps=4))
+    assert {s: r["gossip/mixing_rate"] for s, r in rows.items()} == {3: 1 / 5, 7: 1 / 9, 11: 1 / 13}
+    assert [r["gossip/delay"] for r in rows.values()] == [2, 2, 2]
+    assert trainer.progress_bar_metrics["gossip/mixing_rate"] == pytest.approx(1 / 13)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_workers_loss_is_the_mean_over_its_batches_since_the_last_row(tmp_path: Path, accumulate: int) -> None:
+    _, module, rows = fit(tmp_path, WorkerLossMonitor(every_n_steps=5), accumulate_grad_batches=accumulate)
+    batches = 5 * accumulate
+    chunks = [module.losses[:batches], module.losses[batches : 2 * batches]]
+    assert {s: r["worker/0/loss"] for s, r in rows.items()} == pytest.approx(
+        {4: sum(chunks[0]) / batches, 9: sum(chunks[1]) / batches}, rel=1e-12
+    )
+
+
+def test_the_bar_shows_distance_and_waiting_and_callbacks_may_monitor_all(tmp_path: Path) -> None:
+    trainer, _, _ = fit(tmp_path, ConsensusMonitor(every_n_steps=3), CommunicationMonitor(every_n_steps=3))
+    shown = {key for key in trainer.progress_bar_metrics if key != "v_num"}
+    assert shown == {"gossip/consensus_distance", "gossip/wait_seconds"}
+    assert float(trainer.callback_metrics["gossip/consensus_distance_relative"]) == pytest.approx(0.012)
+
+
+def test_the_summary_is_printed_and_kept_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, StartSummary(), logger=CSVLogger(tmp_path, name=None, version=""))
+    assert "scripted" in capsys.readouterr().out
+    kept = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+    assert kept["gossip/topology"] == "scripted"
+
+
+def test_under_another_strategy_nothing_is_logged_or_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = [
+        ConsensusMonitor(every_n_steps=1),
+        CommunicationMonitor(every_n_steps=1),
+        MixingMonitor(every_n_steps=1),
+        WorkerLossMonitor(every_n_steps=1),
+    ]
+    _, _, rows = fit(tmp_path, *every, StartSummary(), strategy="auto")
+    assert rows == {}
+    assert "topology" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("monitor", [ConsensusMonitor, CommunicationMonitor, MixingMonitor, WorkerLossMonitor])
+def test_measuring_every_0_steps_is_refused(monitor: Callable[..., Callback]) -> None:
+    with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
+        monitor(every_n_steps=0)
+
+
+@pytest.mark.parametrize("outputs", [None, {}, {"other": 1}])
+def test_a_training_step_without_loss_is_no_error(outputs: Any) -> None:
+    assert watchers._loss(outputs) == []
+
+
+# ---- two gossiping workers --------------------------------------------------------------------------------------
+
+
+def csv_logger(folder: Path) -> Logger:
+    return CSVLogger(folder, name=None, version="")
+
+
+def wandb_logger(folder: Path) -> Logger:
+    logger = WandbLogger(save_dir=folder, offline=True, project="one-run")
+    logger.log_hyperparams({"recipe": "tiny"})  # begins the run here, before the workers start
+    return logger
+
+
+def wandb_per_worker(folder: Path) -> Logger:
+    logger = WandbPerWorker(save_dir=str(folder), offline=True, project="runs", group="together")
+    logger.log_hyperparams({"recipe": "tiny"})
+    return logger
+
+
+def train(folder: Path, make_logger: Callable[[Path], Logger]) -> None:
+    """A fit of two forked workers, watched every 4 steps; each records its parameters and losses by itself."""
+    watched: list[Callback] = [Record(folder), StartSummary()]
+    kinds = (ConsensusMonitor, CommunicationMonitor, MixingMonitor, WorkerLossMonitor)
+    watched += [kind(every_n_steps=4) for kind in kinds]
+    options = {**QUIET, "logger": make_logger(folder), "max_steps": STEPS, "devices": SIZE}
+    Trainer(strategy="gossip_fork", callbacks=watched, **options).fit(Remembering(folder))
+    wandb.finish()
+
+
+def worker_losses(folder: Path, rank: int) -> dict[int, float]:
+    """step -> mean of the last 4 losses, from the worker's own record."""
+    losses = torch.load(folder / f"loss-{rank}.pt")
+    return {end - 1: sum(losses[end - 4 : end]) / 4 for end in range(4, STEPS + 1, 4)}
+
+
+def distances(folder: Path) -> dict[int, float]:
+    """step -> sqrt(mean_i ||x_i - xbar||^2), from all workers' records."""
+    x = recorded(folder, SIZE)
+    apart = (x - x.mean(dim=1, keepdim=True)).square().sum(dim=2).mean(dim=1).sqrt()
+    return {end - 1: float(apart[end - 1]) for end in range(4, STEPS + 1, 4)}
+
+
+def column(rows: list[dict[str, Any]], key: str, step: str) -> dict[int, float]:
+    return {int(row[step]): float(row[key]) for row in rows if row.get(key) not in (None, "")}
+
+
+def assert_all_is_there(folder: Path, rows: list[dict[str, Any]], step: str) -> None:
+    for rank in range(SIZE):
+        assert column(rows, f"worker/{rank}/loss", step) == pytest.approx(worker_losses(folder, rank))
+    assert column(rows, "gossip/consensus_distance", step) == pytest.approx(distances(folder))
+    sent = column(rows, "gossip/bytes_sent", step)
+    (per_step,) = {sent[s] / (s + 1) for s in sent}
+    assert 0 <= per_step - DIM * 8 <= 256  # one neighbour, float64; padding, a round number and a verdict travel along
+    assert sorted(sent) == list(range(3, STEPS, 4))
+    assert all(value >= 0 for value in column(rows, "gossip/wait_seconds", step).values())
+    assert set(column(rows, "gossip/refused_messages", step).values()) == {0}
+    assert column(rows, "gossip/mixing_rate", step) == dict.fromkeys(range(3, STEPS, 4), 1.0)
+    assert column(rows, "gossip/delay", step) == dict.fromkeys(range(3, STEPS, 4), 1.0)
+
+
+def test_two_workers_in_the_csv(tmp_path: Path) -> None:
+    in_processes(train, tmp_path, csv_logger)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "metrics.csv").read_text())))
+    assert_all_is_there(tmp_path, rows, "step")
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["gossip/workers"] == "2"
+
+
+def train_encoded(folder: Path) -> None:
+    strategy = GossipStrategy(
+        start_method="fork",
+        codec=DifferenceCompression(Int8(block=16)),
+        combine=ConsensusControl(target=0.05, most=1, probe=1, lag=1, inner=Gossip(rate=0.5)),
+    )
+    watched: list[Callback] = [Record(folder), MixingMonitor(every_n_steps=1)]
+    options = {**QUIET, "logger": csv_logger(folder), "max_steps": 12, "devices": SIZE}
+    Trainer(strategy=strategy, callbacks=watched, **options).fit(Remembering())
+
+
+def rounded(difference: Array, rank: int, step: int) -> Array:
+    """Int8 of one block of 16, floor(d / scale + u), in plain numpy but for the noise."""
+    u = dither(16, key(rank, step, 0, 0), 2**16, torch.device("cpu"))(0, 16).double().numpy() + 0.5
+    scale = float(np.float32(np.abs(difference).max()) / np.float32(127))
+    return np.minimum(np.floor(difference / scale + u[:DIM]), 127) * scale
+
+
+def test_rate_target_codec_error_and_delay_of_two_workers_that_encode(tmp_path: Path) -> None:
+    """A message of the overlapped order is what was recorded: recompute what was lost of it, and how far they were."""
+    in_processes(train_encoded, tmp_path)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "metrics.csv").read_text())))
+    steps, x = range(12), recorded(tmp_path, SIZE).numpy()
+    known = np.repeat(Quadratic(dim=DIM).x.detach().numpy()[None], SIZE, axis=0)
+    errors, distances = {}, {}
+    for step in steps:
+        decoded = known + np.stack([rounded(x[step, rank] - known[rank], rank, step) for rank in range(SIZE)])
+        lost, sent = np.linalg.norm(x[step, 0] - decoded[0]), np.linalg.norm(x[step, 0] - known[0])
+        errors[step] = lost / sent if step in (0, 1, 2, 4, 8) else errors[step - 1]
+        moved = mixing_matrix(Auto(), SIZE, step) @ decoded - decoded
+        distances[step + 2] = float(np.linalg.norm(moved) / np.linalg.norm(decoded))
+        known = decoded
+    assert len(set(errors.values())) == 5
+    assert column(rows, "gossip/codec_error", "step") == pytest.approx(errors, rel=1e-6)
+    assert column(rows, "gossip/consensus_measured", "step") == pytest.approx(
+        {step: distance for step, distance in distances.items() if step in steps}, rel=1e-6
+    )
+    assert column(rows, "gossip/consensus_target", "step") == dict.fromkeys(steps, 0.05)
+    assert column(rows, "gossip/mixing_rate", "step") == dict.fromkeys(steps, 0.5)
+    assert column(rows, "gossip/delay", "step") == dict.fromkeys(steps, 1.0)
+
+
+def test_two_workers_in_one_wandb_run(tmp_path: Path) -> None:
+    in_processes(train, tmp_path, wandb_logger)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert_all_is_there(tmp_path, history(file), "trainer/global_step")
+    assert settings(file)["recipe"] == "tiny"
+    assert settings(file)["gossip/workers"] == "2"
+
+
+def test_one_wandb_run_per_worker(tmp_path: Path) -> None:
+    in_processes(train, tmp_path, wandb_per_worker)
+    files = {run(file).display_name: file for file in tmp_path.glob("wandb/offline-run-*/*.wandb")}
+    assert sorted(files) == ["worker 0", "worker 1"]
+    assert {run(file).run_group for file in files.values()} == {"together"}
+    assert_all_is_there(tmp_path, history(files["worker 0"]), "trainer/global_step")
+    other = history(files["worker 1"])
+    assert column(other, "gossip/consensus_distance", "trainer/global_step") == pytest.approx(distances(tmp_path))
+    assert settings(files["worker 1"])["recipe"] == "tiny"

@@ -1,0 +1,241 @@
+"""On a device the host only queues: a round of any rule and codec makes it wait for nothing.
+
+The neighbour is a mirror, which says what it hears, so that one device is enough. On the host the same rounds run, too.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip import (
+    Coding,
+    Combine,
+    Complete,
+    ConsensusControl,
+    DifferenceCompression,
+    Every,
+    Gossip,
+    Int8,
+    LowRank,
+    MetropolisHastings,
+    Plain,
+    PowerGossip,
+    RandomMatching,
+    TopK,
+    Tree,
+)
+from lightning_decentral.gossip.wire.consensus import Gauge
+from lightning_decentral.gossip.wire.hierarchical import GatherExchange
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.compute.buckets import Matrix
+from lightning_decentral.shared.compute.device import AsyncRead, beside
+from lightning_decentral.shared.wire.pending import Pending, Together
+from lightning_decentral.shared.wire.transport import Message, Transport
+from tests.backends import Backend
+from tests.gossip.rules import instances, works
+from tests.gossip.wire.test_exchange import Row
+
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+CODECS: list[Coding] = [
+    Plain(),
+    Int8(block=16),
+    DifferenceCompression(Int8(block=16)),
+    DifferenceCompression(TopK(fraction=0.5, block=16)),
+    DifferenceCompression(LowRank(rank=1)),
+    PowerGossip(rank=1),
+]
+
+
+class Doubled:
+    """tensor <- 2 tensor; as NCCL's, the wait is the current stream's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor.mul_(2)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event:
+            self._event.wait()
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+
+class Twin(Transport):
+    """Place 0 of an island of two. The other's part is this one's; both come back with 1 added, late on a device."""
+
+    def __init__(self, device: torch.device, cycles: int = 0) -> None:
+        self.group, self.rank, self.size = None, 0, 2
+        self.queued = device.type == "cuda"  # type: ignore[misc]
+        self._cycles = cycles
+
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+        if whole.is_cuda:
+            torch.cuda._sleep(self._cycles)
+        whole.view(2, -1).copy_(part + 1)
+        return Together([])
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        raise AssertionError("within an island nobody exchanges, all gather")
+
+
+class Mirror(Transport):
+    """Worker 0 of two; worker 1 sends what it is sent."""
+
+    def __init__(self) -> None:
+        self.group, self.rank, self.size = None, 0, 2
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        for receive, send in zip(receives, sends, strict=True):
+            assert (receive.peer, receive.tag) == (send.peer, send.tag)
+            receive.tensor.copy_(send.tensor)
+        return [], []
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return Doubled(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        return Together([])
+
+
+@contextmanager
+def without_waiting(device: str) -> Iterator[None]:
+    """Whatever makes the host wait for the device is an error."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def rounds(rule: Combine, codec: Coding, device: str) -> Tensor:
+    """Parameters after four rounds to get warm in and five more in which the host doesn't wait."""
+    topology = next(t for t in (RandomMatching(rounds=1), Tree(), Every(2, Tree())) if works(rule, t, 2, 1))
+    x = torch.linspace(-1, 1, 64, device=device)
+    transport = Mirror()
+    exchange = PeerExchange(topology, rule.weights, transport, x.device, codec)
+    mixer = Mixer([], rule, exchange, 1, Gauge(rule.lag, transport.all_reduce))
+    mixer.extend([Row(x)], [(Matrix(4, 6, 8),)])
+    for _ in range(4):
+        mixer.step(0.1)
+    with without_waiting(device):
+        for _ in range(5):
+            x.sub_(x, alpha=0.1)
+            mixer.step(0.1)
+    return x
+
+
+@every_device
+@pytest.mark.parametrize("rule", instances(), ids=str)
+def test_no_rule_makes_the_host_wait(rule: Combine, device: str) -> None:
+    assert bool(torch.isfinite(rounds(rule, Plain(), device)).all())
+
+
+@every_device
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_no_codec_makes_the_host_wait(codec: Coding, device: str) -> None:
+    """Nor its error, which is measured in rounds 0, 1, 2, 4 and 8."""
+    assert bool(torch.isfinite(rounds(Gossip(rate=0.3), codec, device)).all())
+
+
+@every_device
+def test_a_mirrored_worker_only_descends(device: str) -> None:
+    """x <- 0.9 x five times, as nothing it hears differs from what it is."""
+    found = rounds(Gossip(rate=0.5), Plain(), device).cpu()
+    torch.testing.assert_close(found, 0.9**5 * torch.linspace(-1, 1, 64), rtol=1e-6, atol=1e-6)
+
+
+def island_rounds(codec: Coding, delay: int, device: torch.device, inside: Transport) -> Tensor:
+    """Of one device of an island of two, before and after each of six steps: half the weight is the mirror's."""
+    half = torch.linspace(-1, 1, 32, dtype=torch.float64, device=device)
+    row = Row(torch.cat([half, half]))
+    peers = PeerExchange(Complete(), MetropolisHastings(), Mirror(), device, codec)
+    mixer = Mixer([row], Gossip(rate=0.3), GatherExchange(peers, inside, device, codec != Plain()), delay)
+    path = [row.flat.clone()]
+    for step in range(6):
+        with without_waiting(device.type if step > 2 else "cpu"):
+            row.flat.sub_(row.flat, alpha=0.1)
+            mixer.step()
+            path.append(row.flat.clone())
+    return torch.stack(path).cpu()
+
+
+@every_device
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_what_an_island_gathers_lands_where_its_rule_says(delay: int, device: str) -> None:
+    """x <- 0.9 x, and 0.3 (x + 1 - x) from where the first round lands."""
+    where = torch.device(device)
+    x, expected = torch.linspace(-1, 1, 32, dtype=torch.float64).repeat(2), []
+    for step in range(7):
+        expected.append(x)
+        x = 0.9 * x + 0.3 * (step >= delay)
+    path = island_rounds(Plain(), delay, where, Twin(where, cycles=10**7))
+    torch.testing.assert_close(path, torch.stack(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", [Plain(), DifferenceCompression(Int8(block=16))], ids=str)
+def test_an_island_on_a_device_equals_one_on_the_host(codec: Coding) -> None:
+    host, device = torch.device("cpu"), torch.device("cuda")
+    path = island_rounds(codec, 1, device, Twin(device, cycles=10**7))
+    torch.testing.assert_close(path, island_rounds(codec, 1, host, Twin(host)))
+
+
+@pytest.mark.gpu
+def test_the_step_goes_on_while_an_island_gathers() -> None:
+    device = torch.device("cuda")
+    peers = PeerExchange(Complete(), MetropolisHastings(), Mirror(), device)
+    message = torch.ones(64, device=device)
+    land = GatherExchange(peers, Twin(device, cycles=10**9), device).start([message], 0)
+    step, gathered = torch.cuda.Event(), torch.cuda.Event()
+    step.record()
+    (mixed,) = land()
+    gathered.record()
+    step.synchronize()
+    assert not gathered.query()
+    assert mixed.tolist() == [2.0] * 64
+
+
+def plain_island(transport: Transport) -> Tensor:
+    return island_rounds(Plain(), 1, torch.device("cuda", transport.rank), transport)
+
+
+@pytest.mark.multigpu
+def test_an_island_of_two_devices_gathers_beside_the_step() -> None:
+    """0.9^t x: both have the same, so nothing that is mixed differs from what was sent."""
+    half = torch.linspace(-1, 1, 32, dtype=torch.float64)
+    expected = 0.9 ** torch.arange(7).unsqueeze(1) * torch.cat([half, half])
+    for path in Backend("nccl", "cuda").world(2, plain_island):
+        torch.testing.assert_close(path, expected)
+
+
+@every_device
+def test_a_distance_is_read_lag_steps_later(device: str) -> None:
+    gauge = Gauge(2, Mirror().all_reduce)
+    read = []
+    for step in range(5):
+        gauge.tell(torch.tensor([float(step), 4.0], dtype=torch.float64, device=device))
+        read.append(gauge.distance)
+    assert [math.isnan(distance) for distance in read] == [True, True, False, False, False]
+    assert read[2:] == pytest.approx([0.0, 0.5, math.sqrt(0.5)])
+    rule = ConsensusControl(target=1.0)
+    assert (rule.rounds(read[0], 0), rule.rounds(2.0, 0)) == (0, rule.most)
+
+
+@every_device
+def test_a_number_arrives(device: str) -> None:
+    tensor = torch.arange(3.0, device=device)
+    with beside(tensor.device):
+        arriving = AsyncRead(tensor)
+    assert arriving.on_host == (device == "cpu")
+    assert arriving.read().tolist() == [0.0, 1.0, 2.0]

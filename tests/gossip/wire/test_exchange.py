@@ -1,0 +1,262 @@
+"""LAW: a run on the wire equals the simulation step for step, for every topology, rule and delay."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip import (
+    Combine,
+    Complete,
+    Every,
+    Gossip,
+    MetropolisHastings,
+    Own,
+    Ring,
+    Topology,
+    Weights,
+    simulate,
+)
+from lightning_decentral.gossip.compute.integrity import LAG
+from lightning_decentral.gossip.plan.traffic import partitions
+from lightning_decentral.gossip.plan.weights import mixing_matrix
+from lightning_decentral.gossip.wire.clique import CliqueExchange
+from lightning_decentral.gossip.wire.consensus import Gauge
+from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.overlap import beside
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.wire.transport import Transport
+from tests.backends import Backend, every_backend
+from tests.gossip.rules import covering
+from tests.gossip.topologies import every_topology
+
+pytestmark = pytest.mark.threads
+
+CPU = Backend("cpu", "cpu")
+STEPS = 9
+DIM = 17
+PLACES = (0, 5, 16, DIM)  # the last bucket is short, so that rounds overlap in it
+
+
+@dataclass
+class Row:
+    flat: Tensor
+
+    def adopt(self) -> None:
+        """Nothing else holds it."""
+
+
+def gradient(x: Tensor, step: int) -> Tensor:
+    """Of a quadratic with another minimum and curvature for each worker, and a term that depends on the step."""
+    rank = torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1)
+    return (1 + 0.1 * rank) * (x - rank - 0.3 * step)
+
+
+def exchange_of(
+    transport: Transport, device: torch.device, topology: Topology, weights: Weights | None = None, delay: int = 0
+) -> Exchange:
+    return beside(PeerExchange(topology, weights or Own(), transport, device), device, delay)
+
+
+def clique_exchange_of(transport: Transport, device: torch.device, topology: Topology, delay: int = 0) -> Exchange:
+    cliques = partitions(topology, Own(), transport.size)
+    assert cliques is not None
+    exchange = CliqueExchange(cliques, {tuple(range(transport.size)): transport}, transport.rank, device)
+    return beside(exchange, device, delay)
+
+
+def descend(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any, transport: Transport) -> Tensor:
+    """One worker's trajectory [steps + 1, dim], with three buckets where the simulation has one."""
+    rank, device = transport.rank, backend.device(transport.rank)
+    buckets = [Row(x0[rank, a:b].to(device)) for a, b in pairwise(PLACES)]
+    mixer = Mixer(buckets, rule, build(transport, device), delay, Gauge(rule.lag, transport.all_reduce))
+    trajectory = [x0[rank].clone()]
+    for step in range(STEPS):
+        rows = torch.zeros_like(x0)
+        rows[rank] = trajectory[-1]
+        update = 0.1 * gradient(rows, step)[rank].to(device)
+        for bucket, part in zip(buckets, update.split([len(b.flat) for b in buckets]), strict=True):
+            bucket.flat.sub_(part)
+        mixer.step(0.1)
+        trajectory.append(torch.cat([b.flat for b in buckets]).cpu())
+    mixer.drain()
+    return torch.stack(trajectory)
+
+
+def run(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any) -> Tensor:
+    """Every worker on a wire of its own, in the simulation's terms: [steps + 1, size, dim]."""
+    return torch.stack(backend.world(len(x0), partial(descend, backend, x0, delay, rule, build)), dim=1)
+
+
+def start(size: int, dim: int = 5) -> Tensor:
+    return torch.randn(size, dim, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+
+
+# Every size with one delay, every delay with two sizes: what differs between delays is no matter of the size.
+CASES = [*((*case, 1) for case in every_topology()), *((*c, d) for c in every_topology(range(4, 6)) for d in (0, 3))]
+
+
+@every_backend
+@pytest.mark.parametrize(("topology", "size", "delay"), CASES, ids=str)
+def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int, delay: int) -> None:
+    x0, rule = start(size, DIM), Gossip(rate=0.4 if delay > 1 else 1.0)
+    expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)
+    measured = run(backend, x0, delay, rule, partial(exchange_of, topology=topology, delay=delay))
+    torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_backend
+@pytest.mark.parametrize(("rule", "topology", "size", "delay"), covering((0, 1, 3)), ids=str)
+def test_wire_equals_simulation_for_every_rule(
+    backend: Backend, rule: Combine, topology: Topology, size: int, delay: int
+) -> None:
+    x0 = start(size, DIM)
+    expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)
+    build = partial(exchange_of, topology=topology, weights=rule.weights, delay=delay)
+    measured = run(backend, x0, delay, rule, build)
+    torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_simulation_is_the_written_recursion(delay: int) -> None:
+    """Against the recursion in plain numpy terms: x(t+1) = x(t) + u(t) + rate (W - I) x_sent."""
+    size, rate, topology = 5, 0.5, Ring()
+    x0 = start(size, DIM)
+    x, sent, expected = x0.clone(), [], [x0]
+    for step in range(STEPS):
+        x = x - 0.1 * gradient(x, step)
+        matrix = torch.from_numpy(mixing_matrix(topology, size, step))
+        if delay == 0:
+            x = x + rate * (matrix @ x - x)
+        else:
+            if step >= delay:
+                x = x + rate * (matrix @ sent[step - delay] - sent[step - delay])
+            sent.append(x)
+        expected.append(x)
+    measured = simulate(topology, Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay)
+    torch.testing.assert_close(measured, torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+@every_backend
+@pytest.mark.parametrize("topology", [Complete(), Every(2, Complete())], ids=str)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_cliques_equal_peers_and_simulation(backend: Backend, topology: Topology, delay: int) -> None:
+    x0 = start(5, DIM)
+    expected = simulate(topology, Gossip(), gradient, x0, STEPS, 0.1, delay)
+    measured = run(backend, x0, delay, Gossip(), partial(clique_exchange_of, topology=topology, delay=delay))
+    torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_are_composed_on_the_wire_too() -> None:
+    x0, weights = start(4, DIM), Lazy()
+    expected = simulate(Ring(), Gossip(), gradient, x0, STEPS, 0.1, weights=weights)
+    measured = run(CPU, x0, 1, Gossip(), partial(exchange_of, topology=Ring(), weights=weights))
+    torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(expected, simulate(Ring(), Gossip(), gradient, x0, STEPS, 0.1))
+
+
+class Lazy(Weights):
+    """(W + I) / 2 of the Metropolis-Hastings weights W."""
+
+    def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
+        row = {j: w / 2 for j, w in MetropolisHastings().row(topology, rank, size, step).items()}
+        return {**row, rank: row[rank] + 0.5}
+
+
+@pytest.mark.parametrize(("topology", "size"), every_topology(), ids=str)
+def test_the_mean_is_preserved(topology: Topology, size: int) -> None:
+    x0 = start(size, DIM)
+    trajectory = simulate(topology, Gossip(), lambda x, _: torch.zeros_like(x), x0, STEPS, 0.1)
+    torch.testing.assert_close(trajectory.mean(1), x0.mean(0).expand(STEPS + 1, DIM), rtol=1e-12, atol=1e-12)
+
+
+def test_noise_identity_tells_overlapped_from_blocking() -> None:
+    """Pure noise, Ring: Xi^2(AWC) = Xi^2(ATC) + (1 - 1/n) eta^2 sigma^2 in the steady state."""
+    size, dim, steps, eta = 6, 4000, 60, 0.1
+    noise = torch.randn(steps, size, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x0 = torch.zeros(size, dim, dtype=torch.float64)
+    spread = []
+    for delay in (0, 1):
+        last = simulate(Ring(), Gossip(), lambda x, t: noise[t], x0, steps, eta, delay)[-1]
+        spread.append(float((last - last.mean(0)).square().sum(1).mean() / dim))
+    assert spread[1] - spread[0] == pytest.approx((1 - 1 / size) * eta**2, rel=0.05)
+
+
+def count(delay: int, transport: Transport) -> Traffic:
+    exchange = exchange_of(transport, torch.device("cpu"), Ring(), delay=delay)
+    mixer = Mixer([Row(torch.zeros(DIM, dtype=torch.float64))], Gossip(), exchange, delay)
+    for _ in range(STEPS):
+        mixer.step()
+    mixer.drain()
+    return exchange.traffic()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_bytes_are_counted_by_the_formula(delay: int) -> None:
+    """Ring: two neighbours hear DIM float64 and a header of two int64 in every round."""
+    for traffic in CPU.world(4, partial(count, delay)):
+        assert (traffic.bytes_sent, traffic.rounds) == (STEPS * 2 * (DIM * 8 + 16), STEPS)
+        assert traffic.in_flight_seconds >= traffic.wait_seconds > 0
+
+
+def out_of_step(transport: Transport) -> None:
+    mixer = Mixer([Row(torch.zeros(DIM))], Gossip(), exchange_of(transport, torch.device("cpu"), Ring()), 0)
+    mixer.round += transport.rank == 2
+    mixer.step()
+
+
+def test_a_worker_in_another_round_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"is in round \d but heard round \d from worker \d|lost neighbour"):
+        CPU.world(3, out_of_step, seconds=5)
+
+
+def poisoned(backend: Backend, bad: float, build: Any, transport: Transport) -> tuple[Tensor, int, str]:
+    """Worker 1 sends NaN: (parameters, messages refused, error) of each worker once that is told."""
+    device = backend.device(transport.rank)
+    exchange = build(transport, device)
+    row = Row(torch.full((DIM,), float(transport.rank), device=device))
+    mixer = Mixer([row], Gossip(), exchange, 0)
+    if transport.rank == 1:
+        row.flat[3] = bad
+    try:
+        for _ in range(1 + LAG * (device.type == "cuda")):  # a device tells later
+            mixer.step()
+    except FloatingPointError as error:
+        return row.flat.cpu(), exchange.traffic().refused, str(error)
+    return row.flat.cpu(), exchange.traffic().refused, ""
+
+
+@every_backend
+@pytest.mark.parametrize("build", [exchange_of, clique_exchange_of])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_message_that_is_not_finite_never_enters_a_healthy_worker(backend: Backend, bad: float, build: Any) -> None:
+    """Its weight falls to the receiver (peers) or it is left out (cliques); the sender's own error names it."""
+    size = min(3, backend.largest_world())
+    first, second, *_ = backend.world(size, partial(poisoned, backend, bad, partial(build, topology=Complete())))
+    assert bool(torch.isfinite(first[0]).all())
+    assert first[1] >= 1
+    assert first[2] == ""
+    assert second[2].startswith("worker 1: its parameters hold NaN or infinity in round 0")
+
+
+def leave_or_wait(transport: Transport) -> str:
+    """Worker 1 ends at once: its group goes with its frame."""
+    mixer = Mixer([Row(torch.zeros(DIM))], Gossip(), exchange_of(transport, torch.device("cpu"), Ring()), 0)
+    if transport.rank == 1:
+        return "gone"
+    try:
+        mixer.step()
+    except ConnectionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_lost_neighbour_is_named_within_seconds() -> None:
+    messages = CPU.world(3, leave_or_wait, seconds=10)
+    assert "worker 0 lost neighbour 1" in messages[0]
+    assert "lost neighbour" in messages[2]

@@ -1,0 +1,201 @@
+"""Laws of depth assignments, and their schedules against closed forms."""
+
+import inspect
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_decentral.partial import (
+    Adaptive,
+    AutoFreeze,
+    Balanced,
+    Cyclic,
+    FreezeOut,
+    PerWorker,
+    PipeTransformer,
+    Random,
+    Staircase,
+    Temporal,
+    Weighted,
+)
+from lightning_decentral.partial.plan import depth, freezing
+from lightning_decentral.partial.plan import depth_order as order
+from lightning_decentral.partial.plan.depth import check, contributors
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "PerWorker": {"fractions": (0.3, 1.0, 0.5)},
+    "FreezeOut": {"total_steps": 30},
+    "PipeTransformer": {"every": 4},
+    "AutoFreeze": {"every": 3},
+    "Adaptive": {"every": 5},
+}
+
+
+def classes(kind: type, *modules: Any) -> list[type]:
+    found = [c for m in modules for _, c in inspect.getmembers(m, inspect.isclass) if c.__module__ == m.__name__]
+    return [c for c in found if issubclass(c, kind) and not inspect.isabstract(c)]
+
+
+EVERY = classes(depth.DepthAssignment, depth, freezing)
+ORDERS = classes(order.Order, order)
+
+
+def make(kind: type, **more: Any) -> Any:
+    return kind(**{**GIVEN.get(kind.__name__, {}), **more})
+
+
+def size_of(kind: type, size: int) -> int:
+    return 3 if kind is PerWorker else size
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+@given(size=st.integers(1, 9), segments=st.integers(1, 12), step=st.integers(0, 60), warm_up=st.integers(0, 20))
+def test_laws_of_every_assignment(kind: type, size: int, segments: int, step: int, warm_up: int) -> None:
+    assignment, size = make(kind, warm_up=warm_up), size_of(kind, size)
+    memory = assignment.start(segments)
+    depths = [assignment.depth(rank, size, step, segments, memory) for rank in range(size)]
+    assert all(1 <= d <= segments for d in depths)
+    assert step >= warm_up or set(depths) == {segments}
+    assert len(set(depths)) == 1 or not assignment.uniform
+    assert max(depths) <= (segments if step < warm_up else assignment.reach(size, segments))
+    found = contributors(assignment, size, step, segments, memory)
+    assert found[-1] == tuple(range(size)), "the segment with the loss is everyone's"
+    assert all(set(low) <= set(high) for low, high in itertools.pairwise(found)), "nested"
+    assert [sum(rank in ranks for ranks in found) for rank in range(size)] == depths
+    assert math.isclose(sum(assignment.share(rank, size) for rank in range(size)), 1)
+    check(make(kind), size, segments)
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_a_negative_warm_up_is_refused(kind: type) -> None:
+    with pytest.raises(ValueError, match="warm_up must be at least 0 steps, got -1"):
+        make(kind, warm_up=-1)
+    with pytest.raises(ValueError, match=r"whole steps or a part of the run below 1, got 2\.5"):
+        make(kind, warm_up=2.5)
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "total_steps", "steps"),
+    [(0.25, 80, 20), (0.25, math.inf, 0), (0.25, -1, 0), (0, 80, 0), (1, 80, 1), (7, 80, 7)],
+)
+def test_a_warm_up_may_be_a_part_of_the_run(warm_up: float, total_steps: float, steps: int) -> None:
+    timed = Temporal(warm_up=warm_up).timed(total_steps)
+    assert timed == Temporal(warm_up=steps)
+    assert [timed.depth(0, 2, step, 4) for step in range(steps)] == [4] * steps
+    assert [timed.depth(0, 2, steps + i, 4) for i in range(2)] == [4, 2]
+
+
+@given(size=st.integers(1, 9))
+def test_staircase_compute(size: int) -> None:
+    """Mean of (n + 2 d) / (3 n) over the workers is (2 n + 1) / (3 n) for n segments."""
+    depths = [Staircase().depth(rank, size, 0, size) for rank in range(size)]
+    assert depths == list(range(1, size + 1))
+    mean = sum((size + 2 * d) / (3 * size) for d in depths) / size
+    assert math.isclose(mean, (2 * size + 1) / (3 * size))
+
+
+@given(size=st.integers(1, 9), stairs=st.integers(1, 3))
+def test_balanced_workers_finish_together(size: int, stairs: int) -> None:
+    assignment, segments = Balanced(), size * stairs
+    depths = [assignment.depth(rank, size, 0, segments) for rank in range(size)]
+    seconds = [assignment.share(r, size) * (1 + 2 * d / segments) for r, d in enumerate(depths)]
+    assert math.isclose(min(seconds), max(seconds))
+
+
+@pytest.mark.parametrize("kind", ORDERS, ids=lambda kind: kind.__name__)
+@given(segments=st.integers(1, 12), step=st.integers(0, 1000))
+def test_laws_of_every_order(kind: type, segments: int, step: int) -> None:
+    assert 1 <= kind().depth(step, segments) <= kind().reach(segments) <= segments
+    assert kind().depth(step, segments) == kind().depth(step, segments), "no state"
+
+
+def test_cyclic_takes_every_depth_once() -> None:
+    assert [Cyclic(fractions=None).depth(step, 4) for step in range(8)] == [4, 3, 2, 1, 4, 3, 2, 1]
+    assert [Cyclic().depth(step, 4) for step in range(4)] == [4, 2, 4, 2], "the default"
+    assert [Cyclic(fractions=(1.0, 0.5)).depth(step, 5) for step in range(4)] == [5, 3, 5, 3]
+
+
+def test_random_orders_have_their_frequencies() -> None:
+    drawn = Counter(Random().depth(step, 4) for step in range(4000))
+    assert all(abs(drawn[d] / 4000 - 0.25) < 0.04 for d in (1, 2, 3, 4))
+    weighted = Counter(Weighted(fractions=(1.0, 0.25), weights=(1, 3)).depth(step, 4) for step in range(4000))
+    assert set(weighted) == {1, 4}
+    assert abs(weighted[1] / 4000 - 0.75) < 0.04
+
+
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda: Cyclic(fractions=(0.0,)), r"fractions must be in \(0, 1\]"),
+    (lambda: Weighted(fractions=(1.0,), weights=(1.0, 2.0)), "weights must be 1 positive"),
+    (lambda: Weighted(weights=(0.0, 1.0)), "weights must be 2 positive"),
+    (lambda: PerWorker(fractions=(1.5,)), r"fractions must be in \(0, 1\]"),
+    (lambda: FreezeOut(total_steps=0), "total_steps must be at least 1"),
+    (lambda: FreezeOut(total_steps=5, first=0), r"first must be in \(0, 1\]"),
+    (lambda: PipeTransformer(every=5, alpha=1.0), r"alpha must be in \(0, 1\)"),
+    (lambda: AutoFreeze(every=0), "every must be at least 1"),
+    (lambda: AutoFreeze(every=2, percentile=0), r"percentile must be in \(0, 100\]"),
+    (lambda: Adaptive(every=2, kept=0), r"kept must be in \(0, 1\]"),
+])  # fmt: skip
+def test_wrong_values_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_segment_that_nobody_trains_is_refused() -> None:
+    half = Temporal(order=Cyclic(fractions=(0.5,)), warm_up=0)
+    with pytest.raises(ValueError, match=r"never trains the lowest 2 of 4 segments"):
+        check(half, 2, 4)
+    check(Temporal(order=Cyclic(fractions=(0.5,)), warm_up=10), 2, 4)
+
+
+@pytest.mark.parametrize("cubed", [False, True])
+def test_freeze_out_leaves_when_the_formula_says(cubed: bool) -> None:
+    assignment = FreezeOut(total_steps=1000, first=0.5, cubed=cubed, warm_up=7)
+    ends = [0.5 + 0.5 * i / 3 for i in range(4)]
+    for step in range(0, 1000, 10):
+        left = sum(step / 1000 >= (t**3 if cubed else t) for t in ends[:3])
+        assert assignment.depth(0, 1, step + 7, 4) == 4 - left
+
+
+def test_pipe_transformer_freezes_what_the_recursion_says() -> None:
+    """L_T = L_(T-1) + alpha (L - L_(T-1)), then rounded up."""
+    assignment, frozen = PipeTransformer(every=3, alpha=0.25), 0.0
+    for interval in range(20):
+        assert assignment.depth(0, 1, 3 * interval, 12) == max(1, 12 - math.ceil(frozen - 1e-9))
+        frozen += 0.25 * (12 - frozen)
+
+
+def observed(assignment: Any, rows: list[list[float]]) -> list[int]:
+    """Depth before each step, the norms of trained segments being the rows'."""
+    memory, depths, segments = assignment.start(len(rows[0])), [], len(rows[0])
+    for step, row in enumerate(rows):
+        depths.append(assignment.depth(0, 1, step, segments, memory))
+        trained = [norm if s >= segments - depths[-1] else 0.0 for s, norm in enumerate(row)]
+        if assignment.watches(step):
+            memory = assignment.observe(step, trained, memory)
+    return depths
+
+
+def test_auto_freeze_freezes_what_changes_least_from_the_bottom() -> None:
+    still, halving = [1.0] * 8, [2.0 ** -(i // 2) for i in range(8)]
+    rows = [list(row) for row in zip(still, still, halving, halving, strict=True)]
+    assert observed(AutoFreeze(every=2, percentile=50.0), rows)[:6] == [4, 4, 4, 4, 2, 2]
+    top = [list(row) for row in zip(halving, halving, still, still, strict=True)]
+    assert observed(AutoFreeze(every=2, percentile=50.0), top) == [4] * 8, "the lowest moves most: nothing below it"
+
+
+def test_auto_freeze_never_moves_back_and_keeps_the_last() -> None:
+    rows = [[1.0, 1.0, 1.0]] * 20
+    depths = observed(AutoFreeze(every=1, percentile=100.0), rows)
+    assert depths == sorted(depths, reverse=True)
+    assert depths[-1] == 1
+
+
+def test_adaptive_keeps_the_share_that_was_asked_for() -> None:
+    rows = [[0.1, 0.1, 3.0, 4.0]] * 3 + [[5.0, 0.1, 3.0, 4.0]] * 6
+    assert observed(Adaptive(every=3, kept=0.9), rows) == [4, 2, 2, 4, 4, 4, 4, 4, 4]
+    assert observed(Adaptive(every=3, kept=0.6), rows)[1] == 1, "16 of 25"

@@ -1,0 +1,53 @@
+"""Costs against closed forms, the partition against brute force."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_decentral.partial import Blocks, Parameters, SavedBytes, Seconds
+from lightning_decentral.partial.plan.cost import SegmentCost, compute_fraction, memory_fraction, partition, sent_bytes
+
+
+@given(blocks=st.integers(1, 20), depth=st.integers(1, 20))
+def test_equal_blocks(blocks: int, depth: int) -> None:
+    """(L + 2 d) / (3 L) of the compute, d / L of the memory."""
+    depth = min(depth, blocks)
+    costs = [SegmentCost(0.5, 100, 8)] * blocks
+    assert math.isclose(compute_fraction(costs, depth), (blocks + 2 * depth) / (3 * blocks))
+    assert math.isclose(memory_fraction(costs, depth), depth / blocks)
+
+
+@given(size=st.integers(2, 40))
+def test_a_staircase_sends_three_quarters_of_an_all_reduce(size: int) -> None:
+    total = sum(sent_bytes(1 / size, contributors, size) for contributors in range(1, size + 1))
+    assert math.isclose(total, 0.75 * 2 * (size - 1) / size)
+
+
+def test_bytes_of_extremes() -> None:
+    assert sent_bytes(100, 0, 4) == 0
+    assert sent_bytes(100, 1, 1) == 0
+    assert sent_bytes(100, 4, 4) == 150, "2 (n - 1) / n, an all-reduce"
+    assert sent_bytes(100, 1, 4) == 75, "one hands it to three: 300 bytes of four workers"
+
+
+@given(sizes=st.lists(st.integers(0, 20).map(float), min_size=1, max_size=8), pieces=st.integers(1, 8))
+def test_partition_is_the_best(sizes: list[float], pieces: int) -> None:
+    pieces = min(pieces, len(sizes))
+
+    def largest(starts: tuple[int, ...]) -> float:
+        bounds = [0, *starts, len(sizes)]
+        return max(sum(sizes[a:b]) for a, b in itertools.pairwise(bounds))
+
+    best = min(map(largest, itertools.combinations(range(1, len(sizes)), pieces - 1)))
+    starts = partition(sizes, pieces)
+    assert len(starts) == pieces - 1
+    assert starts == sorted(set(starts))
+    assert largest(tuple(starts)) == best
+
+
+@pytest.mark.parametrize(("balance", "size"), [(Blocks(), 1), (Seconds(), 2), (SavedBytes(), 3), (Parameters(), 4)])
+def test_what_balances(balance: object, size: float) -> None:
+    assert balance.of(SegmentCost(2.0, 3, 4)) == size

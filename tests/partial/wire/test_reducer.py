@@ -1,0 +1,194 @@
+"""The reducer over worlds of threads: means, bytes, groups, overlap."""
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_decentral.partial import Balanced, DepthAssignment, Full, PerWorker, Staircase, Temporal
+from lightning_decentral.partial.plan.depth import contributors
+from lightning_decentral.partial.wire.reducer import Rank, Reducer, factors, norms
+from lightning_decentral.shared.wire.transport import Transport, transport
+from tests.world import world
+
+pytestmark = pytest.mark.threads
+
+SEGMENTS, WIDTH = 4, 8
+CPU = torch.device("cpu")
+
+
+CHAIN = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(SEGMENTS)])
+
+
+def chain() -> nn.ModuleList:
+    """The same on every thread."""
+    return copy.deepcopy(CHAIN)
+
+
+class Counted(Transport):
+    """Counts what a ring all-reduce, a tree reduce and a tree broadcast send in all, charged to worker 0."""
+
+    def __init__(self, inner: Transport, log: list[tuple[str, int, int]]) -> None:
+        super().__init__(inner.group)
+        self._inner, self._log = inner, log
+
+    def _note(self, kind: str, tensor: Tensor) -> None:
+        if self.rank == 0:
+            self._log.append((kind, self.size, tensor.numel() * tensor.element_size()))
+
+    def exchange(self, sends: Any, receives: Any) -> Any:
+        return self._inner.exchange(sends, receives)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        self._note("all_reduce", tensor)
+        return self._inner.all_reduce(tensor)
+
+    def reduce(self, tensor: Tensor, target: int) -> Any:
+        self._note("reduce", tensor)
+        return self._inner.reduce(tensor, target)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Any:
+        self._note("broadcast", tensor)
+        return self._inner.broadcast(tensor, source)
+
+
+def total(log: Sequence[tuple[str, int, int]]) -> float:
+    """Bytes of all workers."""
+    copies = {"all_reduce": lambda k: 2 * (k - 1), "reduce": lambda k: k - 1, "broadcast": lambda k: k - 1}
+    return sum(copies[kind](size) * amount for kind, size, amount in log)
+
+
+def step(group: Any, stores: Any, assignment: DepthAssignment, log: list[Any], bucket_bytes: int) -> Any:
+    """One backward of a chain, cut for this worker; (mean gradients, bytes by the reducer's own count)."""
+    rank, size = group.rank(), group.size()
+    blocks = chain()
+
+    def make(ranks: Sequence[int] | None) -> Transport | None:
+        members = list(range(size)) if ranks is None else list(ranks)
+        if rank not in members:
+            return None
+        store = dist.PrefixStore(f"{members}", stores)
+        return Counted(transport(dist.ProcessGroupGloo(store, members.index(rank), len(members)), CPU), log)
+
+    shares = tuple(assignment.share(r, size) for r in range(size))
+    reducer = Reducer([list(b.parameters()) for b in blocks], Rank(rank, shares), make, bucket_bytes)
+    found = contributors(assignment, size, 0, SEGMENTS)
+    scales = factors(found, shares)
+    lowest = SEGMENTS - assignment.depth(rank, size, 0, SEGMENTS)
+    reducer.begin(found)
+    x = inputs(rank)
+    for index, block in enumerate(blocks):
+        if index == lowest:
+            x = x.detach()
+        if index and x.requires_grad:
+            x.register_hook(lambda g, f=scales[index - 1]: g * f)
+        x = block(x).tanh()
+    x.square().sum().backward()
+    reducer.finish()
+    reducer.close()
+    return [p.grad for p in blocks.parameters()], reducer.sent_bytes, norms([list(b.parameters()) for b in blocks])
+
+
+def inputs(rank: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def reference(assignment: DepthAssignment, size: int) -> list[Tensor | None]:
+    rows = []
+    for rank in range(size):
+        blocks = chain()
+        x = inputs(rank)
+        for block in blocks:
+            x = block(x).tanh()
+        x.square().sum().backward()
+        rows.append([p.grad for p in blocks.parameters()])
+    found = contributors(assignment, size, 0, SEGMENTS)
+    weights = [assignment.share(r, size) for r in range(size)]
+    return [
+        sum(weights[r] * rows[r][i] for r in found[i // 2]) / sum(weights[r] for r in found[i // 2])
+        if found[i // 2]
+        else None
+        for i in range(2 * SEGMENTS)
+    ]
+
+
+class Low(Temporal):
+    """Depth 2 on all."""
+
+    def after(self, *_: Any) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000_000])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["full", "staircase", "low", "balanced", "unequal"])
+def test_means_and_bytes(kind: str, size: int, bucket_bytes: int) -> None:
+    assignment: DepthAssignment = {
+        "full": Full(),
+        "staircase": Staircase(),
+        "low": Low(),
+        "balanced": Balanced(),
+        "unequal": PerWorker(fractions=(1.0, 0.25, 1.0, 0.5)[:size]),
+    }[kind]
+    store, log = dist.HashStore(), []
+    rows = world(size, lambda group: step(group, store, assignment, log, bucket_bytes))
+    expected = reference(assignment, size)
+    for gradients, _, seen in rows:
+        for gradient, value in zip(gradients, expected, strict=True):
+            assert (gradient is None) == (value is None)
+            if value is not None:
+                torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-7)
+        assert seen == rows[0][2]
+    assert sum(sent for _, sent, _ in rows) == pytest.approx(total(log))
+
+
+def test_a_staircase_sends_three_quarters() -> None:
+    sent = {}
+    for name, assignment in {"full": Full(), "stairs": Staircase()}.items():
+        store = dist.HashStore()
+        rows = world(4, lambda group, a=assignment, s=store: step(group, s, a, [], 10**7))
+        sent[name] = sum(bytes_sent for _, bytes_sent, _ in rows)
+    assert sent["stairs"] / sent["full"] == pytest.approx(0.75)
+    payload = sum(p.numel() + 1 for p in chain().parameters()) * 4
+    assert sent["full"] == 2 * 3 * payload, "one flag for each parameter travels along"
+
+
+def test_buckets_leave_while_backward_still_runs() -> None:
+    """The last block's mean is under way before the first block's backward has begun."""
+    order: list[str] = []
+    store = dist.HashStore()
+    lock = threading.Lock()
+
+    def worker(group: Any) -> None:
+        log: list[Any] = []
+        blocks = chain()
+
+        class Noted(Counted):
+            def all_reduce(self, tensor: Tensor) -> Any:
+                if self.rank == 0:
+                    with lock:
+                        order.append("leaves")
+                return self._inner.all_reduce(tensor)
+
+        def make(ranks: Sequence[int] | None) -> Transport:
+            return Noted(transport(dist.ProcessGroupGloo(store, group.rank(), group.size()), CPU), log)
+
+        block_bytes = 4 * sum(p.numel() for p in blocks[0].parameters())
+        reducer = Reducer([list(b.parameters()) for b in blocks], Rank(group.rank(), (0.5, 0.5)), make, block_bytes)
+        reducer.begin([(0, 1)] * SEGMENTS)
+        x = inputs(0)
+        for index, block in enumerate(blocks):
+            x = block(x).tanh()
+            if group.rank() == 0:
+                x.register_hook(lambda _, i=index: order.append(f"backward of {i}"))
+        x.square().sum().backward()
+        reducer.finish()
+
+    world(2, worker)
+    assert order.index("leaves") < order.index("backward of 1")
+    assert order.count("leaves") == SEGMENTS

@@ -1,0 +1,294 @@
+"""`lightning-decentral plan`: what is compared, what is recommended, and that it can be trained as printed."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
+from lightning_decentral.cli import main as cli
+from lightning_decentral.gossip import Auto, GossipForecast, Int8, Ring
+from lightning_decentral.gossip.plan.island_cost import ReplicatedCost
+from lightning_decentral.pipeline import Pipelining
+from lightning_decentral.planner import show as units
+from lightning_decentral.planner.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
+from lightning_decentral.planner.compare import chosen, plan
+from lightning_decentral.planner.show import sentences, verdict
+from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
+from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
+from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import Model, Profile, RoundWork, read, write
+from lightning_decentral.shared.plan.timeline import makespan, run
+from tests.settings import links, model, setting
+
+CLUSTER = Cluster(8, 4)
+
+
+@pytest.mark.parametrize("candidate", [*candidates(CLUSTER, model())], ids=lambda c: c.words)
+def test_every_candidate_composes_as_a_command_of_the_recipes(candidate) -> None:  # type: ignore[no-untyped-def]
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        cfg = compose("train", candidate.words.split())
+    assert type(instantiate(cfg.strategy, _convert_="all")) in {
+        DDPStrategy,
+        GossipStrategy,
+        PartialBackpropStrategy,
+        TokenPipelineStrategy,
+    }
+
+
+def test_words_become_the_methods_that_they_name() -> None:
+    def method(words: str) -> object:
+        return method_of(strategy_of(words), CLUSTER, 1)
+
+    assert method("strategy=ddp") == DataParallel()
+    assert method("strategy=gossip strategy/island=fully_shard strategy.island.devices=8") == ShardedForecast()
+    assert method("strategy=gossip strategy/topology=ring strategy.delay=0") == GossipForecast(Ring(), 0)
+    assert method("strategy=gossip") == GossipForecast(Auto(4))
+    island = method("strategy=gossip strategy/island=all_reduce strategy.island.devices=4")
+    assert island == GossipForecast(Auto(1), within=ReplicatedCost(4))
+
+
+def test_only_what_this_device_wasnt_timed_for_is_remarked() -> None:
+    timed = replace(model(), rounds=(RoundWork("Int8(block=256)"), RoundWork("BFloat16()")))
+
+    def remarked(of: Model) -> set[str]:
+        return {c.title for c in candidates(CLUSTER, of) if "one CPU thread" in c.remark}
+
+    assert remarked(model()) == {"gossip, bfloat16", "gossip, int8", "gossip, islands, int8"}
+    assert remarked(replace(timed, rounds=timed.rounds[:1])) == {"gossip, bfloat16"}
+    assert remarked(timed) == set()
+
+
+def test_a_codec_counts_its_own_bytes() -> None:
+    assert encoding_of(Int8()).wire_bytes(1024) == 256 + 4
+    assert encoding_of(Int8(), copies=2).wire_bytes(1024) == 2 * 260
+
+
+@pytest.mark.parametrize(("rate", "best"), [(1e7, "gossip every 8, delay 1"), (1.5e8, "gossip"), (1e12, "ddp")])
+def test_the_slower_the_network_the_less_is_sent(rate: float, best: str) -> None:
+    """16 MB and 128 ms: an all-reduce sends 28 MB, a message is 16 MB, 4 MB a step where only every fourth sends."""
+    found = plan(setting(rate=rate))
+    assert found.best is not None
+    assert found.best.candidate.title == best
+
+
+def test_rows_are_sorted_and_measured_against_ddp() -> None:
+    found = plan(setting(8, 4, rate=1e8), (0.8, 1.0, 1.2))
+    seconds = [row.forecast.seconds for row in found.rows]
+    assert seconds == sorted(seconds)
+    assert found.speedup(found.baseline) == 1
+    assert all(row.forecast.p50_seconds <= row.forecast.p95_seconds for row in found.rows)
+    assert len(found.rows) + len(found.refused) == len(list(candidates(CLUSTER, model())))
+
+
+def test_below_the_threshold_it_says_stay_with_ddp() -> None:
+    where = setting(rate=3e8)
+    gain = plan(where, threshold=0.0)
+    assert gain.best is not None
+    more = gain.speedup(gain.best) - 1
+    assert more > 0.01
+    assert not gain.stay
+    stays = plan(where, threshold=1.1 * more)
+    assert stays.stay
+    assert any(line.startswith("stay with ddp") for line in verdict(stays))
+
+
+def test_what_does_not_fit_is_not_recommended() -> None:
+    where = setting(rate=1e8)
+    found = plan(where, memory_bytes=40e6)
+    assert found.best is not None
+    assert found.best.candidate.title == "sharded over all"
+    assert plan(where, memory_bytes=1e3).best is None
+    assert "nothing fits" in next(verdict(plan(where, memory_bytes=1e3)))
+
+
+def test_partial_backprop_is_shown_and_never_recommended() -> None:
+    found = plan(setting(rate=1e12), threshold=0.0)
+    assert found.rows[0].candidate.title == "partial backprop"
+    assert found.best is not None
+    assert found.best.method.equal
+    asked = "strategy=partial_backprop strategy.depth.warm_up=0"
+    with_words = plan(setting(rate=1e12), also=[asked], threshold=0.0)
+    assert asked in [row.candidate.title for row in with_words.rows[:2]]
+    assert with_words.best is not None
+    assert with_words.best.method.equal
+
+
+@pytest.mark.parametrize(
+    ("threshold", "seconds", "best"),
+    [
+        (0.0, {"ddp": 1.015, "a": 1.0, "b": 1.01}, "a"),
+        (0.0, {"ddp": 1.0, "a": 1.0, "b": 1.01}, "ddp"),
+        (0.01, {"ddp": 1.015, "b": 1.01, "a": 1.0}, "a"),
+        (0.02, {"ddp": 1.015, "a": 1.0, "b": 1.01}, "ddp"),
+        (0.1, {"ddp": 1.11, "b": 1.015, "a": 1.0}, "a"),
+        (0.1, {"ddp": 1.2, "b": 1.015, "a": 1.0}, "b"),
+        (0.1, {"b": 1.03, "a": 1.0}, "a"),
+    ],
+)
+def test_ddp_stays_only_where_nothing_gains_the_threshold(
+    threshold: float, seconds: dict[str, float], best: str
+) -> None:
+    """Of those within 2 % of the fastest the first, if it gains the threshold itself."""
+    found = [(Candidate("strategy=ddp" if title == "ddp" else title, title), s) for title, s in seconds.items()]
+    choice = chosen(found, threshold)
+    assert choice is not None
+    assert choice.title == best
+
+
+def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
+    found = plan(setting(6), also=["strategy=gossip strategy/topology=hypercube"])
+    assert (
+        "power of two"
+        in {refused.candidate.title: refused.reason for refused in found.refused}[
+            "strategy=gossip strategy/topology=hypercube"
+        ]
+    )
+    reasons = {refused.candidate.title: refused.reason for refused in found.refused}
+    assert "6 stages for a model of 4 blocks" in reasons["pipelines of 6"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("strategy=token_pipeline strategy/replicas=gossip_replicas", "strategy/replicas"),
+        ("strategy=token_pipeline strategy/activations=recompute", "strategy/activations"),
+        ("strategy=token_pipeline strategy/slicing=given strategy.slicing.lengths=[2,2]", "strategy.slicing.n=1"),
+        ("strategy=partial_backprop strategy.cuts=3", "strategy.cuts 3"),
+    ],
+)
+def test_what_no_forecast_reads_is_refused(words: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"no forecast reads .*{re.escape(reason)}"):
+        method_of(strategy_of(words), CLUSTER, 1)
+
+
+@pytest.mark.parametrize("schedule", ["tera_pipe", "one_forward_one_backward", "zero_bubble"])
+def test_pipelines_are_their_words(schedule: str) -> None:
+    words = f"strategy=token_pipeline strategy.stages=4 strategy/schedule={schedule} strategy/slicing=uniform"
+    method = method_of(strategy_of(f"{words} strategy.slicing.n=3"), CLUSTER, 1)
+    assert isinstance(method, Pipelining)
+    assert method.slices == 3
+    where = replace(setting(8, 4), model=model(update=0)).without_network
+    assert makespan(run(method.tasks(where))) == pytest.approx(float(method.seconds(where, even(8))[0]))
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    write(Profile(model(), links(rate=1e8).costs, (0.9, 1.0, 1.1)), path)
+    return path
+
+
+def test_the_command_prints_a_line_that_trains(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", str(profile), "--workers", "8", "--per-node", "4"])
+    printed = capsys.readouterr().out
+    assert "predicted for 8 workers on 2 nodes" in printed
+    line = printed.strip().splitlines()[-1]
+    assert line.startswith("python recipes/train.py recipe=vit strategy=gossip")
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        cfg = compose("train", line.split()[2:])
+    assert (cfg.trainer.num_nodes, cfg.trainer.devices) == (2, 4)
+    assert isinstance(instantiate(cfg.strategy, _convert_="all"), GossipStrategy)
+
+
+def test_the_command_keeps_every_word_as_a_shell_reads_it(tmp_path: Path) -> None:
+    words = ("recipe=vit", "~scheduler", "data.source=a b")
+    write(Profile(replace(model(), words=words), links().costs), tmp_path / "p.json")
+    where = replace(setting(), model=read(tmp_path / "p.json").model)
+    assert tuple(shlex.split(plan(where).command)[:3]) == words
+    assert plan(replace(where, model=replace(model(), words=()))).command.startswith("strategy=")
+
+
+def test_links_of_the_command_line_take_the_place_of_measurements(
+    profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(
+        ["plan", str(profile), "--workers", "8", "--bandwidth", "100gbit", "--latency", "5us", "--threshold", "15"]
+    )
+    assert "stay with ddp" in capsys.readouterr().out
+    write(Profile(model()), profile)
+    cli.main(["plan", str(profile), "--workers", "8", "--bandwidth", "200mbit"])
+    assert "~ priced from --bandwidth, not measured\n" in capsys.readouterr().out
+
+
+def test_it_says_where_prices_come_from() -> None:
+    def said(where: Setting) -> list[str]:
+        return [*sentences(plan(where))]
+
+    card = Network(()).linked("between", 1e-4, 1e9)
+    too_dear = "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    only = replace(setting(8, 4), network=card)
+    assert too_dear in said(only)
+    assert "~ priced from --bandwidth, not measured" in said(only)
+    assert too_dear not in said(replace(setting(8), network=card))
+    both = replace(only, network=card.linked("inside", 1e-5, 1e10))
+    assert too_dear not in said(both)
+    assert "~ priced from --bandwidth and --inside-bandwidth, not measured" in said(both)
+    extrapolated = "extrapolated: not measured on groups of this size"
+    assert f"~ {extrapolated}" in said(setting(8, 4))
+    part = replace(only, network=links().linked("between", 1e-4, 1e9))
+    assert f"~ priced from --bandwidth, not measured, or {extrapolated}" in said(part)
+    assert "on every host, as docs/cluster.md says:" in said(only)
+    assert not any("every host" in line for line in said(setting(4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", "10", "--per-node", "4"], "--workers 10 isn't a multiple of --per-node 4"),
+        (["--workers", "8", "--bandwidth", "fast"], "'fast' isn't a rate such as 200mbit"),
+        (["--workers", "8", "--memory-bytes", "0GB"], "'0GB' isn't a size"),
+        (["--workers", "8", "--also", "strategy=coffee"], "'strategy=coffee' can't be composed"),
+        (["--workers", "8", "--also", "delay=4"], "must have one word strategy="),
+        ([], "plan needs a profile and --workers"),
+    ],
+)
+def test_mistakes_are_one_line(profile: Path, words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*$") as error:
+        cli.main(["plan", str(profile), *words])
+    assert message in str(error.value)
+
+
+def test_a_foreign_or_damaged_profile_and_no_network_are_named(profile: Path) -> None:
+    write(Profile(model()), profile)
+    with pytest.raises(SystemExit, match="nothing was measured between nodes"):
+        cli.main(["plan", str(profile), "--workers", "8"])
+    for text, message in (("{}", "not a profile of this package"), ("{", "no JSON")):
+        profile.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            cli.main(["plan", str(profile), "--workers", "8"])
+
+
+def test_one_node_needs_no_network_between(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inside = tuple(cost for cost in links().costs if cost.reach == "inside")
+    write(Profile(model(), inside), profile)
+    cli.main(["plan", str(profile), "--workers", "4", "--per-node", "4"])
+    assert "4 workers on 1 node" in capsys.readouterr().out
+
+
+def test_units() -> None:
+    assert units.bytes_per_second("200mbit") == 25e6
+    assert units.seconds("100us") == pytest.approx(1e-4)
+    assert units.size_bytes("24GB") == 24e9
+    assert units.size_bytes("1000") == 1000
+    assert [units.shown_bytes(size) for size in (0, 999, 12.3e6, 1.49e9)] == ["0", "999 B", "12.3 MB", "1.49 GB"]
+
+
+def test_more_of_the_same_measured_is_no_extrapolation() -> None:
+    ring = links().costs[0]
+    where = Setting(model(), replace(links(), costs=(replace(ring, operation="all_reduce", workers=8),)), Cluster(8))
+    rows = {row.candidate.title: row.forecast.extrapolated for row in plan(where).rows}
+    assert not rows["ddp"]
+    assert rows["gossip"]
+    where = Setting(model(), replace(links(), costs=(replace(ring, workers=8),)), Cluster(8))
+    rows = {row.candidate.title: row.forecast.extrapolated for row in plan(where).rows}
+    assert rows["ddp"]
+    assert not rows["gossip"]

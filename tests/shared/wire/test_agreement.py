@@ -1,0 +1,66 @@
+"""The roll call beside a store that ends when worker 0 does."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_decentral.shared.wire.agreement import RollCall
+
+
+class Gathering:
+    """Done at the third look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def wait(self) -> None:
+        """All have come."""
+
+
+class Store:
+    """A key-value store that worker 0 takes with it after so many questions."""
+
+    def __init__(self, questions: int, **values: str) -> None:
+        self.questions, self.values = questions, {f"fit/{key}/0": value for key, value in values.items()}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions -= 1
+        if self.questions < 0:
+            raise RuntimeError("Connection reset by peer")
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+
+def roll_call(store: Store, taken: list[int], ends: list[list[int]]) -> RollCall:
+    def take_part(index: int) -> None:
+        taken[index] += 1
+
+    over: Any = SimpleNamespace(rank=1, all_gather=lambda _: (Gathering(), list(map(torch.tensor, ends))))
+    return RollCall(over, store, lambda: taken, lambda: taken, take_part, lambda: 0, "fit")
+
+
+def test_a_worker_that_comes_last_needs_no_store() -> None:
+    """Worker 0 has heard all, has ended and its store with it, before this worker sees that all have come."""
+    taken = [3]
+    roll = roll_call(Store(questions=1), taken, [[3], [3]])
+    roll.end_epoch()
+    roll.close()
+    assert taken == [3]
+
+
+def test_who_has_ended_takes_part_in_the_rounds_that_another_waits_for() -> None:
+    taken = [3]
+    roll = roll_call(Store(questions=9, needed="5,0"), taken, [[3], [5]])
+    roll.end_epoch()
+    roll.close()
+    assert taken == [5]

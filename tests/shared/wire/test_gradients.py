@@ -1,0 +1,146 @@
+"""Gradients of devices that share them are their mean, and arrive while the backward pass goes on."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.pending import Pending, Together
+from lightning_decentral.shared.wire.transport import GlooTransport
+from tests.gossip.wire.test_device import Mirror, every_device, without_waiting
+from tests.world import world
+
+pytestmark = pytest.mark.threads
+
+SIZE = 3
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen parameter, one that only device 1 uses, one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second, self.last, self.sometimes, self.never, self.frozen = (
+            nn.Parameter(torch.randn(4, 4, generator=generator, dtype=torch.float64)) for _ in range(6)
+        )
+        self.single = nn.Parameter(torch.randn(4, generator=generator))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = (x @ self.first @ self.frozen).tanh() @ self.second @ self.first * self.single
+        return (x @ (self.sometimes if rank == 1 else self.last)).square().sum()
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def expected(steps: range) -> dict[str, Tensor | None]:
+    """(1/n) sum over devices of the gradients, where any device has one."""
+    model = Model()
+    for rank in range(SIZE):
+        for step in steps:
+            (model(inputs(rank, step), rank) / SIZE).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def averaged(bucket_bytes: int, steps: range, blocked: int, group: Any) -> tuple[dict[str, Tensor | None], int]:
+    transport, model, met = GlooTransport(group), Model(), []
+
+    def meet(call: Any) -> None:
+        met.append(1)
+        call()
+
+    average = GradientAverage(transport, transport, meet, bucket_bytes)
+    for step in steps:
+        average.watch(list(model.parameters()))
+        average.begin()
+        loss = model(inputs(transport.rank, step), transport.rank)
+        if step < blocked:
+            with average.blocked():
+                loss.backward()
+        else:
+            loss.backward()
+            average.finish()
+    return {name: p.grad for name, p in model.named_parameters()}, len(met)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
+@pytest.mark.parametrize(("steps", "blocked"), [(1, 0), (3, 2)], ids=["one", "accumulated"])
+def test_gradients_are_the_mean_over_devices(bucket_bytes: int, steps: int, blocked: int) -> None:
+    reference = expected(range(steps))
+    for measured, met in world(SIZE, lambda group: averaged(bucket_bytes, range(steps), blocked, group)):
+        assert met == 1
+        assert measured["never"] is None
+        assert measured["frozen"] is None
+        for name, value in reference.items():
+            torch.testing.assert_close(measured[name], value, rtol=1e-6, atol=1e-6)
+
+
+def without_loss(group: Any) -> Tensor | None:
+    """Device 1 has nothing to learn from in this step."""
+    transport, x = GlooTransport(group), nn.Parameter(torch.ones(2))
+    average = GradientAverage(transport, transport, lambda call: call(), 2**20)
+    average.watch([x])
+    average.begin()
+    if transport.rank != 1:
+        (6 * x).sum().backward()
+    average.finish()
+    return x.grad
+
+
+def test_a_device_without_a_loss_counts_as_zero() -> None:
+    for gradient in world(SIZE, without_loss):
+        torch.testing.assert_close(gradient, torch.full((2,), 4.0))
+
+
+def unfrozen(group: Any) -> list[Tensor | None]:
+    transport, x, y = GlooTransport(group), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    y.requires_grad_(False)
+    average = GradientAverage(transport, transport, lambda call: call(), 2**20)
+    found = []
+    for step in range(2):
+        y.requires_grad_(step == 1)
+        average.watch([x, y])
+        (transport.rank * (x + y)).sum().backward()
+        found.append(None if y.grad is None else y.grad.clone())
+    average.close()
+    x.grad = None
+    (transport.rank * x).sum().backward()
+    return [*found, x.grad]
+
+
+def test_parameters_that_are_unfrozen_later_are_averaged_and_closed_hooks_are_gone() -> None:
+    for rank, (frozen, after, closed) in enumerate(world(SIZE, unfrozen)):
+        assert frozen is None
+        torch.testing.assert_close(after, torch.ones(2))
+        torch.testing.assert_close(closed, torch.full((2,), float(rank)))
+
+
+class Elsewhere(Mirror):
+    """The other device has a gradient of everything."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        tensor.add_(1)
+        return Together([])
+
+
+@every_device
+@pytest.mark.parametrize("hosts", [Mirror(), Elsewhere()], ids=["unused", "used elsewhere"])
+def test_no_host_waits_for_its_device_where_a_gradient_is_missing(hosts: Mirror, device: str) -> None:
+    """Of a device whose mirror has the same gradients."""
+    used, missing = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
+    average = GradientAverage(Mirror(), hosts, lambda call: call(), 2**20)
+    average.watch([used, missing])
+    for waits in (True, False):
+        used.grad = missing.grad = None
+        average.begin()
+        with nullcontext() if waits else without_waiting(device):
+            (3 * used).sum().backward()
+            average.finish()
+    assert used.grad.tolist() == [3.0, 3.0]
+    assert (missing.grad is None) == (type(hosts) is Mirror)

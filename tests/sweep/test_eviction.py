@@ -1,0 +1,58 @@
+"""A training whose storages travel between its steps equals one whose never do."""
+
+import torch
+from torch import nn
+
+from lightning_decentral.sweep.eviction import Residence
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 4))
+    net[4].weight = nn.Parameter(net[0].weight.T)  # a view of another parameter's storage
+    return net
+
+
+def trained(travels: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters())
+    sizes = []
+    torch.manual_seed(1)
+    for _ in range(4):
+        net(torch.randn(3, 4)).square().sum().backward()
+        if travels:
+            residence = Residence(net, [optimizer], torch.device("cpu"))
+            before = residence.kept_bytes
+            residence.leave()
+            sizes += [before, residence.kept_bytes]
+            residence.leave()  # who is away stays so
+            residence.enter()
+            assert residence.kept_bytes == before
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return net.state_dict(), sizes
+
+
+def test_leaving_and_entering_changes_nothing() -> None:
+    (plain, _), (moved, sizes) = trained(False), trained(True)
+    assert all(torch.equal(plain[name], moved[name]) for name in plain)
+    assert set(sizes[1::2]) == {0}
+
+
+def test_shared_storages_count_once_and_optimizer_state_counts() -> None:
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters())
+    residence = Residence(net, [optimizer], torch.device("cpu"))
+    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*net.parameters(), *net.buffers()]}
+    assert residence.kept_bytes == sum(own.values())
+    net(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    gradients = sum(4 * p.numel() for p in net.parameters())
+    steps = 4 * len(list(net.parameters()))
+    assert residence.kept_bytes == sum(own.values()) + 3 * gradients + steps
+
+
+def test_what_lies_elsewhere_stays() -> None:
+    net = nn.Linear(2, 2, device="meta")
+    residence = Residence(net, [], torch.device("cpu"))
+    assert residence.kept_bytes == 0
