@@ -36,21 +36,21 @@ from lightning_decentral.gossip import (
     Topology,
     simulate,
 )
-from lightning_decentral.gossip.plan.topology import combined as module
+from lightning_decentral.gossip.plan import topology as face
 
 torch.set_num_threads(1)
 DIM, LEARNING_RATE = 10, 0.05
 
 
 def topologies(size: int) -> list[Topology]:
-    """Every class of the module; those that need arguments with some."""
+    """Every class of the face; those that need arguments with some."""
     given: dict[type, Topology] = {
         AlternatingExponentialRing: AlternatingExponentialRing(8),
         Every: Every(8, Complete()),
         FromGraph: FromGraph(nx.random_regular_graph(4, size, seed=0)),
         PeriodicAverage: PeriodicAverage(8, Ring()),
     }
-    found = [cls for _, cls in inspect.getmembers(module, inspect.isclass) if issubclass(cls, Topology)]
+    found = [getattr(face, name) for name in face.__all__]
     return [given.get(cls) or cls() for cls in found if not inspect.isabstract(cls)]
 
 

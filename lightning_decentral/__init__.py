@@ -1,33 +1,60 @@
 """Training without the global all-reduce, as PyTorch Lightning strategies.
 
-Importing this package registers the strategies' names: `Trainer(strategy="gossip")`.
+Importing this package registers the strategies' names (`Trainer(strategy="gossip")`). What a strategy is made of is
+read when it is asked for: who gossips doesn't load the pipeline.
 """
 
 import sys
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lightning_decentral.gossip.strategy import GossipStrategy
-from lightning_decentral.partial.strategy import PartialBackpropStrategy
-from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.shared import registration as names
-from lightning_decentral.spilled.strategy import SpilledStrategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_decentral.shared import registration
+
+if TYPE_CHECKING:
+    from lightning_decentral.gossip import GossipStrategy
+    from lightning_decentral.partial import PartialBackpropStrategy
+    from lightning_decentral.pipeline import TokenPipelineStrategy
+    from lightning_decentral.spilled import SpilledStrategy
 
 __version__ = "0.1.0"
 __all__ = ["GossipStrategy", "PartialBackpropStrategy", "SpilledStrategy", "TokenPipelineStrategy", "__version__"]
 
+_FOLDERS = {
+    "GossipStrategy": "gossip",
+    "PartialBackpropStrategy": "partial",
+    "SpilledStrategy": "spilled",
+    "TokenPipelineStrategy": "pipeline",
+}
+_NAMES = {
+    "gossip": ("GossipStrategy", "decentralized gossip averaging"),
+    "partial_backprop": ("PartialBackpropStrategy", "structured partial backpropagation"),
+    "token_pipeline": ("TokenPipelineStrategy", "token-level pipeline of stages"),
+}
 
-_REMEDY = (
-    "lightning_decentral works with the `lightning` package, this Trainer is of `pytorch_lightning`: "
-    "write `from lightning.pytorch import Trainer` instead of `from pytorch_lightning import Trainer`"
-)
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOLDERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FOLDERS[name]}"), name)
 
 
 def _register() -> None:
-    for strategy in (GossipStrategy, PartialBackpropStrategy, SpilledStrategy, TokenPipelineStrategy):
-        strategy.register_strategies()
+    for name, (strategy, what) in _NAMES.items():
+        registration.register(StrategyRegistry, name, partial(_made, strategy), what)
+    what = "CPU offload: parameters on the host, in shards to the device"
+    StrategyRegistry.register("spilled", partial(_made, "SpilledStrategy"), description=what, override=True)
     other = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
-        for name in ("gossip", "partial_backprop", "spilled", "token_pipeline"):
-            names.refuse(other.StrategyRegistry, name, _REMEDY)
+        for name in (*_NAMES, "spilled"):
+            registration.refuse(other.StrategyRegistry, name)
+
+
+def _made(strategy: str, **options: Any) -> Strategy:
+    made: Strategy = __getattr__(strategy)(**options)
+    return made
 
 
 _register()

@@ -272,7 +272,7 @@ def _loss(outputs: Any) -> list[Tensor]:
 def _posted(trainer: Trainer, mine: list[tuple[int, float]]) -> list[list[tuple[int, float]]]:
     """Write this worker's (step, loss) pairs; on worker 0, every worker's, or nothing before all have written once."""
     strategy = trainer.strategy
-    wire = strategy._wire if isinstance(strategy, ReplicaStrategy) else None
+    wire = strategy.wire if isinstance(strategy, ReplicaStrategy) else None
     if wire is None:
         return [mine]
     keys = [f"loss/{rank}" for rank in range(trainer.world_size)]

@@ -1,37 +1,39 @@
 """`Trainer(strategy="gossip")`: decentralized data-parallel training, one word away from `ddp`."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
-from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.codec.codec import Coding
 from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.islands import IslandStrategy
+from lightning_decentral.gossip.islands import IslandModel, refuse_unsharded, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Partition, all_reduce_copies, copies_through_card, partitions
-from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
+from lightning_decentral.gossip.plan.traffic import Partition, partitions
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.clique import CliqueExchange, ExchangeByStep
 from lightning_decentral.gossip.wire.consensus import Consensus, Gauge, squared_norm
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
-from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.island import Island, Solo
+from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Trained
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
 from lightning_decentral.gossip.wire.overlap import beside
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.shared import registration as names
 from lightning_decentral.shared.compute.buckets import Bucket
-from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-class GossipStrategy(IslandStrategy):
+class GossipStrategy(ReplicaStrategy):
     """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
 
     `optimizer_step` is the user's update, then one round: land what was launched `delay` updates ago, launch the next.
@@ -62,6 +64,8 @@ class GossipStrategy(IslandStrategy):
     Source: Wang et al. 2410.11998.
     """
 
+    drifts: ClassVar[bool] = True
+
     def __init__(
         self,
         *,
@@ -76,9 +80,11 @@ class GossipStrategy(IslandStrategy):
         bucket_bytes: int | None = None,
         **ddp: Any,
     ) -> None:
-        super().__init__(island=island, evaluate=evaluate, sigterm_every=sigterm_every, **ddp)
+        super().__init__(sigterm_every=sigterm_every, **ddp)
         if delay < 0:
             raise ValueError(f"delay must be at least 0, got {delay}: 0 blocks, 1 overlaps, k lands k updates later")
+        if evaluate not in ("mean", "own"):
+            raise ValueError(f"evaluate must be 'mean' or 'own', got {evaluate!r}")
         if codec is not None and not codec.complete:
             raise ValueError(
                 f"{codec} by itself would never send the rest of the parameters: use DifferenceCompression({codec}) "
@@ -88,12 +94,34 @@ class GossipStrategy(IslandStrategy):
         self.combine = combine or Gossip()
         self.weights = weights or self.combine.weights
         self.codec = codec or Plain()
+        self.island = island or Solo()
         self.delay = delay
+        self.evaluate = evaluate
         self.bucket_bytes = bucket_bytes
-        self._trained: list[Trained] = []
-        self._taken: set[nn.Parameter] = set()
+        self._member = IslandMember(None, 1, self._meet)
+        self._mixers = self._no_mixers()
+        self.checkpoints.held = IslandModel(
+            self.island, lambda: self._member, lambda: self._module, lambda: self.alone, lambda: self.is_global_zero
+        )
 
-    # ---- set-up -------------------------------------------------------------------------------------------------
+    # ---- who is who -------------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> int:
+        """Islands."""
+        return self.island.workers(self.num_nodes * self.num_processes, self.num_processes)
+
+    @property
+    def workers_per_node(self) -> int:
+        """Islands that share a node's network card; 1 where an island has several nodes."""
+        return max(1, self.num_processes // self.island.devices)
+
+    @property
+    def worker(self) -> int:
+        """The number of this device's island."""
+        return self.global_rank // self.island.devices
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Check the plan, then connect."""
@@ -106,20 +134,25 @@ class GossipStrategy(IslandStrategy):
         """Tell the topology the nodes, where it wasn't told."""
         self.topology = self.topology.placed(self.workers_per_node)
 
+    def arrange(self) -> None:
+        """Join the island, before the optimizers exist: FSDP gives the module other parameters."""
+        if self.wire is not None:
+            scaled = getattr(self.precision_plugin, "scaler", None) is not None
+            refuse_unsharded(self.island, self._module, self._trainer.callbacks, scaled)
+            self._member = self.island.join(self.wire, self.root_device, self._meet)
+            self._member.arrange(self._module)
+
     def prepare(self, wire: Wire | None) -> None:
         """One mixer and one group for each optimizer."""
-        self._trained, self._taken = [], set()
+        self._mixers = self._no_mixers()
         for optimizer in self.optimizers if wire is not None else []:
-            self._trained_by(optimizer).adopt()
+            self._mixers.of(optimizer).adopt()
 
-    def _trained_by(self, optimizer: Optimizer) -> Trained:
-        """Of this optimizer; a new one where the optimizers were replaced, on all workers in the same step."""
-        trained = next((t for t in self._trained if t.optimizer is optimizer), None)
-        if trained is None:
-            mixer = Mixer([], self.combine, self._exchange(), self.delay, self._gauge())
-            trained = Trained(optimizer, mixer, self._taken, self._member, self.bucket_bytes)
-            self._trained.append(trained)
-        return trained
+    def _no_mixers(self) -> Mixers:
+        return Mixers(self._mixer, lambda parameters: self._member.pack(parameters, self.bucket_bytes))
+
+    def _mixer(self) -> Mixer:
+        return Mixer([], self.combine, self._exchange(), self.delay, self._gauge())
 
     def _exchange(self) -> Exchange:
         cliques = partitions(self.topology, self.weights, self.workers) if self.codec == Plain() else None
@@ -137,8 +170,8 @@ class GossipStrategy(IslandStrategy):
         return beside(exchange, self.root_device, self.delay)
 
     def _gauge(self) -> Gauge:
-        assert self._wire is not None
-        over = self._wire.group(None) if self.combine.lag else None
+        assert self.wire is not None
+        over = self.wire.group(None) if self.combine.lag else None
         return Gauge(self.combine.lag, over.all_reduce if over else None)
 
     def _peers(self) -> Exchange:
@@ -151,146 +184,133 @@ class GossipStrategy(IslandStrategy):
         mine: dict[tuple[int, ...], Transport] = {c: t for c, t in groups.items() if t is not None}
         return CliqueExchange(cliques, mine, self.worker, self.root_device)
 
-    # ---- rounds -------------------------------------------------------------------------------------------------
+    # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._member.train(self._module, *self._calls("training_step", args, kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._member.evaluate(*self._calls("validation_step", args, kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._member.evaluate(*self._calls("test_step", args, kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._member.evaluate(*self._calls("predict_step", args, kwargs))
+
+    def _calls(self, name: str, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """A step of the module by itself, and inside the module's own call."""
+        module = self._module
+        return (
+            lambda: getattr(module, name)(*args, **kwargs),
+            lambda: self._forward_redirection(module, module, name, *args, **kwargs),
+        )
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients are only accumulated meanwhile."""
+        with self._member.blocked():
+            yield
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """With the island's gradients; under manual optimization its devices have averaged them in the backward."""
+        whole = (lambda: self._member.averaging(closure)) if self._module.automatic_optimization else closure
+        return super().optimizer_step(optimizer, whole, model, **kwargs)
 
     def advance(self, optimizer: Optimizer) -> None:
-        """One round of the mixer of this optimizer."""
-        trained = self._trained_by(optimizer)
-        trained.adopt()
-        trained.step(_learning_rate(optimizer))
+        """One round of the mixer of this optimizer: land what was launched `delay` updates ago, launch the next."""
+        self._mixers.step(optimizer)
+
+    # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def take_part(self, index: int) -> None:
-        """One round without an update."""
-        trained = self._trained[index]
-        trained.step(_learning_rate(trained.optimizer))
+        self._mixers[index].step()
 
     def rounds(self) -> list[int]:
-        """Steps taken, one number for each optimizer."""
-        return [trained.mixer.steps for trained in self._trained]
+        return [of.mixer.steps for of in self._mixers]
 
     def wanted(self) -> list[int]:
-        """Steps that the neighbours must have taken."""
-        return [max(t.mixer.steps, t.mixer.wanted) for t in self._trained]
+        return [max(of.mixer.steps, of.mixer.wanted) for of in self._mixers]
 
     def settle(self) -> None:
-        """Land what is in flight."""
-        for trained in self._trained:
-            trained.drain()
+        self._mixers.settle()
 
     def share(self) -> float | None:
         """w_i / sum_j w_j of push-sum (the first optimizer's where there are several). Collective."""
-        shares = [share for trained in self._trained[:1] for share in trained.mixer.shares()[:1]]
-        if not shares or self._wire is None:
-            return None
-        own, world = shares[0].double().to(self.root_device), self._wire.world
-        total = own.clone()
-        self._meet(lambda: world.all_reduce(total).wait())
-        return float(own / total)
+        return None if self.wire is None else self._mixers.share(self.wire.world, self.root_device, self._meet)
 
     def release(self) -> None:
-        """Give every parameter a storage of its own again."""
-        self._drop()
-        super().release()
+        """Give every parameter a storage of its own again, and leave the island."""
+        self._mixers.release()
+        self._member.close(self.alone)
+        self._member = IslandMember(None, 1, self._meet)
 
-    def _drop(self) -> None:
-        for trained in self._trained:
-            trained.release()
-        self._trained, self._taken = [], set()
+    # ---- the mean model and checkpoints -----------------------------------------------------------------------------
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the workers, shard by shard."""
+        return self._member.mean(tensors, super().mean_of)
+
+    def averaged(self) -> list[Tensor]:
+        self._member.rest()
+        return super().averaged()
 
     def progress_state(self) -> dict[str, Any]:
-        """The mixers' states."""
-        return {
-            "mixers": [trained.mixer.state_dict() for trained in self._trained],
-            "packs": [list(trained.packs) for trained in self._trained],
-        }
+        return self._mixers.state_dict()
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        """Restore the mixers, their buckets packed as they were: a message in flight has their layout."""
-        if len(self.optimizers) != len(state["mixers"]):
-            raise ValueError(
-                f"the checkpoint has {len(state['mixers'])} optimizers, this run has {len(self.optimizers)}: "
-                "resume with the same configure_optimizers"
-            )
-        self._drop()
-        for optimizer, packs, mixer_state in zip(self.optimizers, state["packs"], state["mixers"], strict=True):
-            trained = self._trained_by(optimizer)
-            for number in packs:
-                trained.adopt(number)
-            trained.mixer.load_state_dict(mixer_state)
+        self._mixers.load_state_dict(state, self.optimizers)
 
-    # ---- what users watch ---------------------------------------------------------------------------------------
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """This device's part of it."""
+        if self._member.shards > 1:
+            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+            states = [sharded_state(optimizer, state, self.checkpoints.resuming) for optimizer, state in pairs]
+            checkpoint = {**checkpoint, "optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
+
+    # ---- what users watch -------------------------------------------------------------------------------------------
 
     @property
-    def _buckets(self) -> list[Bucket]:
-        return [bucket for trained in self._trained for bucket in trained.buckets]
+    def buckets(self) -> list[Bucket]:
+        """The flat tensors that are mixed, of all optimizers."""
+        return [bucket for of in self._mixers for bucket in of.buckets]
 
     def traffic(self) -> Traffic:
         """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages since fit began.
 
         No communication.
         """
-        return sum((trained.mixer.exchange.traffic() for trained in self._trained), Traffic())
+        return sum((of.mixer.exchange.traffic() for of in self._mixers), Traffic())
 
     def mixing(self) -> dict[str, float]:
         """How this worker mixes now (by its first optimizer): only what rule and codec have. No communication."""
-        ruled = self._trained[0].mixer.mixing() if self._trained else {}
-        errors = [e for t in self._trained if (e := t.mixer.exchange.codec_error()) is not None]
+        ruled = next((of.mixer.mixing() for of in self._mixers), {})
+        errors = [e for of in self._mixers if (e := of.mixer.exchange.codec_error()) is not None]
         return {**ruled, "delay": float(self.delay), **({"codec_error": max(errors)} if errors else {})}
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
         """How far the workers are apart now. Collective: every worker calls it at the same step; costs one all-reduce
         of the trained parameters, and makes the workers wait for each other."""
-        if self._wire is None:
+        if self.wire is None:
             return Consensus(0.0, 0.0)
-        own = [bucket.flat for bucket in self._buckets]
-        means = self.mean_of_buckets(own)
+        own = [bucket.flat for bucket in self.buckets]
+        means = self._member.mean_of_buckets(own, super().mean_of)
         squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
         apart, norm = (self._member.shards * square for square in self.mean_of(squares))
         return Consensus(float(apart.sqrt()), float((apart / norm.clamp(min=1e-300)).sqrt()))
 
     def summary(self) -> dict[str, str]:
         """The plan in words, for the start of a run."""
-        size, steps = self.workers, consensus_steps(self.topology, self.workers, self.weights)
-        model_bytes = sum(bucket.bytes for bucket in self._buckets)
-        message_bytes = sum(t.mixer.exchange.message_bytes([b.flat for b in t.mixer.buckets]) for t in self._trained)
-        period = self.topology.period(size)
-        exchanges = [trained.mixer.exchange for trained in self._trained[:1]]
-        copies = sum(exchange.copies_sent(step) for exchange in exchanges for step in range(period)) / period
-        sent_bytes = copies * message_bytes * self.combine.copies
-        adams = {type(o).__name__ for o in self.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
-        order = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
-        summary = {
-            "workers": str(size) if self.island.devices == 1 else f"{size} islands, each {self.island!r}",
-            "topology": describe(self.topology, size, self.weights),
-            "steps to exact consensus": "never exact" if steps is None else str(steps),
-            "order": order.get(self.delay, f"landed {self.delay} updates later"),
-            "codec": repr(self.codec),
-            "bytes per worker and step": f"{sent_bytes:,.0f} ({sent_bytes / max(model_bytes, 1):.3g} x the parameters)",
-            "bytes through a node's card": self._through_card(message_bytes * self.combine.copies, model_bytes),
-            "evaluated": "the mean of the workers" if self.evaluate == "mean" else "each worker's own model",
-        }
-        hint = "takes smaller steps here than under ddp: see lightning_decentral.optim.AccumAdam"
-        return summary | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
-
-    def _through_card(self, message_bytes: int, model_bytes: int) -> str:
-        """What the plan sends out of the busiest node, and what a ring all-reduce of the gradients would."""
-        if self.num_nodes == 1:
-            return "none, there is one node"
-        plan = self.topology, self.weights, self.workers, self.workers_per_node
-        steps = copies_through_card(*plan, peers_only=self.codec != Plain())
-        mean, most = sum(steps) / len(steps) * message_bytes, max(steps) * message_bytes
-        reduced = all_reduce_copies(self.num_nodes * self.num_processes, self.num_processes) * model_bytes
-        return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"
-
-    # ---- names --------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
-        """`gossip` and its variants for other ways to start processes."""
-        names.register(strategy_registry, "gossip", cls, "decentralized gossip averaging")
-
-
-def _learning_rate(optimizer: Optimizer) -> float:
-    """Of the first group: schedules change all groups alike."""
-    return float(optimizer.param_groups[0].get("lr", 1.0))
+        return described(self, self._mixers)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +16,6 @@ from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import Driver
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, RunningBuffers, norms
-from lightning_decentral.shared import registration as names
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Wire
@@ -79,18 +77,17 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self._blocked = False
         self._epoch = -1
 
-    # ---- set-up -------------------------------------------------------------------------------------------------
+    # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any) -> None:
-        """Refuse what would hang or go wrong without a sign; then as every strategy of replicas."""
-        assert self.model is not None
-        if self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in self.model.modules()):
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        """What would hang or go wrong without a sign."""
+        if self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
             raise ValueError(
                 "SyncBatchNorm gathers over all workers in the backward of every layer, and a worker whose backward "
                 "stops above it never comes: use plain BatchNorm (all workers take worker 0's running statistics), "
                 "GroupNorm or LayerNorm"
             )
-        super().setup(trainer)
+        super().refuse(module, fitting)
 
     def prepare(self, wire: Wire | None) -> None:
         """The cuts wait for the first batch."""
@@ -128,8 +125,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
         cuts, kind = list(plan.boundaries), type(self.depth).__name__
         if self._saved and (self._saved["boundaries"], self._saved["depth"]) == (cuts, kind):
             driver.memory = tuple(self._saved["memory"])
-        if self._wire is not None:
-            self._reducer = Reducer(driver.segments, place, self._wire.group, self.bucket_bytes)
+        if self.wire is not None:
+            self._reducer = Reducer(driver.segments, place, self.wire.group, self.bucket_bytes)
         self.driver, self._saved = driver, None
         return driver
 
@@ -146,7 +143,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         samples = self._samples or (1,) * self.world_size
         return tuple(n / sum(samples) for n in samples)
 
-    # ---- one step -----------------------------------------------------------------------------------------------
+    # ---- one step ---------------------------------------------------------------------------------------------------
 
     @property
     def _step(self) -> int:
@@ -184,7 +181,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     def _finish(self) -> None:
         if self._reducer is not None:
-            with self._watched():
+            with self._together.waiting:
                 self._reducer.finish()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -213,14 +210,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         if self._buffers is not None:
             self._buffers.share(look)
 
-    # ---- rounds -------------------------------------------------------------------------------------------------
-
-    def take_part(self, index: int) -> None:
-        """A worker that has ended its epoch can't follow the others' updates."""
-        raise RuntimeError(
-            f"worker {self.global_rank} ended its epoch after {self._rounds} steps while another goes on, and all must "
-            "take the same updates: give every worker the same number of batches (drop_last=True, limit_train_batches)"
-        )
+    # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def rounds(self) -> list[int]:
         """Updates since fit began."""
@@ -229,9 +219,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def wanted(self) -> list[int]:
         """All must come to the update that this worker waits for."""
         return [self._rounds + 1]
-
-    def settle(self) -> None:
-        """Nothing is in flight between steps."""
 
     def release(self) -> None:
         """Take all hooks out of the module."""
@@ -266,22 +253,15 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """See `save_checkpoint`."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self.load_progress_state(checkpoint.get(KEY, {}) if self._fitting else {})
+        self.load_progress_state(checkpoint.get(KEY, {}) if self.checkpoints.fitting else {})
         return checkpoint
 
-    # ---- what users watch ---------------------------------------------------------------------------------------
+    # ---- what users watch -------------------------------------------------------------------------------------------
 
     @property
     def sent_bytes(self) -> float:
         """Gradients that this worker sent since fit began (its part of collective calls)."""
         return 0.0 if self._reducer is None else self._reducer.sent_bytes
-
-    # ---- names --------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
-        """`partial_backprop` and its variants for other ways to start processes."""
-        names.register(strategy_registry, "partial_backprop", cls, "structured partial backpropagation")
 
 
 def _words(cuts: Cuts) -> str:

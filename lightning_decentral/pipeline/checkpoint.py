@@ -8,15 +8,14 @@ Where pipelines drift apart the file is their mean's, and each worker's own stat
 """
 
 import os
-import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire.ownership import (
     Holdings,
@@ -26,121 +25,116 @@ from lightning_decentral.pipeline.wire.ownership import (
     optimizer_whole,
 )
 from lightning_decentral.pipeline.wire.slice_planner import Plans
-from lightning_decentral.pipeline.workers import Pipelines
+from lightning_decentral.shared.checkpoint import Checkpoints, Worker
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.mean_model import MeanModel
 from lightning_decentral.shared.wire.mean import mean_of_states
-from lightning_decentral.shared.wire.transport import collect_objects, gather_objects, gather_world
+from lightning_decentral.shared.wire.replicas import Bond
+from lightning_decentral.shared.wire.transport import Wire, collect_objects, gather_objects
 
 STATES = "optimizer_states"
 WHOLE = ("state_dict", STATES, KEY)
 """What a pipeline puts together from its stages; the rest of a checkpoint is any worker's."""
 
 
-class PipelineCheckpoints(Pipelines):
-    """The part of `TokenPipelineStrategy` that saves and restores."""
+class StageWorker(Worker, Protocol):
+    """What a pipeline's checkpoints ask of the strategy beside what all do."""
 
-    _layout: Holdings | None = None
-    """Who has what; kept after the end of training, when optimizers still hold one stage's states each."""
     plans: Plans
-    _restored: dict[str, Any] | None = None
-    _own: dict[str, Any] | None = None
-    """What this worker had where its pipeline had drifted."""
+    bond: Bond
+    optimizers: list[Optimizer]
+    wire: Wire | None
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def pipeline(self) -> int: ...
+    @property
+    def root_device(self) -> torch.device: ...
+
+
+class PipelineCheckpoints(Checkpoints):
+    """One plain file of the whole model, and where pipelines drift each worker's own state.
+
+    Attributes:
+        layout: who has what; kept after the end of training, when optimizers still hold one stage's states each.
+    """
+
+    def __init__(self, worker: StageWorker, mean_model: MeanModel) -> None:
+        super().__init__(worker, mean_model)
+        self.layout: Holdings | None = None
+        self._stage = worker
+        self._restored: dict[str, Any] | None = None
+        self._own: dict[str, Any] | None = None  # what this worker had where its pipeline had drifted
 
     # ---- save ---------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write the whole, on worker 0. Collective."""
-        if self._layout is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
+        if self.layout is None:
+            self._write(checkpoint, filepath, storage_options)
             return
-        if self.alone:
+        if self._worker.alone:
             rank_zero_warn(f"no checkpoint {os.fspath(filepath)}: after an exception the stages can't meet any more")
             return
-        apart = self._apart and STATES in checkpoint
-        path, identity = self.broadcast((os.fspath(filepath), uuid.uuid4().hex if apart else ""))
-        mine = self._part(self._of_mean(checkpoint))
-        parts = [mine] if self._wire is None else collect_objects(self._wire.roll, mine)
-        if self.is_global_zero:
-            super().save_checkpoint(self._joined(checkpoint, parts, identity), path, storage_options)
+        apart = self._mean_model.apart and STATES in checkpoint
+        path, identity = self._agree(filepath)
+        mine = self._part(self._of_mean(checkpoint), self.layout)
+        wire = self._stage.wire
+        parts = [mine] if wire is None else collect_objects(wire.roll, mine)
+        if self._worker.is_global_zero:
+            whole = self._joined(checkpoint, parts, identity if apart else "", self.layout)
+            self._write(whole, path, storage_options)
         if apart:
-            own = {**checkpoint, KEY: {"id": identity, "bond": self._bond.state_dict()}}
-            self.checkpoint_io.save_checkpoint(own, worker_state.file(path, self.global_rank, self.world_size))
+            self._write_own({**checkpoint, KEY: {"id": identity, "bond": self._stage.bond.state_dict()}}, path)
 
     def _of_mean(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._apart:
+        if not self._mean_model.apart:
             return checkpoint
-        return {**checkpoint, "state_dict": mean_of_states(checkpoint["state_dict"], self.mean_of)}
+        return {**checkpoint, "state_dict": mean_of_states(checkpoint["state_dict"], self._mean_model.mean_of)}
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove the file and the workers'."""
-        super().remove_checkpoint(filepath)
-        if self._drifting and self.local_rank == 0:
-            with suppress(FileNotFoundError):  # another node on the same file system was faster
-                self.checkpoint_io.remove_checkpoint(worker_state.folder(filepath))
-
-    def _part(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._layout is not None
+    def _part(self, checkpoint: Mapping[str, Any], layout: Holdings) -> dict[str, Any]:
         random = worker_state.random_state() if STATES in checkpoint else None
-        if self.pipeline > 0:
+        if self._stage.pipeline > 0:
             return {"random": random}
-        states = zip(self.optimizers, checkpoint.get(STATES, ()), strict=False)
+        states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)
         return {
             "state_dict": {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()},
-            "optimizers": [optimizer_part(o, state, self._layout.order) for o, state in states],
+            "optimizers": [optimizer_part(o, state, layout.order) for o, state in states],
             "random": random,
         }
 
-    def _joined(self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], identity: str) -> dict[str, Any]:
-        assert self._layout is not None
-        stages = parts[: self.num_stages]
-        order = list(self._layout.order.values())
+    def _joined(
+        self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], identity: str, layout: Holdings
+    ) -> dict[str, Any]:
+        stages = parts[: self._stage.num_stages]
+        order = list(layout.order.values())
         union = {key: value for part in reversed(stages) for key, value in part["state_dict"].items()}
-        joined = {**checkpoint, "state_dict": {key: union[key] for key in self._layout.state_keys}}
+        joined = {**checkpoint, "state_dict": {key: union[key] for key in layout.state_keys}}
         if STATES in checkpoint:
             states = zip(*(part["optimizers"] for part in stages), strict=True)
             joined[STATES] = [optimizer_whole(rows, order) for rows in states]
             joined[KEY] = {
                 "version": worker_state.VERSION,
-                "stages": self.num_stages,
+                "stages": self._stage.num_stages,
                 "id": identity,
-                "plans": {length: list(slices) for length, slices in self.plans.slices.items()},
+                "plans": {length: list(slices) for length, slices in self._stage.plans.slices.items()},
                 "random": [part["random"] for part in parts],
-                "mid_epoch": self._mid_epoch(),
+                "mid_epoch": self.mid_epoch(),
             }
         return joined
 
-    def _mid_epoch(self) -> bool:
-        assert self.lightning_module is not None
-        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
-        return progress.current.ready > 0 and not progress.is_last_batch
-
     # ---- load ---------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """The file, and aside what only a pipeline of the same size can use."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        own = checkpoint.get(KEY, {})
-        same = own.get("stages") == self.num_stages and len(own.get("random", ())) == self.world_size
-        self._restored = own if same else None
-        drifted = same and own.get("id") and self._drifting and self.lightning_module is not None
-        self._own = self._read_own(checkpoint_path, own["id"], weights_only) if drifted else None
+        checkpoint = self._read(path, weights_only)
+        known = checkpoint.get(KEY, {})
+        same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size
+        self._restored = known if same and self.fitting else None
+        drifted = self._restored is not None and known.get("id") and self._worker.drifts
+        self._own = self._read_own(path, known["id"], weights_only) if drifted else None
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
-
-    def _read_own(self, path: str | Path, identity: str, weights_only: bool | None) -> dict[str, Any] | None:
-        """This worker's own state, if every worker has its; otherwise all start from the mean. Collective."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return None
-        file, own = worker_state.file(path, self.global_rank, self.world_size), None
-        with suppress(OSError):
-            own = self.checkpoint_io.load_checkpoint(file, map_location="cpu", weights_only=weights_only)
-        if all(gather_world(own is not None and own[KEY]["id"] == identity)):
-            return own
-        rank_zero_warn(f"some state in {worker_state.folder(path)} is missing or of another checkpoint: from the mean")
-        return None
 
     def _go_on_apart(self) -> None:
         """Each worker from where it was, once Lightning has restored the mean and the first pipeline's optimizer."""
@@ -148,38 +142,30 @@ class PipelineCheckpoints(Pipelines):
             return
         own, self._own = self._own, None
         self._module.load_state_dict(own["state_dict"])
-        for optimizer, state in zip(self.optimizers, own[STATES], strict=True):
+        for optimizer, state in zip(self._stage.optimizers, own[STATES], strict=True):
             optimizer.load_state_dict(state)
-            _optimizer_to_device(optimizer, self.root_device)
-        self._bond.load_state_dict(own[KEY]["bond"])
-        self._apart = True
+            _optimizer_to_device(optimizer, self._stage.root_device)
+        self._stage.bond.load_state_dict(own[KEY]["bond"])
+        self._mean_model.apart = True
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Holdings) -> None:
         """This stage's part of each optimizer's state. Collective."""
-        if self._layout is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        order = self._layout.order
-        for optimizer, whole in zip(self.optimizers, checkpoint[STATES], strict=True):
+        order, wire = layout.order, self._stage.wire
+        for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):
             own = [[order[p] for p in group["params"]] for group in optimizer.param_groups]
-            rows = [own] if self._wire is None else gather_objects(self._wire.roll, own)
+            rows = [own] if wire is None else gather_objects(wire.roll, own)
             groups = joined_names(rows, list(order.values()))
             optimizer.load_state_dict(optimizer_own(whole, groups, own))
-            _optimizer_to_device(optimizer, self.root_device)
+            _optimizer_to_device(optimizer, self._stage.root_device)
 
-    def _resume(self) -> None:
-        """After set-up: the plans, and between epochs the random state."""
-        if self._restored is None:
-            return
-        self.plans.slices = dict(self._restored["plans"])
-        if not self._restored["mid_epoch"]:
-            worker_state.set_random_state(self._restored["random"][self.global_rank])
+    def resume(self) -> None:
+        """After set-up: the plans."""
+        if self._restored is not None:
+            self._stage.plans.slices = dict(self._restored["plans"])
+            self._random = self._restored["random"][self._worker.global_rank], self._restored["mid_epoch"]
+            self._resume_random()
 
-    def on_train_start(self) -> None:
-        """Within an epoch, the random state: Lightning has just drawn from it to build the iterator that the
-        uninterrupted run had built before the checkpoint."""
-        super().on_train_start()
+    def start(self) -> None:
         self._go_on_apart()
-        if self._restored is not None and self._restored["mid_epoch"]:
-            worker_state.set_random_state(self._restored["random"][self.global_rank])
+        self._start_random()
         self._restored = None

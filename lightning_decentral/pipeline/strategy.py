@@ -1,40 +1,38 @@
 """`Trainer(strategy="token_pipeline")`: slices of one sequence follow each other through a pipeline."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
 from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
+from lightning_decentral.pipeline.clipping import GlobalNorm
 from lightning_decentral.pipeline.compute.activation_codec import Boundary, ExactActivations
 from lightning_decentral.pipeline.compute.adapters import find
-from lightning_decentral.pipeline.compute.loss import deliver
+from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, StagePlace
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
 from lightning_decentral.pipeline.plan.partition import Even, Partition
-from lightning_decentral.pipeline.plan.schedule import Action, OneForwardOneBackward, Schedule, ScheduleForecast
+from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
-from lightning_decentral.pipeline.training_step import Logs, TrainingStep
+from lightning_decentral.pipeline.stage_training import Gradients, StageTraining
+from lightning_decentral.pipeline.training_step import evaluated
 from lightning_decentral.pipeline.wire.cost_cache import Kept, Measurements
 from lightning_decentral.pipeline.wire.ownership import Holdings
 from lightning_decentral.pipeline.wire.slice_planner import Plans
 from lightning_decentral.pipeline.wire.stage_runner import Pipe
-from lightning_decentral.pipeline.workers import PipelineBuilding, PipelineEvaluation, tensors_of
-from lightning_decentral.shared import registration as names
+from lightning_decentral.pipeline.workers import StageGroups, StageLayout
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
-from lightning_decentral.shared.wire.replicas import Replicas
-from lightning_decentral.shared.wire.transport import gather_objects
+from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
+from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.replicas import AverageGradients, Bond, Replicas
+from lightning_decentral.shared.wire.transport import Wire, gather_objects
+from lightning_decentral.shared.workers import WorkersStrategy
 
 
 @runtime_checkable
@@ -45,7 +43,7 @@ class Staged(Protocol):
         """Usually a `Chain`."""
 
 
-class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBuilding):
+class TokenPipelineStrategy(WorkersStrategy):
     """Slices of one sequence follow each other through the stages; gradients are those of the unsliced model.
 
         bubble = (P - 1) / (M S + P - 1)      P stages, M micro-batches, S slices of equal cost
@@ -73,6 +71,8 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
     Source: Li et al. 2102.07988 (TeraPipe); Sun et al. 2406.03488 (Seq1F1B).
     """
 
+    checkpoints: PipelineCheckpoints
+
     def __init__(
         self,
         *,
@@ -87,10 +87,12 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         replicas: Replicas | None = None,
         **ddp: Any,
     ) -> None:
-        refuse_unknown(type(self), ddp)
-        super().__init__(stages=stages, replicas=replicas, **ddp)
+        super().__init__(**ddp)
+        if stages is not None and stages < 1:
+            raise ValueError(f"stages must be at least 1, got {stages}")
         if microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {microbatches}")
+        self.stages = stages
         self.slicing = slicing
         self.schedule = schedule or OneForwardOneBackward()
         self.partition = partition or Even()
@@ -98,68 +100,113 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
         self.measurements = measurements or Kept()
         self.activations = activations or Keep()
         self.boundary = boundary or ExactActivations()
-        self._holdings: Holdings | None = None
-        self._logs: Logs | None = None
-        self._spans: dict[Action, Span] = {}
-        self.step_seconds = 0.0
-        """Of the latest step's forward and backward on this stage, its waits included."""
+        self.replicas = replicas or AverageGradients()
+        self.bond = Bond()
         self.plans = Plans(self.schedule, microbatches, self.measurements)
         """Slices of each length that came, and the measurements they rest on."""
+        self.checkpoints = PipelineCheckpoints(self, self.mean_model)
+        self._deferred = Deferred()
+        self._groups: StageGroups | None = None
+        self._stage: StageTraining | None = None
+        self._norm: GlobalNorm | None = None
+        self._updates = 0
 
-    # ---- set-up -------------------------------------------------------------------------------------------------
+    # ---- who is who -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer) -> None:
-        """Equal models everywhere, then each stage's own part; only that is moved to the device and optimized."""
-        assert self.accelerator is not None
-        assert self.model is not None
-        module = self._module
-        self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        refuse_sync_batch_norm(type(self), self.model, asked=self._layer_sync is not None)
-        if fitting and not module.automatic_optimization:
+    @property
+    def layout(self) -> StageLayout:
+        """Of the workers over pipelines."""
+        workers = self.num_nodes * self.num_processes
+        return StageLayout(self.stages or workers, workers, self.num_processes)
+
+    @property
+    def num_stages(self) -> int:
+        """P."""
+        return self.layout.stages
+
+    @property
+    def pipeline(self) -> int:
+        """Which pipeline this worker belongs to."""
+        return self.global_rank // self.num_stages
+
+    @property
+    def stage(self) -> int:
+        """Which stage of it this worker is."""
+        return self.global_rank % self.num_stages
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All stages of a pipeline read the same batches."""
+        return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}
+
+    @property
+    def drifts(self) -> bool:
+        return self.layout.pipelines > 1 and self.replicas.drifts
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Check the numbers, then connect."""
+        layout = self.layout
+        if layout.pipelines > 1:
+            self.replicas.check(layout.pipelines, layout.pipelines_per_node)
+        super().setup_environment()
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        super().refuse(module, fitting)
+        if fitting and not self._module.automatic_optimization:
             raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
-        self.model = self._convert(self.model)
-        self._connect(module)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`, whose tensors have no memory until their stage is known.
+
+        Every worker draws what worker 0 would draw on its CPU. Collective.
+        """
+        own = torch.get_rng_state()
+        first = self.broadcast(own)
+        torch.set_rng_state(first)
+        with torch.device("cpu"), self._deferred:
+            yield
+        if not torch.equal(own, first):
+            torch.set_rng_state(own)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning's; where there is no memory yet it's written down."""
+        with self._deferred.again():
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        with self._deferred.again():
+            return super().convert(module)
+
+    def place(self, fitting: bool) -> None:
+        """Equal models everywhere, then each stage's own part; only that is moved to the device and optimized."""
+        module = self._module
+        wire = self._connect()
+        if wire is not None:
+            self._groups = self._groups or StageGroups(wire, self.layout)
+            check_same_model(module, wire.roll)
+            built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
+            start_from_worker_0(built, wire.flags)
         self._take_part(module)
         self.model_to_device()
-        if fitting:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
-            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-            for optimizer in self._measuring():
-                optimizer.norm = self._norm  # type: ignore[method-assign]
-            self._join()
-            self._resume()
-
-    def _measuring(self) -> list[QuasiGlobalAdam]:
-        """Optimizers that want a norm over the whole model."""
-        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, QuasiGlobalAdam)]
 
     def _take_part(self, module: LightningModule) -> None:
         model = module.pipeline_stages() if isinstance(module, Staged) else find(module)
         self._refuse_slices(model)
         counts = self.partition.counts(*model.loads(), self.num_stages)
         stop = sum(counts[: self.stage + 1])
-        first, last = self.stage == 0, self.stage == self.num_stages - 1
-        place = StagePlace(stop - counts[self.stage], stop, first, last)
-        over = self._over if self.num_stages > 1 else None
-        whole = tensors_of(module)
-        self._layout = self._holdings = Holdings(module, model, place, over)
-        self._materialize(whole, self._holdings.kept)
-        self._pipe = Pipe(
-            model,
-            place,
-            over,
-            self._back,
-            schedule=self.schedule,
-            activations=self.activations,
-            boundary=self.boundary,
-            device=self.root_device,
-        )
-        self._logs = Logs(module)
-        mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in self._holdings.kept):,} parameters"
+        place = StagePlace(stop - counts[self.stage], stop, self.stage == 0, self.stage == self.num_stages - 1)
+        groups = self._groups
+        over, back = (None, None) if groups is None else (groups.over if self.num_stages > 1 else None, groups.back)
+        with materialized(module, self._deferred) as kept:
+            self.checkpoints.layout = holdings = Holdings(module, model, place, over)
+            kept.update(holdings.kept)
+        options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
+        pipe = Pipe(model, place, over, back, device=self.root_device, **options)
+        self._stage = StageTraining(module, pipe, holdings, self.plans, slices=self._slices, average=self._average)
+        mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
 
     def _refuse_slices(self, model: Pipelined) -> None:
@@ -169,121 +216,123 @@ class TokenPipelineStrategy(PipelineEvaluation, PipelineCheckpoints, PipelineBui
                 f"tokens at all), so it can't be cut into slices: leave slicing={self.slicing} out and use microbatches"
             )
 
-    # ---- training -----------------------------------------------------------------------------------------------
+    def prepare(self, wire: Wire | None) -> None:
+        """The optimizers measure norms over all stages; equal stages join."""
+        assert self._stage is not None
+        self._updates = 0
+        stage, layout = self._stage, self.layout
+        self._norm = GlobalNorm(stage.pipe, stage.holdings, self.precision_plugin, self.optimizers, self.root_device)
+        if self._groups is not None and layout.pipelines > 1:
+            self.bond = self.replicas.join(self._groups.replica_group, self.root_device, layout.pipelines_per_node)
+            self.bond.prepare(self.optimizers)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
 
     def _slices(self, calls: Sequence[Call]) -> list[int]:
         """Of this length and size of micro-batch; planned where it's the first of its kind. Collective."""
-        assert self._pipe is not None
-        model = self._pipe.model
+        assert self._stage is not None
+        pipe, model = self._stage.pipe, self._stage.pipe.model
         slicing = self.slicing or (Planned() if model.sliceable else Uniform(1))
         if slicing.measures:
-            self.plans.measure(calls[0], self._pipe, None if self._wire is None else self._wire.roll)
+            self.plans.measure(calls[0], pipe, None if self.wire is None else self.wire.roll)
         known = self.plans.known(calls[0], model.length(calls[0]))
         if known is not None:
             return known
-        slices = self.plans.make(slicing, calls[0], self._pipe)
+        slices = self.plans.make(slicing, calls[0], pipe)
         rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
         return slices
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward."""
-        assert self._pipe is not None
-        assert self._holdings is not None
-        assert self._logs is not None
-        scaler = self.precision_plugin.scaler if isinstance(self.precision_plugin, MixedPrecision) else None
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        step = TrainingStep(self._pipe, self._module, self._logs, self.microbatches, scale)
-        trained = [p for p in self._holdings.order if p in self._holdings.kept and p.requires_grad]
-        before = [p.grad for p in trained]  # of batches whose gradients are accumulated
-        self._set(trained, [None] * len(trained))
-        with self.precision_plugin.train_step_context():
-            step.read(*args, **kwargs)
-            slices = self.plans.within_memory(self.stage, lambda: self._slices(step.calls))
-            self._set(trained, [None] * len(trained))  # a measurement's
-            begin = time.perf_counter()
-            self.plans.within_memory(self.stage, lambda: step.run(slices))
-            self.step_seconds = time.perf_counter() - begin
-        self._spans = step.spans
-        gradients = [p.grad for p in trained]
-        outcome = step.conclude(_finite(gradients), self.root_device)
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(outcome.factor / scale)
-                if scaler is not None and not outcome.finite:  # every stage's scaler must skip the step and back off
-                    gradient.fill_(float("inf"))
-        self._set(trained, self._bond.gradients(gradients, trained))
-        # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
-        self._pipe.tie(self._holdings.tied, self._holdings.outside)
-        gradients = [p.grad for p in trained]
-        self._set(trained, before)
-        exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
-        value = torch.tensor(outcome.loss, dtype=exact, device=self.root_device)
-        return deliver(value, gradients, trained)
+        assert self._stage is not None
+        return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, args, kwargs)
 
-    def _set(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+    def _average(self, gradients: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
+        with self._together.waiting:
+            return self.bond.gradients(gradients, parameters)
 
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Scale by min(1, clip_val / (norm + 1e-6)), the norm being that of all stages' gradients, tied ones once."""
-        parameters = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        norm = self._norm(parameters, [p.grad for p in parameters if p.grad is not None])
-        factor = (clip_val / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    def advance(self, optimizer: Optimizer) -> None:
+        """What the replicas do after the user's update."""
+        self._updates += 1
+        self.bond.updated(optimizer)
 
-    def _norm(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Of a tensor for each of these parameters, over all stages, tied ones once. Collective."""
-        assert self._pipe is not None
-        assert self._holdings is not None
-        counted = set(self._holdings.counted)
-        pairs = zip(parameters, tensors, strict=True)
-        squares = [t.detach().double().square().sum() for p, t in pairs if p in counted]
-        return self._pipe.total(sum(squares, torch.zeros((), dtype=torch.float64, device=self.root_device))).sqrt()
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluated(self._module.validation_step, args, kwargs)
 
-    # ---- the end ------------------------------------------------------------------------------------------------
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluated(self._module.test_step, args, kwargs)
 
-    def teardown(self) -> None:
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluated(self._module.predict_step, args, kwargs)
+
+    def _evaluated(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The user's step, its model calls answered by the pipeline."""
+        assert self._stage is not None
+        return evaluated(self._stage.pipe, self.plans, lambda: step(*args, **kwargs))
+
+    # ---- rounds: all pipelines take the same updates ----------------------------------------------------------------
+
+    def rounds(self) -> list[int]:
+        return [self._updates]
+
+    def wanted(self) -> list[int]:
+        """All must come to the update that this worker waits for."""
+        return [self._updates + 1]
+
+    # ---- the mean of the pipelines, checkpoints, the end ------------------------------------------------------------
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the replicas of this stage, by their shares; all must call it."""
+        assert self._groups is not None
+        return mean(tensors, self._groups.replicas, self.bond.share())
+
+    def settle(self) -> None:
+        self.bond.settle()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """This stage's part of each optimizer's state. Collective."""
+        if self.checkpoints.layout is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self.checkpoints.load_optimizers(checkpoint, self.checkpoints.layout)
+
+    def release(self) -> None:
         """Make the module whole again on every worker, unless an exception keeps the workers from meeting."""
-        self._restored = None
-        for owner, name in [(self.precision_plugin, "clip_grad_by_norm"), *((o, "norm") for o in self._measuring())]:
-            vars(owner).pop(name, None)
-        self._part_ways()
-        if self._holdings is not None and not self.alone:
+        if self._norm is not None:
+            self._norm.close()
+        self.bond.release()
+        self.bond, self.mean_model.apart = Bond(), False
+        if self._stage is not None and not self.alone:
             for parameter in self._module.parameters():
                 parameter.grad = None
-            self._holdings.give_back(self.root_device)
-        self._holdings, self._pipe, self._logs = None, None, None
-        super().teardown()
+            self._stage.holdings.give_back(self.root_device)
+        self._stage, self._norm = None, None
 
-    # ---- what users watch ---------------------------------------------------------------------------------------
+    # ---- what users watch -------------------------------------------------------------------------------------------
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the latest step's forward and backward on this stage, its waits included."""
+        return 0.0 if self._stage is None else self._stage.seconds
 
     def summary(self) -> dict[str, str]:
         """The plan in words."""
-        together = f", replicas by {self.replicas!r}" if self.num_pipelines > 1 else ""
-        return {"pipelines": f"{self.num_pipelines} of {self.num_stages} stages{together}", **self.plans.summary()}
+        together = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""
+        return {"pipelines": f"{self.layout.pipelines} of {self.num_stages} stages{together}", **self.plans.summary()}
 
     def measured(self) -> dict[str, Span]:
         """When each action of the latest step computed, on all stages of this pipeline. Collective.
 
         Clocks are those of the stages' hosts; on one host they are one.
         """
-        assert self._pipe is not None
-        rows = [self._spans] if self._pipe.over is None else gather_objects(self._pipe.over, self._spans)
+        assert self._stage is not None
+        spans, over = self._stage.spans, self._stage.pipe.over
+        rows = [spans] if over is None else gather_objects(over, spans)
         return {str(action): span for row in rows for action, span in row.items()}
 
     def expected(self) -> ScheduleForecast | None:
         """What the timeline says of a step with the latest plan; None before the first step or without measurements."""
         return self.plans.expected()
-
-    # ---- names --------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
-        """`token_pipeline` and its variants for other ways to start processes."""
-        names.register(strategy_registry, "token_pipeline", cls, "token-level pipeline of stages")
-
-
-def _finite(gradients: Sequence[Tensor | None]) -> bool:
-    return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)

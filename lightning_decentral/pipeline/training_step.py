@@ -1,4 +1,4 @@
-"""One training step of an unmodified LightningModule through the pipeline.
+"""Training and evaluation steps of an unmodified LightningModule through the pipeline.
 
 The step of the user runs once per micro-batch on every stage up to its call of the model, which says what goes in. On
 the last stage it runs again, with the same random numbers, once the answer is there; what it returns goes back.
@@ -18,6 +18,8 @@ from lightning_decentral.pipeline.compute.intercept import Once, answering, call
 from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
 from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.schedule import Action
+from lightning_decentral.pipeline.plan.slicing import Uniform
+from lightning_decentral.pipeline.wire.slice_planner import Plans
 from lightning_decentral.pipeline.wire.stage_runner import Pipe
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.transport import gather_objects
@@ -219,3 +221,19 @@ def checksum(calls: Sequence[Call]) -> float:
         flat = call.inputs.detach().flatten().double().cpu()
         result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
     return result
+
+
+def evaluated(pipe: Pipe, plans: Plans, step: Callable[[], Any]) -> Any:
+    """What a validation, test or predict step of the user's returns, its model calls answered by the pipeline.
+
+    The same step with the same answers on every stage, so that whatever it logs or gathers is whole. It may call the
+    model any number of times.
+    """
+
+    def answer(call: Call) -> Any:
+        length = pipe.model.length(call)
+        slices = Uniform(min(length, 2 * pipe.size)).slices(length, plans.situation(pipe.size))
+        return pipe.model.answer(call, pipe.evaluate(call, slices))
+
+    with answering(pipe.model, answer):
+        return step()

@@ -22,7 +22,7 @@ LOST = {
 }
 
 
-class HostLoops:
+class LoopPatches:
     """Puts a flag that nobody waits for in place of Lightning's broadcast from worker 0 before every batch, makes a
     SIGTERM raise that flag, and calls the roll where an epoch ends.
 

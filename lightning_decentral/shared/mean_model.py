@@ -1,75 +1,47 @@
-"""The mean of workers that drift apart, in the model's place while that is evaluated, and for good in the end."""
+"""The mean model: the average of workers that drift apart, in the model's place while it is evaluated, or for good."""
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_decentral.shared.wire.mean import Swap, floating
+from lightning_decentral.shared.wire.mean import Swap
 
 
-class MeanModel(DDPStrategy):
-    """The part of a strategy that shows the mean. Each worker's own trajectory is never touched by it."""
+class MeanModel:
+    """mean = sum_i share_i x_i, shown for a while or taken for good; showing doesn't touch a worker's own trajectory.
 
-    _apart = False
-    """Whether the workers differ."""
-    _swap: Swap | None = None
+    Args:
+        mean_of: the exact mean over the workers; collective.
 
-    @abstractmethod
-    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The exact mean over the workers; all must call it."""
+    Attributes:
+        apart: whether the workers differ.
+    """
 
-    @abstractmethod
-    def settle(self) -> None:
-        """Land what is in flight."""
+    def __init__(self, mean_of: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        self.mean_of = mean_of
+        self.apart = False
+        self._swap: Swap | None = None
 
-    @property
-    def _shows_mean(self) -> bool:
-        """Whether the mean is evaluated, not what this worker has."""
-        return self._apart
+    def show(self, tensors: Sequence[Tensor]) -> None:
+        """Put the mean in the place of these tensors until `hide`. Collective."""
+        self._swap = Swap(tensors, self.mean_of(tensors))
 
-    @property
-    def _ends_at_mean(self) -> bool:
-        """Whether training ends with all workers at the mean."""
-        return True
-
-    def _floats(self) -> list[Tensor]:
-        assert self.lightning_module is not None
-        return floating([self.lightning_module])
-
-    def _averaged(self) -> list[Tensor]:
-        """What the mean model is made of."""
-        return self._floats()
-
-    def _average_in_place(self) -> None:
-        tensors = self._floats()
-        Swap(tensors, self.mean_of(tensors))
-        self._apart = False
-
-    def _swap_in(self) -> None:
-        if self._shows_mean:
-            tensors = self._averaged()
-            self._swap = Swap(tensors, self.mean_of(tensors))
-
-    def _swap_out(self) -> None:
+    def hide(self) -> None:
+        """Put back, bit for bit, what `show` found."""
         if self._swap is not None:
             self._swap.undo()
             self._swap = None
 
-    on_validation_start = on_test_start = on_predict_start = _swap_in
-    on_validation_end = on_test_end = on_predict_end = _swap_out
+    def forget(self) -> None:
+        """The tensors are given back to their owners: what they hold now stays."""
+        self._swap = None
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This worker's own model, also while the mean stands in its place."""
-        state: dict[str, Any] = super().lightning_module_state_dict()
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """x_i <- mean, on all workers. Collective."""
+        Swap(tensors, self.mean_of(tensors))
+        self.apart = False
+
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This worker's own part of a state_dict, also while the mean is shown."""
         return state if self._swap is None else self._swap.paused(state)
-
-    def on_train_end(self) -> None:
-        """Land what is in flight, and take the mean."""
-        super().on_train_end()
-        if self._apart:
-            self.settle()
-            if self._ends_at_mean:
-                self._average_in_place()

@@ -1,7 +1,7 @@
 """What a strategy of replicas can't do, said in one line before or as soon as it would go wrong without a sign."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -63,7 +63,7 @@ class StepWatch:
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
-def register(registry: Any, name: str, strategy: type[Strategy], what: str) -> None:
+def register(registry: Any, name: str, strategy: Callable[..., Strategy], what: str) -> None:
     """`name`, `name_spawn`, `name_fork` and `name_notebook`; a second call changes nothing."""
     for ending, start_method in START_METHODS.items():
         description = f"{what}, processes by {start_method}"
@@ -72,11 +72,14 @@ def register(registry: Any, name: str, strategy: type[Strategy], what: str) -> N
         )
 
 
-def refuse(registry: Any, name: str, remedy: str) -> None:
-    """The same names in the registry of a package that the strategies don't work with: ValueError with the remedy."""
+def refuse(registry: Any, name: str) -> None:
+    """The same names in the registry of `pytorch_lightning`, whose Trainer they don't work with: ValueError."""
 
     def refused(**_: object) -> None:
-        raise ValueError(remedy)
+        raise ValueError(
+            "lightning_decentral works with the `lightning` package, this Trainer is of `pytorch_lightning`: "
+            "write `from lightning.pytorch import Trainer` instead of `from pytorch_lightning import Trainer`"
+        )
 
     for ending in START_METHODS:
         registry.register(f"{name}{ending}", refused, description="needs the lightning package", override=True)

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -180,10 +180,8 @@ class SpilledStrategy(SingleDeviceStrategy):
     # ---- names --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def register_strategies(cls, strategy_registry: Any = StrategyRegistry) -> None:
-        """`spilled`."""
-        what = "parameters on the host, in shards to the device"
-        strategy_registry.register(cls.strategy_name, cls, description=what, override=True)
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The package registers its names itself; SingleDeviceStrategy's would name this class `single_device`."""
 
 
 def _free_bytes(place: torch.device) -> int | None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
+from lightning_decentral.gossip.summary import through_card
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.tiny import QUIET, Batches, Net, Record, SizedBatches, in_processes, recorded
 
@@ -179,7 +180,7 @@ def test_the_summary_says_what_passes_the_network_card(
     strategy.parallel_devices = [torch.device("cpu")] * per_node
     strategy.num_nodes = nodes
     strategy._place()
-    assert strategy._through_card(message_bytes=1000, model_bytes=1000) == said
+    assert through_card(strategy, message_bytes=1000, model_bytes=1000) == said
 
 
 def test_counters_and_rounds_of_each_device(tmp_path: Path) -> None:

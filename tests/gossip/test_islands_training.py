@@ -173,7 +173,7 @@ class Look(Callback):
         apart = strategy.consensus()
         self.seen["consensus"] = (apart.absolute, apart.relative)
         self.seen["bytes"] = strategy.traffic().bytes_sent
-        self.seen["elements"] = sum(b.flat.numel() for b in strategy._buckets)
+        self.seen["elements"] = sum(b.flat.numel() for b in strategy.buckets)
         self.seen["sampler"] = strategy.distributed_sampler_kwargs
         self.seen["summary"] = strategy.summary()
         self.seen.setdefault("before", []).append(whole(pl_module))

@@ -1,33 +1,32 @@
-"""One optimizer's parameters and the mixer that mixes them."""
+"""The mixers of all optimizers: which parameters each mixes, in which buckets, saved and restored together."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
+from lightning_decentral.shared.wire.transport import Transport
+
+Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
+"""Parameters as buckets, as their island packs them."""
 
 
-class Trained:
-    """What an optimizer trains, packed as its island packs it.
+class OptimizerMixer:
+    """What one optimizer trains, and the mixer that mixes it.
 
     Args:
         taken: parameters that an optimizer mixes already; a parameter of several is mixed by the first.
-        bucket_bytes: largest bucket; by default `buckets.bucket_bytes_of` them.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        mixer: Mixer,
-        taken: set[nn.Parameter],
-        member: IslandMember,
-        bucket_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, mixer: Mixer, pack: Pack, taken: set[nn.Parameter]) -> None:
         self.optimizer, self.mixer = optimizer, mixer
         self.buckets: list[Bucket] = []
         self.packs: list[int] = []
-        self._taken, self._member, self._bucket_bytes = taken, member, bucket_bytes
+        self._pack, self._taken = pack, taken
 
     def adopt(self, number: int | None = None) -> None:
         """Take in what the optimizer got since the last look (gradual unfreezing adds groups).
@@ -38,15 +37,15 @@ class Trained:
         new = [p for p in dict.fromkeys(parameters) if p not in self._taken and (number or p.requires_grad)][:number]
         if new:
             self._taken.update(new)
-            buckets = self._member.pack(new, self._bucket_bytes)
+            buckets = self._pack(new)
             self.buckets += buckets
             self.packs.append(len(new))
             mixed = with_tail(buckets)
             self.mixer.extend(mixed, [span.matrices for span in mixed])
 
-    def step(self, learning_rate: float) -> None:
-        """One round."""
-        self.mixer.step(learning_rate)
+    def step(self) -> None:
+        """One round, at the learning rate of the first group: schedules change all groups alike."""
+        self.mixer.step(float(self.optimizer.param_groups[0].get("lr", 1.0)))
         self._store()
 
     def drain(self) -> None:
@@ -60,7 +59,83 @@ class Trained:
         for bucket in self.buckets:
             bucket.store()
 
+
+class Mixers:
+    """One for each optimizer.
+
+    Args:
+        make: a new mixer over a group of its own; collective.
+    """
+
+    def __init__(self, make: Callable[[], Mixer], pack: Pack) -> None:
+        self._make, self._pack = make, pack
+        self._all: list[OptimizerMixer] = []
+        self._taken: set[nn.Parameter] = set()
+
+    def __iter__(self) -> Iterator[OptimizerMixer]:
+        return iter(self._all)
+
+    def __getitem__(self, index: int) -> OptimizerMixer:
+        return self._all[index]
+
+    def of(self, optimizer: Optimizer) -> OptimizerMixer:
+        """Of this optimizer; a new one where the optimizers were replaced, on all workers in the same step."""
+        for mixer in self._all:
+            if mixer.optimizer is optimizer:
+                return mixer
+        self._all.append(OptimizerMixer(optimizer, self._make(), self._pack, self._taken))
+        return self._all[-1]
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One round after an update of this optimizer."""
+        mixer = self.of(optimizer)
+        mixer.adopt()
+        mixer.step()
+
+    def share(self, over: Transport, device: torch.device, meet: Callable[[Callable[[], Any]], Any]) -> float | None:
+        """w_i / sum_j w_j of push-sum (the first optimizer's where there are several); None: all equal. Collective."""
+        shares = [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]
+        if not shares:
+            return None
+        own = shares[0].double().to(device)
+        total = own.clone()
+        meet(lambda: over.all_reduce(total).wait())
+        return float(own / total)
+
+    def settle(self) -> None:
+        """Land what is in flight."""
+        for mixer in self._all:
+            mixer.drain()
+
     def release(self) -> None:
         """Give every parameter a storage of its own again."""
-        for bucket in self.buckets:
-            bucket.release()
+        for mixer in self._all:
+            for bucket in mixer.buckets:
+                bucket.release()
+        self._all = []
+        self._taken.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mixers' states, and how many parameters were packed at a time."""
+        return {
+            "mixers": [mixer.mixer.state_dict() for mixer in self._all],
+            "packs": [list(mixer.packs) for mixer in self._all],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Restore the mixers, their buckets packed as they were: a message in flight has their layout.
+
+        Raises:
+            ValueError: it was taken with another number of optimizers, or with other buckets.
+        """
+        if len(optimizers) != len(state["mixers"]):
+            raise ValueError(
+                f"the checkpoint has {len(state['mixers'])} optimizers, this run has {len(optimizers)}: "
+                "resume with the same configure_optimizers"
+            )
+        self.release()
+        for optimizer, packs, saved in zip(optimizers, state["packs"], state["mixers"], strict=True):
+            mixer = self.of(optimizer)
+            for number in packs:
+                mixer.adopt(number)
+            mixer.mixer.load_state_dict(saved)

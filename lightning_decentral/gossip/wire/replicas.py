@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -13,11 +12,11 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Trained
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
 from lightning_decentral.gossip.wire.overlap import beside
 from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.wire.replicas import Bond, Group, Replicas
 
 
@@ -79,62 +78,29 @@ class GossipReplicas(Replicas):
 
 class _Mixing(Bond):
     def __init__(self, how: GossipReplicas, group: Group, device: torch.device, per_node: int) -> None:
-        self._how, self._device = how, device
-        self._place = group, device, per_node
-        self._over = group()
-        self._trained: list[Trained] = []
-        self._taken: set[nn.Parameter] = set()
+        self._device, self._over = device, group()
+        self._optimizers: list[Optimizer] = []
+        self._mixers = Mixers(lambda: how.mixer(group, device, per_node), pack)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            self._add(optimizer).adopt()
-
-    def _add(self, optimizer: Optimizer) -> Trained:
-        solo = IslandMember(None, 1, lambda call: call())
-        trained = Trained(optimizer, self._how.mixer(*self._place), self._taken, solo)
-        self._trained.append(trained)
-        return trained
+            self._mixers.of(optimizer).adopt()
 
     def updated(self, optimizer: Optimizer) -> None:
-        trained = next((t for t in self._trained if t.optimizer is optimizer), None) or self._add(optimizer)
-        trained.adopt()
-        trained.step(float(optimizer.param_groups[0].get("lr", 1.0)))
+        self._mixers.step(optimizer)
 
     def settle(self) -> None:
-        for trained in self._trained:
-            trained.drain()
+        self._mixers.settle()
 
     def share(self) -> float | None:
-        shares = [share for trained in self._trained[:1] for share in trained.mixer.shares()[:1]]
-        if not shares:
-            return None
-        own = shares[0].double().to(self._device)
-        total = own.clone()
-        self._over.all_reduce(total).wait()
-        return float(own / total)
+        return self._mixers.share(self._over, self._device, lambda call: call())
 
     def release(self) -> None:
-        for trained in self._trained:
-            trained.release()
-        self._trained = []
-        self._taken.clear()
+        self._mixers.release()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "mixers": [trained.mixer.state_dict() for trained in self._trained],
-            "packs": [list(trained.packs) for trained in self._trained],
-        }
+        return self._mixers.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        optimizers = [trained.optimizer for trained in self._trained]
-        if len(optimizers) != len(state["mixers"]):
-            raise ValueError(
-                f"the checkpoint has {len(state['mixers'])} optimizers, this run has {len(optimizers)}: "
-                "resume with the same configure_optimizers"
-            )
-        self.release()
-        for optimizer, packs, mixer_state in zip(optimizers, state["packs"], state["mixers"], strict=True):
-            trained = self._add(optimizer)
-            for number in packs:
-                trained.adopt(number)
-            trained.mixer.load_state_dict(mixer_state)
+        self._mixers.load_state_dict(state, self._optimizers)

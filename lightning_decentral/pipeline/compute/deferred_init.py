@@ -276,3 +276,20 @@ def _refuse_hooks(tensors: Sequence[Tensor]) -> None:
             f"a tensor of shape {tuple(hooked[0].shape)} got a hook while it had no memory: register hooks in "
             "on_fit_start instead of configure_model"
         )
+
+
+@contextmanager
+def materialized(module: nn.Module, deferred: Deferred) -> Iterator[set[nn.Parameter]]:
+    """Yields a set for the parameters that stay; then these have memory, and so has what isn't a parameter."""
+    whole = tensors_of(module)  # before the module gives up parameters
+    kept: set[nn.Parameter] = set()
+    yield kept
+    gone = [t for t in whole if isinstance(t, nn.Parameter) and t not in kept]
+    out = set(gone)
+    deferred.materialize([t for t in whole if t not in out], gone)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes; each once."""
+    plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    return list(dict.fromkeys([*module.parameters(), *module.buffers(), *plain]))

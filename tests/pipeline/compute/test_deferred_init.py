@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral import TokenPipelineStrategy
-from lightning_decentral.pipeline.compute.deferred_init import Deferred
-from lightning_decentral.pipeline.workers import tensors_of
+from lightning_decentral.pipeline.compute.deferred_init import Deferred, tensors_of
 from tests.pipeline.causal import LLAMA, MODELS
 from tests.pipeline.test_strategy import saving
 from tests.pipeline.training import Language, alone, distance, fit, forked, pipeline

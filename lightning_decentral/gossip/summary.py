@@ -1,0 +1,75 @@
+"""The plan of a gossip run in words: topology, order, codec, bytes a step, bytes through a node's network card."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_decentral.gossip.compute.codec.codec import Coding
+from lightning_decentral.gossip.compute.codec.quantize import Plain
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_through_card
+from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
+from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
+from lightning_decentral.shared.replica import Evaluate
+
+ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
+
+
+class Planned(Protocol):
+    """What is described: the constructor's values and the size of the run."""
+
+    topology: Topology
+    combine: Combine
+    weights: Weights
+    codec: Coding
+    island: Island
+    delay: int
+    evaluate: Evaluate
+    optimizers: list[Optimizer]
+
+    @property
+    def workers(self) -> int: ...
+    @property
+    def workers_per_node(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def num_processes(self) -> int: ...
+
+
+def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
+    """{what: in words}"""
+    mixers, size = list(mixers), plan.workers
+    steps, period = consensus_steps(plan.topology, size, plan.weights), plan.topology.period(size)
+    model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets)
+    message_bytes = sum(of.mixer.exchange.message_bytes([b.flat for b in of.mixer.buckets]) for of in mixers)
+    message_bytes = message_bytes * plan.combine.copies
+    copies = sum(of.mixer.exchange.copies_sent(step) for of in mixers[:1] for step in range(period)) / period
+    sent_bytes = copies * message_bytes
+    words = {
+        "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
+        "topology": describe(plan.topology, size, plan.weights),
+        "steps to exact consensus": "never exact" if steps is None else str(steps),
+        "order": ORDERS.get(plan.delay, f"landed {plan.delay} updates later"),
+        "codec": repr(plan.codec),
+        "bytes per worker and step": f"{sent_bytes:,.0f} ({sent_bytes / max(model_bytes, 1):.3g} x the parameters)",
+        "bytes through a node's card": through_card(plan, message_bytes, model_bytes),
+        "evaluated": "the mean of the workers" if plan.evaluate == "mean" else "each worker's own model",
+    }
+    adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
+    hint = "takes smaller steps here than under ddp: see lightning_decentral.optim.AccumAdam"
+    return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
+
+
+def through_card(plan: Planned, message_bytes: float, model_bytes: float) -> str:
+    """What the plan sends out of the busiest node, and what a ring all-reduce of the gradients would."""
+    if plan.num_nodes == 1:
+        return "none, there is one node"
+    shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
+    steps = copies_through_card(*shape, peers_only=plan.codec != Plain())
+    mean, most = sum(steps) / len(steps) * message_bytes, max(steps) * message_bytes
+    reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * model_bytes
+    return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"

@@ -1,0 +1,55 @@
+"""Gradient-norm clipping in a pipeline: the norm is that of all stages' gradients, tied parameters counted once."""
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
+from lightning_decentral.pipeline.wire.ownership import Holdings
+from lightning_decentral.pipeline.wire.stage_runner import Pipe
+
+
+class GlobalNorm:
+    """norm = sqrt(sum over stages of ||g||^2), in the place of what Lightning and optimizers measure on one stage.
+
+    Until `close` it stands in the precision plugin's `clip_grad_by_norm`, and in `norm` of optimizers that want one
+    over the whole model.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        holdings: Holdings,
+        precision: Precision,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+    ) -> None:
+        self._pipe, self._holdings, self._precision, self._device = pipe, holdings, precision, device
+        self._measuring = [optimizer for optimizer in optimizers if isinstance(optimizer, QuasiGlobalAdam)]
+        precision.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        for optimizer in self._measuring:
+            optimizer.norm = self._norm  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Lightning's and the optimizers' own again."""
+        for owner, name in [(self._precision, "clip_grad_by_norm"), *((o, "norm") for o in self._measuring)]:
+            vars(owner).pop(name, None)
+
+    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """g <- g min(1, clip_val / (norm + 1e-6))"""
+        parameters = [p for p in self._precision.main_params(optimizer) if p.grad is not None]
+        norm = self._norm(parameters, [p.grad for p in parameters if p.grad is not None])
+        factor = (clip_val / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+    def _norm(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Of a tensor for each of these parameters, over all stages, tied ones once. Collective."""
+        counted = set(self._holdings.counted)
+        pairs = zip(parameters, tensors, strict=True)
+        squares = [t.detach().double().square().sum() for p, t in pairs if p in counted]
+        return self._pipe.total(sum(squares, torch.zeros((), dtype=torch.float64, device=self._device))).sqrt()

@@ -1,0 +1,94 @@
+"""One stage in training: its part of the model, a step's forward and backward, gradients handed over to Lightning."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor, nn
+
+from lightning_decentral.pipeline.compute.loss import deliver
+from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.plan.schedule import Action
+from lightning_decentral.pipeline.training_step import Logs, TrainingStep
+from lightning_decentral.pipeline.wire.ownership import Holdings
+from lightning_decentral.pipeline.wire.slice_planner import Plans
+from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.shared.plan.timeline import Span
+
+Gradients = list[Tensor | None]
+
+
+class StageTraining:
+    """What a worker holds while its stage is trained.
+
+    Args:
+        slices: of these micro-batches; collective.
+        average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
+
+    Attributes:
+        spans: when each action of the latest step computed.
+        seconds: of the latest step's forward and backward on this stage, its waits included.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        pipe: Pipe,
+        holdings: Holdings,
+        plans: Plans,
+        *,
+        slices: Callable[[Sequence[Call]], list[int]],
+        average: Callable[[Gradients, Sequence[nn.Parameter]], Gradients],
+    ) -> None:
+        self.pipe, self.holdings = pipe, holdings
+        self._module, self._plans, self._slices, self._average = module, plans, slices, average
+        self._logs = Logs(module)
+        self.spans: dict[Action, Span] = {}
+        self.seconds = 0.0
+
+    def step(self, precision: Precision, microbatches: int, device: torch.device, args: Any, kwargs: Any) -> Tensor:
+        """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward."""
+        scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
+        trained = [p for p in self.holdings.order if p in self.holdings.kept and p.requires_grad]
+        before = [p.grad for p in trained]  # of batches whose gradients are accumulated
+        with precision.train_step_context():
+            self._run(step, trained, args, kwargs)
+        outcome = step.conclude(_finite(trained), device)
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(outcome.factor / scale)
+                if scaler is not None and not outcome.finite:  # every stage's scaler must skip the step and back off
+                    parameter.grad.fill_(float("inf"))
+        _set(trained, self._average([p.grad for p in trained], trained))
+        # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
+        self.pipe.tie(self.holdings.tied, self.holdings.outside)
+        gradients = [p.grad for p in trained]
+        _set(trained, before)
+        exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
+        return deliver(torch.tensor(outcome.loss, dtype=exact, device=device), gradients, trained)
+
+    def _run(self, step: TrainingStep, trained: Sequence[nn.Parameter], args: Any, kwargs: Any) -> None:
+        """Forward and backward of all slices, into empty `.grad`s."""
+        _set(trained, [None] * len(trained))
+        step.read(*args, **kwargs)
+        stage = self.pipe.rank
+        slices = self._plans.within_memory(stage, lambda: self._slices(step.calls))
+        _set(trained, [None] * len(trained))  # a measurement's
+        begin = time.perf_counter()
+        self._plans.within_memory(stage, lambda: step.run(slices))
+        self.seconds = time.perf_counter() - begin
+        self.spans = step.spans
+
+
+def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _finite(parameters: Sequence[nn.Parameter]) -> bool:
+    return all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)

@@ -1,0 +1,297 @@
+"""The base of all strategies with several workers: DDP's launching and ranks, no wrapper, no gradient all-reduce.
+
+What a method does is in its own strategy; what is common to all is in parts: `MeanModel` (workers that drift apart),
+`Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together).
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.checkpoint import Checkpoints
+from lightning_decentral.shared.coordination import Coordination, Uncoordinated
+from lightning_decentral.shared.mean_model import MeanModel
+from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.wire.mean import floating
+from lightning_decentral.shared.wire.transport import Wire, connect, connected
+
+
+class WorkersStrategy(DDPStrategy):
+    """Workers that run Lightning's loops side by side and meet where their method says.
+
+    Args:
+        sigterm_every: rounds between two looks whether some worker got a SIGTERM (read one interval later).
+        **ddp: what DDPStrategy itself takes: cluster_environment, process_group_backend, start_method, ...
+
+    Attributes:
+        wire: the groups that every method needs; None before set-up, and for a single worker.
+        mean_model: the mean of workers that drift apart.
+        checkpoints: how this method saves and resumes; the constructor of a subclass sets it.
+    """
+
+    checkpoints: Checkpoints
+
+    def __init__(self, *, sigterm_every: int = 10, timeout: timedelta | None = default_pg_timeout, **ddp: Any) -> None:
+        refuse_unknown(type(self), ddp)
+        super().__init__(timeout=timeout, **ddp)
+        if sigterm_every < 1:
+            raise ValueError(f"sigterm_every must be at least 1, got {sigterm_every}")
+        self._sigterm_every = sigterm_every
+        self.wire: Wire | None = None
+        self._together = Uncoordinated()
+        self._fits = 0
+        self.mean_model = MeanModel(lambda tensors: self.mean_of(tensors))
+
+    # ---- what a method adds -----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def drifts(self) -> bool:
+        """Whether workers may differ between steps."""
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        """ValueError for what the method can't train."""
+        refuse_sync_batch_norm(type(self), module, asked=self._layer_sync is not None)
+
+    @abstractmethod
+    def place(self, fitting: bool) -> None:
+        """The model on its device, equal on all workers; the optimizers don't exist yet."""
+
+    @abstractmethod
+    def prepare(self, wire: Wire | None) -> None:
+        """Build what training needs; the optimizers exist. No wire: a single worker."""
+
+    @abstractmethod
+    def advance(self, optimizer: Optimizer) -> None:
+        """What follows an update of `optimizer`."""
+
+    @abstractmethod
+    def rounds(self) -> list[int]:
+        """Rounds taken, one number for each optimizer; none outside of training."""
+
+    @abstractmethod
+    def wanted(self) -> list[int]:
+        """Rounds that the others must have launched before this worker can go on."""
+
+    def take_part(self, index: int) -> None:
+        """Run one round of the optimizer with that index, without an update.
+
+        Raises:
+            RuntimeError: the method can't, all its workers take the same updates.
+        """
+        raise RuntimeError(
+            f"worker {self.global_rank} ended its epoch after {self.rounds()[index]} steps while another goes on, and "
+            "all must take the same updates: give every worker the same number of batches "
+            "(drop_last=True, limit_train_batches)"
+        )
+
+    @abstractmethod
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the workers; all must call it."""
+
+    def settle(self) -> None:
+        """Land what is in flight."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the model its own storage back."""
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """As DDPStrategy, but without a wrapper, and with equal models at the start."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.refuse(self.model, fitting)
+        self.model = self.convert(self.model)
+        self.place(fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self.prepare(self.wire)
+            self.checkpoints.resume()
+            self._coordinate(trainer)
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        """To the precision asked for."""
+        return self.precision_plugin.convert_module(module)
+
+    def configure_ddp(self) -> None:
+        """No wrapper."""
+
+    def _connect(self) -> Wire | None:
+        """The groups that every method needs, made once; None for a single worker."""
+        if self.wire is None and connected():
+            self.wire = connect(self.root_device, self._timeout)
+        return self.wire
+
+    def _coordinate(self, trainer: Trainer) -> None:
+        if self.wire is None:
+            return
+        self._together = Coordination(
+            self.wire,
+            trainer,
+            self.optimizers,
+            self,
+            sigterm_every=self._sigterm_every,
+            forward_signal=self._forward_signal,
+            name=f"fit-{self._fits}",
+        )
+        self._fits += 1
+
+    def _meet(self, call: Callable[[], Any]) -> Any:
+        """Run what waits for other workers; for parts that are made before the fit's coordination."""
+        return self._together.meet(call)
+
+    def _forward_signal(self, signum: int) -> None:
+        if self.launcher is not None:
+            self.launcher.kill(signum)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The user's update, exactly as in one process; then what the method does after it."""
+        with self._together.updating:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.wire is not None:
+            self.mean_model.apart = self.drifts
+            with self._together.waiting:
+                self.advance(optimizer)
+                if optimizer is self.optimizers[0]:
+                    self._together.tick()
+        return output
+
+    # ---- Lightning's collectives ------------------------------------------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.alone:
+            self._together.meet(lambda: super(WorkersStrategy, self).barrier(*args, **kwargs))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._together.meet(lambda: super(WorkersStrategy, self).broadcast(obj, src))
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        return self._together.meet(lambda: super(WorkersStrategy, self).reduce(tensor, group, reduce_op))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """[size, ...]: every worker's tensor."""
+        if self.wire is None or sync_grads or group is not None:
+            return self._together.meet(lambda: super(WorkersStrategy, self).all_gather(tensor, group, sync_grads))
+        pending, rows = self.wire.world.all_gather(tensor.detach().contiguous())
+        self._together.meet(pending.wait)
+        return torch.stack(rows)
+
+    @property
+    def alone(self) -> bool:
+        """An exception has taken this worker off the others' path: nothing collective may be called any more."""
+        trainer = self._module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.interrupted and not self._together.agreed and connected()
+
+    # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
+
+    @property
+    def shows_mean(self) -> bool:
+        """Whether the mean is evaluated, not what this worker has."""
+        return self.mean_model.apart
+
+    @property
+    def ends_at_mean(self) -> bool:
+        """Whether training ends with all workers at the mean."""
+        return True
+
+    def averaged(self) -> list[Tensor]:
+        """What the mean model is made of."""
+        return floating([self._module])
+
+    def on_validation_start(self) -> None:
+        if self.shows_mean:
+            self.mean_model.show(self.averaged())
+
+    def on_validation_end(self) -> None:
+        self.mean_model.hide()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This worker's own model, also while the mean stands in its place."""
+        return self.mean_model.own(super().lightning_module_state_dict())
+
+    def on_train_end(self) -> None:
+        """Land what is in flight, and take the mean."""
+        super().on_train_end()
+        if self.mean_model.apart:
+            self.settle()
+            if self.ends_at_mean:
+                self.mean_model.take(floating([self._module]))
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.checkpoints.remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoints.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning's, with one line for a checkpoint of another model."""
+        try:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        except RuntimeError as error:
+            first = [line.strip() for line in str(error).splitlines() if line.strip()][1:2]
+            raise ValueError(
+                f"the checkpoint is of another model: {first[0] if first else error} "
+                "(build the model with the settings it was saved with)"
+            ) from error
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.checkpoints.start()
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Put Lightning's methods and the parameters' own storage back."""
+        self._together.close()
+        self.mean_model.forget()
+        self.release()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The package registers its names itself; DDP's would name this class `ddp`."""
