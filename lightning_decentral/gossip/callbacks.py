@@ -1,4 +1,4 @@
-"""What users watch while the workers gossip: distance from consensus, mixing, waiting, bytes, losses, the plan.
+"""Callbacks that log a gossip run: consensus distance, mixing rate, wait and exchange seconds, bytes, worker losses.
 
 Under a strategy that does not gossip each of these does nothing. Values go to every logger, at the step that Lightning
 gives its own rows; consensus distance, waiting and mixing rate go to the progress bar too, and what every worker knows

@@ -1,4 +1,4 @@
-"""What a run came to: a table on the screen, and beside the checkpoint a CSV, a picture and a JSON."""
+"""The report at a run's end: a table on the screen; beside the checkpoint a CSV, a picture and a JSON."""
 
 import csv
 import json

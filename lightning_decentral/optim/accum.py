@@ -1,4 +1,4 @@
-"""Adam for workers that see only their own gradient: moments over windows of steps.
+"""AccumAdam, AccumAdamW: Adam for workers that see only their own gradient, its moments over windows of steps.
 
 Adam divides by the root of the mean squared gradient. Under all-reduce that gradient is the mean of n workers; under
 gossip it is a worker's own, up to sqrt(n) times as noisy, so the same learning rate takes smaller steps. Averaging a

@@ -1,4 +1,4 @@
-"""Parameter groups: their options checked, their parameters by what one call handles, their tensors as real numbers."""
+"""Parameter groups: options checked, tensors for foreach calls put together, complex tensors as real ones."""
 
 import math
 from collections.abc import Callable, Mapping

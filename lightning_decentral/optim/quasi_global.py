@@ -1,4 +1,4 @@
-"""Adam whose moments follow where a worker went together with its neighbours."""
+"""Quasi-global momentum for Adam: moments follow where a worker went together with its neighbours."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

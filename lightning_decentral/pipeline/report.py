@@ -1,4 +1,4 @@
-"""What a pipeline came to: speed against one process, bubble predicted and measured, and the timeline of a step."""
+"""The report of a pipelined run: speed against one process, bubble predicted and measured, a step's timeline."""
 
 import statistics
 import time

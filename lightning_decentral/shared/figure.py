@@ -1,4 +1,4 @@
-"""The picture at the end of a run: losses and distance from consensus over steps. Needs matplotlib (extra `plot`)."""
+"""The loss curve at a run's end: losses and consensus distance over steps. Needs matplotlib (extra `plot`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loggers beside Lightning's own: one W&B run per worker, and rows kept in memory for the report."""
+"""Loggers beside Lightning's own: one Weights & Biases run per worker, and rows kept in memory for the report."""
 
 import uuid
 from argparse import Namespace

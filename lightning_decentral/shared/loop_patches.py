@@ -1,4 +1,4 @@
-"""Where Lightning's own loops would make the workers wait for each other, or leave one behind: replaced, and put back.
+"""Patches of Lightning's loops: where they would make workers wait for each other or leave one behind.
 
 Each replacement is of one method on one instance, for the time of one `fit`. A version of Lightning without that
 method gets a warning that says what is lost.

@@ -1,4 +1,4 @@
-"""What a strategy of replicas can't do, said in one line before or as soon as it would go wrong without a sign."""
+"""Registration of the strategies' names, and refusals of options and modules that they can't serve."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""How a hidden state, or its gradient, is written for the wire between two stages.
+"""Activation compression: how hidden states and their gradients are written for the wire between stages.
 
 Training with compressed boundaries isn't exact any more. Source: 2301.02654 (it hurts most at early boundaries).
 """

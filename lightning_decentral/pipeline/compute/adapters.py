@@ -1,4 +1,4 @@
-"""Any model that is a sequence of blocks: cut between blocks, never along tokens.
+"""Model adapters: any model that is a sequence of blocks, cut between blocks and never along tokens.
 
 Bidirectional attention (ViT) needs all tokens at once and a convolution has no tokens, so these run as a pipeline of
 micro-batches with one slice each.

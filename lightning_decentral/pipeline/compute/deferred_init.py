@@ -1,4 +1,4 @@
-"""Building a model without its memory, and later only a part of it, with the values that all of it would have had.
+"""Deferred initialization: a model built without its memory, of which each stage then gets its part's values.
 
 Within `Deferred` a tensor that is made gets no storage. What is done to it is written down, with the state of the
 generator where something is drawn; the draw is made and thrown away, so that the next one is what it would have been.

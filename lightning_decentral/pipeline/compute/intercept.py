@@ -1,4 +1,4 @@
-"""Standing in for one module's forward while somebody else's step runs."""
+"""Interception of a module's forward while somebody else's step runs: the call is read, the answer given later."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Keys and values that one slice leaves to the next, cut out of the graph between slices.
+"""KV cache between slices, cut out of the graph: keys and values forward, their accumulated gradients backward.
 
     forward:   rows[start:stop] = new;   returns rows[:stop]
     backward:  total = grad + carried;   returns total[start:stop];   carried = total[:start]

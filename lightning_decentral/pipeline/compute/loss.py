@@ -1,4 +1,4 @@
-"""The loss of a batch from the losses of its micro-batches, and its gradient handed over as an ordinary loss.
+"""Loss normalization over micro-batches (token means), and gradients handed over as an ordinary loss.
 
     loss = sum_m (n_m / N) loss_m,   N = sum_m n_m,   n_m: targets of micro-batch m that aren't ignored
 

@@ -1,4 +1,4 @@
-"""How a model is taken apart: what a stage keeps of it, what it does with one slice, and how a call of it is read.
+"""What a pipelined model is: the part a stage keeps, what it does with one slice, how a call of it is read.
 
 model(tokens) = head(norm(block_n(.. block_1(embedding(tokens)))))
 """

@@ -1,4 +1,4 @@
-"""The backward of a linear map in two halves: towards its input at once, towards its weights when they are asked for.
+"""Split backward (zero bubble): a linear layer's input gradient at once, its weight gradient when asked for.
 
     y = x w^T + b      dx = g w                    the next stage down waits for it
                        dw = g^T x,  db = sum g     nobody waits for them before the update

@@ -1,4 +1,4 @@
-"""Dynamic programs over cuts of a line into pieces, exact for any costs.
+"""Dynamic programs over cuts of a sequence into slices, exact for any costs (TeraPipe's plan).
 
 whole(t) = min { sum of the pieces' costs | every piece costs at most t }
 best     = min over t of  whole(t) + factor * t

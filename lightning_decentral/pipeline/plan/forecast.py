@@ -1,4 +1,4 @@
-"""Seconds of a pipelined step, from a profile's blocks: the schedule's tasks, then the mean over equal stages.
+"""Forecast of a token pipeline from a measured profile: the schedule's tasks, then the mean over equal stages.
 
 Every pipeline of P stages takes the batches of its P devices, so that a step sees as many samples as under data
 parallelism. Slices of a micro-batch are taken to cost equally much, which `Balanced` and `Planned` come close to.

@@ -1,4 +1,4 @@
-"""Which blocks stand on which stage.
+"""Stage partitioning: which blocks stand on which stage.
 
     min over cuts of  max over stages of (sum of the stage's block seconds + what only the first or last stage has)
 

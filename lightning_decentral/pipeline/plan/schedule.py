@@ -1,4 +1,4 @@
-"""In which order a stage works through its chunks; a chunk is one slice of one micro-batch.
+"""Pipeline schedules (1F1B, TeraPipe, zero bubble): the order of a stage's chunks; a chunk is a micro-batch's slice.
 
     forward(r, m, s)  needs  forward(r - 1, m, s), forward(r, m, s - 1)
     backward(r, m, s) needs  backward(r + 1, m, s), backward(r, m, s + 1), forward(r, m, s)

@@ -1,4 +1,4 @@
-"""Where to cut a sequence, so that its slices keep all stages busy.
+"""Token slicing policies: where to cut a sequence so that its slices keep all stages busy.
 
     t_i = seconds(l_i, l_1 + .. + l_(i-1));   T = sum t_i + (P - 1) max t_j
 

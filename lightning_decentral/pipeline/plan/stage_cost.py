@@ -1,4 +1,4 @@
-"""What a step costs: the stages' slices, the loss, the messages between neighbours; and the step that follows from it.
+"""Measured costs of a stage: its slices, the loss, messages between neighbours; and the step they foretell.
 
 a chunk      t(i, j) of its stage        i tokens after j tokens of context
 a message    latency + i / rate          between two stages

@@ -1,4 +1,4 @@
-"""What goes between neighbouring stages: hidden states down, their gradients up; nobody waits to send.
+"""Point-to-point messages between stages: hidden states down, their gradients up; nobody waits to send.
 
 A receive is posted before its turn comes, so that a message arrives while the stage computes.
 """

@@ -1,4 +1,4 @@
-"""Runs one stage's part of a schedule, action by action, and nothing else: the schedule decides, the stage computes."""
+"""Executes a stage's part of a schedule, action by action: the schedule decides, the stage computes."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

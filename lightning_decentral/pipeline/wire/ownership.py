@@ -1,4 +1,4 @@
-"""Who has which parameters: all at the beginning and the end, each stage its own in between.
+"""Parameter ownership: every stage has all at the beginning and the end, and its own part in between.
 
 A stage's parameters keep the names that they have in the whole model, so that a checkpoint of the whole is the union of
 what the stages have.

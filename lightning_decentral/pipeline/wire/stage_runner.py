@@ -1,4 +1,4 @@
-"""A stage that runs step after step: its channel, its shapes, and what the stages tell each other when a step ends."""
+"""Runs a stage step after step: its channel, its shapes, tied weights, and what stages sum when a step ends."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Parameters as views of a few flat tensors.
+"""Flat buckets: parameters as views of a few contiguous tensors, and the pool of message buffers.
 
 A message of many small tensors costs one latency each; a flat bucket costs one. The parameters stay what they are to
 everyone else: the same `Parameter` objects with the same shape, stride, dtype, gradient and hooks, whose storage now

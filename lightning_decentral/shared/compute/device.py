@@ -1,4 +1,4 @@
-"""Seconds on the host or on its device: that a worker waited, and from lap to lap."""
+"""Clocks and reads of a device (CPU or CUDA): stopwatches, laps, late reads without a sync, its name."""
 
 import os
 import platform

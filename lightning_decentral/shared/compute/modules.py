@@ -1,4 +1,4 @@
-"""Where a module could be cut: chains of blocks of one class, found by looking at the module alone."""
+"""Chains of repeated blocks in an nn.Module, found by looking at it, and evaluation mode for a while."""
 
 from collections import defaultdict
 from collections.abc import Iterator

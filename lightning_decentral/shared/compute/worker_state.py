@@ -1,5 +1,4 @@
-"""What one worker needs to go on exactly, and where it lies: `NAME.ckpt.workers/worker-2-of-4.ckpt`, beside the mean's
-`NAME.ckpt`.
+"""Worker state: what a worker needs to resume exactly (random state too), and where: `NAME.ckpt.workers/worker-0-of-4`.
 
 A worker's file is a complete Lightning checkpoint of that worker's own model, plus its random state and its messages
 in flight. It holds tensors and primitives only, so that it loads with `weights_only=True`.

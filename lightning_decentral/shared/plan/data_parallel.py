@@ -1,4 +1,4 @@
-"""All-reduce data parallelism: gradients travel in buckets while the backward goes on, and all wait for the slowest.
+"""Forecasts of plain and sharded data parallelism (DDP, FSDP): buckets overlapped with the backward.
 
     forward -> backward, last block first -> update
                   bucket 0 -> all-reduce

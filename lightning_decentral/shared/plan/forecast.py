@@ -1,4 +1,4 @@
-"""What a method of training must say of a step, and the forecast that is made of it."""
+"""Forecast of a training step: what a method must say of it, what comes out; stragglers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What an operation costs on a group of devices that may not have been measured.
+"""Network cost model: seconds of collectives and messages on groups that may not have been measured.
 
     seconds(bytes) = latency hops(n) / hops(w) + bytes / bandwidth copies(n) / copies(w) max(1, f / g)
 

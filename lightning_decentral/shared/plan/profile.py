@@ -1,4 +1,4 @@
-"""What was measured of a model on a device and of a network between hosts, as one readable file.
+"""The profile file: what was measured of a model on a device and of the network between hosts (JSON).
 
 seconds(operation, bytes) = latency + bytes / bandwidth
 

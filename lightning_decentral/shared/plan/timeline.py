@@ -1,4 +1,4 @@
-"""A discrete-event run of tasks: who does what, how long, after what; and its trace for a viewer.
+"""Discrete-event simulation of tasks on devices: who does what, when; makespan, bubble, Chrome trace.
 
 start(task) = max(finish of the worker's task before it, finish of every task it needs)
 """

@@ -1,4 +1,4 @@
-"""What all workers must agree on: the model they start from, when to stop, and when an epoch has ended."""
+"""Agreement of all workers: equal models at the start, a stop flag (SIGTERM), a roll call at an epoch's end."""
 
 import threading
 import time

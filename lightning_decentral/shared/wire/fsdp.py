@@ -1,4 +1,4 @@
-"""Parameters as shards on several devices: what is asked of FSDP2 (`fully_shard`) and of its tensors.
+"""FSDP2 (`fully_shard`): parameters as shards on several devices, and what is asked of their DTensors.
 
 Beside `transport` the one file that imports torch.distributed: FSDP sends and waits by itself, inside the island.
 """

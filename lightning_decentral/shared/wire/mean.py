@@ -1,4 +1,4 @@
-"""The exact mean over workers, and putting it in a model's place for a while."""
+"""The exact mean of tensors over workers by all-reduce, and putting it in a model's place for a while."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

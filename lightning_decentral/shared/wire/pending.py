@@ -1,4 +1,4 @@
-"""Transfers under way, and errors that name who they were with."""
+"""Handles of transfers under way, and the error that names a lost peer."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Groups, batched send and receive, staging: the one file that calls torch.distributed.
+"""Transport over gloo and NCCL: groups, batched send and receive, collectives; the one door to torch.distributed.
 
 Gloo and NCCL want peers addressed differently. Gloo takes plain sends and receives on the group object
 (`batch_isend_irecv` refuses groups that are not registered, which a world of threads never is) and tells messages
