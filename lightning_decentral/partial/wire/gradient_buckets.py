@@ -1,4 +1,4 @@
-"""Which gradients travel together: neighbours in backward to which the same workers contribute."""
+"""Bucket layout of partial gradients: which travel together, neighbours in backward with the same contributors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.buckets import bucket_bytes_of
-from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
+from lightning_decentral.shared.wire.gradient_bucket import GradientBucket, flag, pack, used
+from lightning_decentral.shared.wire.pending import Together
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -35,48 +36,30 @@ class Piece:
         return self.numel * self.parameters[0].element_size()
 
 
-class GradientBucket:
-    """Gradients in one tensor, one flag for each behind them, all with the same contributors.
-
-    The flags add up to how many workers have a gradient: where none has, none is made up.
+class ContributorBucket(GradientBucket):
+    """Gradients with the same contributors, the flags behind them in the same message.
 
     Args:
-        flat: [elements of the pieces], for this backward.
+        flat: [elements of the gradients, flags], for this backward.
     """
 
     def __init__(self, ranks: tuple[int, ...], pieces: Sequence[Piece], flat: Tensor) -> None:
+        super().__init__([p for piece in pieces for p in piece.parameters])
         self.ranks, self.flat = ranks, flat
-        self.parameters = [p for piece in pieces for p in piece.parameters]
-        self.waiting = set(self.parameters)
-        self.pending: Pending | None = None
         self.bytes = flat.numel() * flat.element_size()
+        self._sums, self._flags = flat.split([self.elements, len(self.parameters)])
 
     def pack(self, weight: float) -> None:
         """weight * gradient, zeros where there is none; and the flags."""
-        *views, flags = self._views()
-        for parameter, view in zip(self.parameters, views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                torch.mul(_dense(parameter.grad), weight, out=view)
-        flags.fill_(1.0)
-        for index in [i for i, p in enumerate(self.parameters) if p.grad is None]:
-            flags[index] = 0.0
+        pack(self.gradients, self.parameters, self._sums)
+        self._sums.mul_(weight)
+        flag(self.gradients, self._flags)
 
-    def unpack(self) -> None:
-        """Into `.grad` of every parameter for which some worker had a gradient."""
-        *views, flags = self._views()
-        complete = all(p.grad is not None for p in self.parameters)  # then the flags needn't be fetched
-        some = [True] * len(views) if complete else [bool(flag) for flag in flags.tolist()]
-        for parameter, view, used in zip(self.parameters, views, some, strict=True):
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad.copy_(view)
-            elif used:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
-
-    def _views(self) -> list[Tensor]:
-        *parts, flags = self.flat.split([*(p.numel() for p in self.parameters), len(self.parameters)])
-        return [*(part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)), flags]
+    def land(self) -> None:
+        """Wait; then into `.grad` of every parameter for which some worker had a gradient."""
+        pending = self.pending or Together([])
+        pending.wait()
+        self.store(self._sums, used(self.gradients, self._flags, pending))
 
 
 class Packing:
@@ -89,35 +72,26 @@ class Packing:
 
     def __init__(self, segments: Sequence[Sequence[nn.Parameter]], bucket_bytes: int | None) -> None:
         self._most = bucket_bytes or bucket_bytes_of(p for segment in segments for p in segment)
-        self.pieces = [piece for s in reversed(range(len(segments))) for piece in self._pieces(s, segments[s])]
+        self.pieces = [
+            Piece(index, tuple(members))
+            for index in reversed(range(len(segments)))
+            for members in chunked(reversed(segments[index]), self._most)  # the last first, as backward meets them
+        ]
         self._stores: dict[Kind, Tensor] = {}
 
-    def _pieces(self, segment: int, parameters: Sequence[nn.Parameter]) -> list[Piece]:
-        """The last parameters first, as backward meets them."""
-        chunks: dict[Kind, list[list[nn.Parameter]]] = {}
-        room: dict[Kind, int] = {}
-        for parameter in reversed(list(parameters)):
-            kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
-            if room.get(kind, -1) < size:
-                chunks.setdefault(kind, []).append([])
-                room[kind] = self._most
-            chunks[kind][-1].append(parameter)
-            room[kind] -= size
-        return [Piece(segment, tuple(members)) for rows in chunks.values() for members in rows]
-
-    def buckets(self, contributors: Sequence[tuple[int, ...]]) -> list[GradientBucket]:
+    def buckets(self, contributors: Sequence[tuple[int, ...]]) -> list[ContributorBucket]:
         """In the order in which backward completes them; what nobody contributes to is in none.
 
         Segments share a bucket as far as it has room: a message for each would cost a worker more than its bytes do.
         """
-        last: dict[GradientBucket, int] = {}
+        last: dict[ContributorBucket, int] = {}
         trained = [piece for piece in self.pieces if contributors[piece.segment]]
         for kind in dict.fromkeys(piece.kind for piece in trained):
             rows = self._joined([piece for piece in trained if piece.kind == kind], contributors)
             sizes = [sum(piece.numel for piece in row) for row in rows]
             flats = self._store(kind, sum(sizes)).split(sizes)
             for row, flat in zip(rows, flats, strict=True):
-                last[GradientBucket(contributors[row[0].segment], row, flat)] = self.pieces.index(row[-1])
+                last[ContributorBucket(contributors[row[0].segment], row, flat)] = self.pieces.index(row[-1])
         return sorted(last, key=lambda bucket: last[bucket])
 
     def _joined(self, pieces: Sequence[Piece], contributors: Sequence[tuple[int, ...]]) -> list[list[Piece]]:
@@ -137,7 +111,3 @@ class Packing:
             dtype, device = kind
             self._stores[kind] = torch.empty(numel, dtype=dtype, device=device)
         return self._stores[kind][:numel]
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
