@@ -1,4 +1,4 @@
-"""Dynamic programs over cuts of a line into pieces, exact for any costs.
+"""TeraPipe's dynamic program: cuts of a line into pieces, the cheapest under a bound, exact for any costs.
 
 whole(t) = min { sum of the pieces' costs | every piece costs at most t }
 best     = min over t of  whole(t) + factor * t
@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-Costs = NDArray[np.float64]
+from lightning_decentral.shared.plan.linear_partition import Costs
+
 Found = TypeVar("Found")
 
 
@@ -120,21 +120,6 @@ def over_bounds(
     return None if best is None else best[1]
 
 
-def smallest_bound(costs: Costs, pieces: int) -> Cuts | None:
-    """Exactly `pieces` pieces whose largest cost is smallest; of equals, the least sum. None: too many pieces.
-
-    largest(i, c) = min_j max(largest(j, c - 1), cost(j..i))
-    """
-    count = len(costs)
-    if not 1 <= pieces <= count - 1:
-        return None
-    largest = np.full(count, np.inf)
-    largest[0] = 0.0
-    for _ in range(pieces):
-        largest = np.maximum(costs, largest[None, :]).min(axis=1)
-    return _exactly(np.where(costs <= largest[-1], costs, np.inf), pieces)
-
-
 def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
     """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
     length.
@@ -146,9 +131,9 @@ def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
     return [*range(0, length_tokens, granularity), length_tokens]
 
 
-def lengths(boundaries: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    """Of what lies between the cuts."""
-    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(cuts.at))
+def lengths(boundaries: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
+    """Of what lies between the cuts at these boundaries."""
+    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(at))
 
 
 def at_least_1(**numbers: int) -> None:
@@ -156,18 +141,3 @@ def at_least_1(**numbers: int) -> None:
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _exactly(allowed: Costs, pieces: int) -> Cuts:
-    count = len(allowed)
-    best = np.full(count, np.inf)
-    best[0] = 0.0
-    steps = []
-    for _ in range(pieces):
-        sums = allowed + best[None, :]
-        steps.append(sums.argmin(axis=1))
-        best = sums.min(axis=1)
-    at = [count - 1]
-    for before in reversed(steps):
-        at.append(int(before[at[-1]]))
-    return Cuts(float(best[-1]), tuple(reversed(at)))
