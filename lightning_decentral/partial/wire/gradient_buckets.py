@@ -11,29 +11,7 @@ from lightning_decentral.shared.wire.gradient_bucket import GradientBucket, flag
 from lightning_decentral.shared.wire.pending import Together
 
 Kind = tuple[torch.dtype, torch.device]
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Parameters of one segment, one type, one device: what is never taken apart."""
-
-    segment: int
-    parameters: tuple[nn.Parameter, ...]
-
-    @property
-    def kind(self) -> Kind:
-        """Type and device."""
-        return self.parameters[0].dtype, self.parameters[0].device
-
-    @property
-    def numel(self) -> int:
-        """Elements of the gradients and of their flags."""
-        return sum(p.numel() for p in self.parameters) + len(self.parameters)
-
-    @property
-    def bytes(self) -> int:
-        """Of the same."""
-        return self.numel * self.parameters[0].element_size()
+Ranks = tuple[int, ...]
 
 
 class ContributorBucket(GradientBucket):
@@ -43,8 +21,8 @@ class ContributorBucket(GradientBucket):
         flat: [elements of the gradients, flags], for this backward.
     """
 
-    def __init__(self, ranks: tuple[int, ...], pieces: Sequence[Piece], flat: Tensor) -> None:
-        super().__init__([p for piece in pieces for p in piece.parameters])
+    def __init__(self, ranks: Ranks, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+        super().__init__(parameters)
         self.ranks, self.flat = ranks, flat
         self.bytes = flat.numel() * flat.element_size()
         self._sums, self._flags = flat.split([self.elements, len(self.parameters)])
@@ -62,8 +40,22 @@ class ContributorBucket(GradientBucket):
         self.store(self._sums, used(self.gradients, self._flags, pending))
 
 
+@dataclass
+class _Row:
+    """What will share a bucket: its contributors, its parameters, the place of the last of them in backward."""
+
+    ranks: Ranks
+    parameters: list[nn.Parameter]
+    place: int
+
+    @property
+    def elements(self) -> int:
+        """Of the gradients and of their flags."""
+        return sum(p.numel() for p in self.parameters) + len(self.parameters)
+
+
 class Packing:
-    """Pieces in the order of backward, each at its place in one tensor for each type and device.
+    """Parameters in the order of backward, each at its place in one tensor for each type and device.
 
     Args:
         segments: trained parameters of each segment from the bottom.
@@ -72,42 +64,41 @@ class Packing:
 
     def __init__(self, segments: Sequence[Sequence[nn.Parameter]], bucket_bytes: int | None) -> None:
         self._most = bucket_bytes or bucket_bytes_of(p for segment in segments for p in segment)
-        self.pieces = [
-            Piece(index, tuple(members))
-            for index in reversed(range(len(segments)))
-            for members in chunked(reversed(segments[index]), self._most)  # the last first, as backward meets them
+        self._pieces = [  # never taken apart; the last parameters first, as backward meets them
+            (segment, members)
+            for segment in reversed(range(len(segments)))
+            for members in chunked(reversed(segments[segment]), self._most)
         ]
         self._stores: dict[Kind, Tensor] = {}
 
-    def buckets(self, contributors: Sequence[tuple[int, ...]]) -> list[ContributorBucket]:
+    def buckets(self, contributors: Sequence[Ranks]) -> list[ContributorBucket]:
         """In the order in which backward completes them; what nobody contributes to is in none.
 
         Segments share a bucket as far as it has room: a message for each would cost a worker more than its bytes do.
         """
-        last: dict[ContributorBucket, int] = {}
-        trained = [piece for piece in self.pieces if contributors[piece.segment]]
-        for kind in dict.fromkeys(piece.kind for piece in trained):
-            rows = self._joined([piece for piece in trained if piece.kind == kind], contributors)
-            sizes = [sum(piece.numel for piece in row) for row in rows]
-            flats = self._store(kind, sum(sizes)).split(sizes)
-            for row, flat in zip(rows, flats, strict=True):
-                last[ContributorBucket(contributors[row[0].segment], row, flat)] = self.pieces.index(row[-1])
-        return sorted(last, key=lambda bucket: last[bucket])
+        kinds: dict[Kind, list[_Row]] = {}
+        for place, (segment, members) in enumerate(self._pieces):
+            if contributors[segment]:
+                piece = _Row(contributors[segment], members, place)
+                self._join(kinds.setdefault((members[0].dtype, members[0].device), []), piece)
+        found: list[tuple[int, ContributorBucket]] = []
+        for kind, rows in kinds.items():
+            flats = self._store(kind, sum(row.elements for row in rows)).split([row.elements for row in rows])
+            buckets = [ContributorBucket(row.ranks, row.parameters, f) for row, f in zip(rows, flats, strict=True)]
+            found += zip([row.place for row in rows], buckets, strict=True)
+        return [bucket for _, bucket in sorted(found, key=lambda pair: pair[0])]
 
-    def _joined(self, pieces: Sequence[Piece], contributors: Sequence[tuple[int, ...]]) -> list[list[Piece]]:
-        rows: list[list[Piece]] = []
-        for piece in pieces:
-            last = rows[-1] if rows else []
-            alike = bool(last) and contributors[last[0].segment] == contributors[piece.segment]
-            if alike and sum(p.bytes for p in last) + piece.bytes <= self._most:
-                last.append(piece)
-            else:
-                rows.append([piece])
-        return rows
+    def _join(self, rows: list[_Row], piece: _Row) -> None:
+        """To the last row where it has room for it, otherwise as a row of its own."""
+        both = _Row(piece.ranks, [*(rows[-1].parameters if rows else []), *piece.parameters], piece.place)
+        room = both.elements * piece.parameters[0].element_size() <= self._most
+        if rows and rows[-1].ranks == piece.ranks and room:
+            rows[-1] = both
+        else:
+            rows.append(piece)
 
-    def _store(self, kind: Kind, numel: int) -> Tensor:
+    def _store(self, kind: Kind, elements: int) -> Tensor:
         """As large as was needed so far."""
-        if kind not in self._stores or self._stores[kind].numel() < numel:
-            dtype, device = kind
-            self._stores[kind] = torch.empty(numel, dtype=dtype, device=device)
-        return self._stores[kind][:numel]
+        if kind not in self._stores or self._stores[kind].numel() < elements:
+            self._stores[kind] = torch.empty(elements, dtype=kind[0], device=kind[1])
+        return self._stores[kind][:elements]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
 from lightning_decentral.partial.wire.gradient_buckets import ContributorBucket, Packing
-from lightning_decentral.shared.wire.gradient_bucket import Launcher
+from lightning_decentral.shared.wire.gradient_bucket import Launcher, parts
 from lightning_decentral.shared.wire.transport import Transport, gather_objects
 
 Group = Callable[[Sequence[int] | None], Transport | None]
@@ -83,7 +83,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        self._launcher.close()
+        self._launcher.watch(())
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
@@ -126,12 +126,11 @@ class Reducer:
         bucket.pending = self._groups.world.broadcast(bucket.flat, source=bucket.ranks[0])
 
     def _refuse_strays(self) -> None:
-        for piece in self._packing.pieces:
-            if self._place.rank in self._contributors[piece.segment]:
-                continue
-            if any(p.grad is not None and bool(p.grad.any()) for p in piece.parameters):
+        for segment, (ranks, parameters) in enumerate(zip(self._contributors, self._segments, strict=True)):
+            trained = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
+            if self._place.rank not in ranks and any(bool(gradient.any()) for gradient in trained):
                 raise RuntimeError(
-                    f"a gradient appeared below the cut, in segment {piece.segment}: the network runs in another way "
+                    f"a gradient appeared below the cut, in segment {segment}: the network runs in another way "
                     "than in the first step; keep its forward the same, or train this part with strategy='ddp'"
                 )
 
@@ -198,8 +197,8 @@ class RunningBuffers:
             members = [t for t in tensors if (t.dtype, t.device) == (dtype, device)]
             flat = torch.cat([t.reshape(-1) for t in members])
             self._over.broadcast(flat).wait()
-            for tensor, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for tensor, part in zip(members, parts(flat, members), strict=True):
+                tensor.copy_(part)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -110,10 +110,11 @@ class Launcher(Generic[Kind]):
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """See the gradients of these and of no others; whether that is new."""
+        """See the gradients of these and of no others; whether that is new. Without any, all hooks are gone."""
         if set(parameters) == self._hooks.keys():
             return False
-        self.close()
+        for hook in self._hooks.values():
+            hook.remove()
         self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for p in parameters}
         return True
 
@@ -121,12 +122,6 @@ class Launcher(Generic[Kind]):
     def watched(self) -> frozenset[nn.Parameter]:
         """Whose gradients it sees."""
         return frozenset(self._hooks)
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
 
     def begin(self, buckets: Sequence[Kind]) -> None:
         """Before the backward whose gradients travel in these."""

@@ -52,7 +52,7 @@ class GradientAverage:
 
     def close(self) -> None:
         """Average no longer."""
-        self._launcher.close()
+        self._launcher.watch(())
         self._launcher.begin(())
 
     @contextmanager

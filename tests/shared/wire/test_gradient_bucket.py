@@ -82,7 +82,7 @@ def test_what_backward_did_not_complete_leaves_at_the_end_and_pauses_and_closed_
     launcher.rest()
     assert left == list(launcher.buckets)
     launcher.begin(launcher.buckets)
-    launcher.close()
+    launcher.watch(())
     a.sum().backward()
     assert len(left) == 2
 
