@@ -5,21 +5,19 @@ Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradient
 """
 
 from lightning_decentral.partial.callbacks import PartialBackpropMonitor, PartialBackpropTable, PartialBackward
-from lightning_decentral.partial.compute.frozen_update import Absent, Coast, Decay, Skip
+from lightning_decentral.partial.compute.frozen_update import Absent, Decay, Skip
 from lightning_decentral.partial.plan.cost import Balance, Blocks, Parameters, SavedBytes, Seconds
 from lightning_decentral.partial.plan.depth import Balanced, DepthAssignment, Full, PerWorker, Staircase, Temporal
-from lightning_decentral.partial.plan.depth_order import Cyclic, Order, Random, Weighted
-from lightning_decentral.partial.plan.freezing import Adaptive, AutoFreeze, FreezeOut, PipeTransformer
+from lightning_decentral.partial.plan.depth_order import Cyclic, Order, Random
+from lightning_decentral.partial.plan.freezing import AutoFreeze, FreezeOut, PipeTransformer
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 
 __all__ = [
     "Absent",
-    "Adaptive",
     "AutoFreeze",
     "Balance",
     "Balanced",
     "Blocks",
-    "Coast",
     "Cyclic",
     "Decay",
     "DepthAssignment",
@@ -39,5 +37,4 @@ __all__ = [
     "Skip",
     "Staircase",
     "Temporal",
-    "Weighted",
 ]

@@ -140,8 +140,8 @@ class PartialBackward(Callback):
     `strategy="partial_backprop"` there.
 
     Args:
-        depth, cuts, balance, absent: as of `PartialBackpropStrategy`; an assignment that reads gradient norms
-            (`AutoFreeze`, `Adaptive`) reads none here.
+        depth, cuts, balance, absent: as of `PartialBackpropStrategy`; `AutoFreeze`, which reads
+            gradient norms, reads none here.
 
     Raises:
         ValueError: impossible cuts, an assignment that reads gradients; at the first batch, cuts that aren't.

@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.gossip import Complete, Ring
 from lightning_decentral.partial import (
-    Adaptive,
-    Coast,
+    AutoFreeze,
     Decay,
     PartialBackpropMonitor,
     PartialBackward,
@@ -115,7 +114,7 @@ def simulated(depths: list[list[int]], mix: Any, absent: Any, steps: int) -> lis
             lowest = 4 - depths[rank][step % len(depths[rank])]
             below = [*module.network.embedding.parameters()] if lowest else []
             for parameter in [*below, *module.network.blocks[:lowest].parameters()]:
-                parameter.grad = torch.zeros_like(parameter) if isinstance(absent, Coast) else None
+                parameter.grad = None
                 if isinstance(absent, Decay):
                     parameter.data.mul_(1 - 0.1 * 0.1)
             optimizer.step()
@@ -128,7 +127,7 @@ def simulated(depths: list[list[int]], mix: Any, absent: Any, steps: int) -> lis
     return [dict(module.state_dict()) for module in modules]
 
 
-@pytest.mark.parametrize("absent", [Skip(), Decay(), Coast()], ids=str)
+@pytest.mark.parametrize("absent", [Skip(), Decay()], ids=str)
 def test_gossip_with_a_depth_of_each_worker(tmp_path: Path, absent: Any) -> None:
     callback = PartialBackward(depth=PerWorker(fractions=(0.25, 1.0, 0.5)), cuts=CUTS, absent=absent)
     strategy = GossipStrategy(topology=Complete(), delay=0, start_method="fork")
@@ -165,5 +164,5 @@ def test_the_callback_is_refused_where_gradients_are_averaged(tmp_path: Path, st
 
 
 def test_assignments_that_read_averaged_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match="Adaptive reads averaged gradients"):
-        PartialBackward(depth=Adaptive(every=2))
+    with pytest.raises(ValueError, match="AutoFreeze reads averaged gradients"):
+        PartialBackward(depth=AutoFreeze(every=2))

@@ -44,16 +44,6 @@ class Decay(Absent):
                     parameter.mul_(factor)
 
 
-@dataclass(frozen=True)
-class Coast(Absent):
-    """The optimizer's own update with a gradient of zero: moments fade, x moves on by what is left of them."""
-
-    def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Zeros."""
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-
-
 def settle(absent: Absent, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """No gradient, not even zeros, where a user's `zero_grad` leaves them; then what was chosen."""
     for parameter in parameters:

@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
 
 
 @dataclass(frozen=True)
@@ -94,22 +95,11 @@ class Parameters(Balance):
         return float(cost.parameter_bytes)
 
 
-_Cut = tuple[float, float, list[int]]
-
-
 def partition(sizes: Sequence[float], pieces: int) -> list[int]:
     """Starts of the second to last of `pieces` contiguous, non-empty pieces whose largest sum is as small as possible.
 
-    Among equally good ones, the least sum of squares. Dynamic program over (pieces, end), cubic in the blocks.
+    Among equally good ones, the least sum of squares.
     """
-    sums = [0.0, *accumulate(sizes)]
-
-    def longer(before: _Cut, start: int, end: int) -> _Cut:
-        size = sums[end] - sums[start]
-        return max(before[0], size), before[1] + size**2, [*before[2], start]
-
-    best: dict[int, _Cut] = {end: longer((0.0, 0.0, []), 0, end) for end in range(1, len(sums))}
-    for count in range(2, pieces + 1):
-        ends = range(count, len(sums))
-        best = {end: min(longer(best[start], start, end) for start in range(count - 1, end)) for end in ends}
-    return best[len(sizes)][2][1:]
+    at = linear_partition(piece_sums(sizes) ** 2, pieces)
+    assert at is not None  # whoever asks has as many blocks
+    return list(at[1:-1])

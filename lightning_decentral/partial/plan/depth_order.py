@@ -72,30 +72,3 @@ class Random(Order):
     def reach(self, segments: int) -> int:
         """All."""
         return segments
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weighted(Order):
-    """P(depth = ceil(f_i segments)) = w_i / sum w, independent of the other steps.
-
-    Raises:
-        ValueError: a fraction outside of (0, 1], a weight that isn't positive, or unequal numbers of both.
-    """
-
-    fractions: tuple[float, ...] = (1.0, 0.5)
-    weights: tuple[float, ...] = (1.0, 1.0)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_fractions(tuple(self.fractions))
-        if len(self.weights) != len(self.fractions) or min(self.weights) <= 0:
-            raise ValueError(f"weights must be {len(self.fractions)} positive numbers, got {self.weights}")
-
-    def depth(self, step: int, segments: int) -> int:
-        """Drawn from (seed, step)."""
-        (fraction,) = random.Random(f"{self.seed}/{step}").choices(self.fractions, self.weights)
-        return of_fraction(fraction, segments)
-
-    def reach(self, segments: int) -> int:
-        """Of the largest fraction."""
-        return of_fraction(max(self.fractions), segments)

@@ -1,4 +1,4 @@
-"""Depths that only fall, or follow the gradients: freezing from the bottom up, the same on every worker."""
+"""Freezing schedules (FreezeOut, PipeTransformer, AutoFreeze): depths that only fall, the same on every worker."""
 
 import math
 from collections.abc import Sequence
@@ -122,45 +122,6 @@ class AutoFreeze(DepthAssignment):
         bound = _percentile(changes, self.percentile)
         unchanged = next((i for i, change in enumerate(changes) if change > bound), len(changes))
         return min(frozen + unchanged, len(sums) - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adaptive(DepthAssignment):
-    """The smallest depth whose segments hold `kept` of sum_s ||mean gradient of segment s||^2.
-
-    Measured at full depth in every `every`-th step, and kept until the next one: moves in both directions.
-
-    Raises:
-        ValueError: kept outside of (0, 1], or an interval below one step.
-    """
-
-    every: int
-    kept: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _positive("every", self.every, "1 measures always and saves nothing")
-        if not 0 < self.kept <= 1:
-            raise ValueError(f"kept must be in (0, 1], got {self.kept}: 1 keeps the full depth")
-
-    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """Full where it is measured, else what was found."""
-        return segments if step % self.every == 0 else int(memory[0])
-
-    def start(self, segments: int) -> Memory:
-        """Full depth."""
-        return (float(segments),)
-
-    def watches(self, step: int) -> bool:
-        """At full depth."""
-        return step >= self.warm_up and (step - self.warm_up) % self.every == 0
-
-    def observe(self, step: int, norms: Sequence[float], memory: Memory) -> Memory:
-        """The depth until the next measurement."""
-        squares = [norm**2 for norm in norms]
-        enough = self.kept * sum(squares)
-        depths = range(1, len(squares) + 1)
-        return (float(next((d for d in depths if sum(squares[-d:]) >= enough), len(squares))),)
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:

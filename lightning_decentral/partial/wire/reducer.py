@@ -1,4 +1,4 @@
-"""The mean of every segment's gradient over exactly its contributors, started while backward still runs.
+"""Gradient averaging over contributors: each segment's mean over exactly the workers that trained it, overlapped.
 
     grad_s = (1 / W_s) sum_{i in contributors of s} w_i g_i,s        W_s = sum_{i in contributors of s} w_i
 
@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.partial.plan.cost import sent_bytes
-from lightning_decentral.partial.wire.gradient_buckets import GradientBucket, Packing
+from lightning_decentral.partial.wire.gradient_buckets import ContributorBucket, Packing
+from lightning_decentral.shared.wire.gradient_bucket import Launcher, parts
 from lightning_decentral.shared.wire.transport import Transport, gather_objects
 
 Group = Callable[[Sequence[int] | None], Transport | None]
@@ -70,29 +70,20 @@ class Reducer:
         self._segments, self._place = segments, place
         self._bucket_bytes = bucket_bytes
         self._groups = Groups(place.size, group)
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._launcher = Launcher(self._launch)
         self._packing = Packing([], bucket_bytes)
-        self._buckets: list[GradientBucket] = []
-        self._of: dict[nn.Parameter, GradientBucket] = {}
         self._contributors: Sequence[tuple[int, ...]] = ()
-        self._next = 0
-        self._open = False
         self.refresh()
 
     def refresh(self) -> None:
         """Take in what is trained now: freezing and unfreezing come at any time, on all workers in the same step."""
         trained = [[p for p in segment if p.requires_grad] for segment in self._segments]
-        if {p for segment in trained for p in segment} == set(self._hooks):
-            return
-        self.close()
-        self._packing = Packing(trained, self._bucket_bytes)
-        self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for segment in trained for p in segment}
+        if self._launcher.watch([p for segment in trained for p in segment]):
+            self._packing = Packing(trained, self._bucket_bytes)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        self._launcher.watch(())
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
@@ -100,20 +91,9 @@ class Reducer:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
         self._contributors = contributors
         self._groups.prepare(contributors)
-        self._buckets = self._packing.buckets(contributors)
-        self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._next, self._open = 0, True
+        self._launcher.begin(self._packing.buckets(contributors))
 
-    def _ready(self, parameter: nn.Parameter) -> None:
-        if self._open and parameter in self._of:
-            self._of[parameter].waiting.discard(parameter)
-            while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-                self._launch_next()
-
-    def _launch_next(self) -> None:
-        """Skips what this worker doesn't contribute to."""
-        bucket = self._buckets[self._next]
-        self._next += 1
+    def _launch(self, bucket: ContributorBucket) -> None:
         if self._place.rank not in bucket.ranks:
             return
         bucket.pack(self._place.shares[self._place.rank])
@@ -129,18 +109,15 @@ class Reducer:
             RuntimeError: a gradient appeared in a segment that this worker doesn't contribute to.
         """
         self._refuse_strays()
-        while self._next < len(self._buckets):
-            self._launch_next()
-        self._open = False
-        for bucket in self._buckets:
+        self._launcher.rest()
+        for bucket in self._launcher.buckets:
             self._hand_on(bucket)
-        for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-            bucket.unpack()
+        for bucket in self._launcher.buckets:
+            bucket.land()
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), self._place.size)
+        self._launcher.begin(())
 
-    def _hand_on(self, bucket: GradientBucket) -> None:
+    def _hand_on(self, bucket: ContributorBucket) -> None:
         """From the first of the contributors to all, where not all are contributors."""
         if len(bucket.ranks) == self._place.size:
             return
@@ -149,12 +126,11 @@ class Reducer:
         bucket.pending = self._groups.world.broadcast(bucket.flat, source=bucket.ranks[0])
 
     def _refuse_strays(self) -> None:
-        for piece in self._packing.pieces:
-            if self._place.rank in self._contributors[piece.segment]:
-                continue
-            if any(p.grad is not None and bool(p.grad.any()) for p in piece.parameters):
+        for segment, (ranks, parameters) in enumerate(zip(self._contributors, self._segments, strict=True)):
+            trained = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
+            if self._place.rank not in ranks and any(bool(gradient.any()) for gradient in trained):
                 raise RuntimeError(
-                    f"a gradient appeared below the cut, in segment {piece.segment}: the network runs in another way "
+                    f"a gradient appeared below the cut, in segment {segment}: the network runs in another way "
                     "than in the first step; keep its forward the same, or train this part with strategy='ddp'"
                 )
 
@@ -221,8 +197,8 @@ class RunningBuffers:
             members = [t for t in tensors if (t.dtype, t.device) == (dtype, device)]
             flat = torch.cat([t.reshape(-1) for t in members])
             self._over.broadcast(flat).wait()
-            for tensor, part in zip(members, flat.split([t.numel() for t in members]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for tensor, part in zip(members, parts(flat, members), strict=True):
+                tensor.copy_(part)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

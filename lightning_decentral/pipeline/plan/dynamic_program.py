@@ -1,4 +1,4 @@
-"""Dynamic programs over cuts of a sequence into slices, exact for any costs (TeraPipe's plan).
+"""TeraPipe's dynamic program: cuts of a line into pieces, the cheapest under a bound, exact for any costs.
 
 whole(t) = min { sum of the pieces' costs | every piece costs at most t }
 best     = min over t of  whole(t) + factor * t
@@ -6,14 +6,13 @@ best     = min over t of  whole(t) + factor * t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-Costs = NDArray[np.float64]
+from lightning_decentral.shared.plan.linear_partition import Costs
+
 Found = TypeVar("Found")
 
 
@@ -121,21 +120,6 @@ def over_bounds(
     return None if best is None else best[1]
 
 
-def smallest_bound(costs: Costs, pieces: int) -> Cuts | None:
-    """Exactly `pieces` pieces whose largest cost is smallest; of equals, the least sum. None: too many pieces.
-
-    largest(i, c) = min_j max(largest(j, c - 1), cost(j..i))
-    """
-    count = len(costs)
-    if not 1 <= pieces <= count - 1:
-        return None
-    largest = np.full(count, np.inf)
-    largest[0] = 0.0
-    for _ in range(pieces):
-        largest = np.maximum(costs, largest[None, :]).min(axis=1)
-    return _exactly(np.where(costs <= largest[-1], costs, np.inf), pieces)
-
-
 def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
     """The boundaries of pieces of this size, both ends included; the last one is shorter where it doesn't divide the
     length.
@@ -147,9 +131,9 @@ def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
     return [*range(0, length_tokens, granularity), length_tokens]
 
 
-def lengths(boundaries: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
-    """Of what lies between the cuts."""
-    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(cuts.at))
+def lengths(boundaries: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
+    """Of what lies between the cuts at these boundaries."""
+    return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(at))
 
 
 def at_least_1(**numbers: int) -> None:
@@ -157,68 +141,3 @@ def at_least_1(**numbers: int) -> None:
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _exactly(allowed: Costs, pieces: int) -> Cuts:
-    count = len(allowed)
-    best = np.full(count, np.inf)
-    best[0] = 0.0
-    steps = []
-    for _ in range(pieces):
-        sums = allowed + best[None, :]
-        steps.append(sums.argmin(axis=1))
-        best = sums.min(axis=1)
-    at = [count - 1]
-    for before in reversed(steps):
-        at.append(int(before[at[-1]]))
-    return Cuts(float(best[-1]), tuple(reversed(at)))
-
-
-BatchSeconds = Callable[[int, int, int], float]
-
-
-@dataclass(frozen=True)
-class Part:
-    """`batch` sequences that go together through the pipeline in these slices."""
-
-    batch: int
-    slices: tuple[int, ...]
-
-
-def plan_batch(
-    batch_size: int, length_tokens: int, num_stages: int, seconds: BatchSeconds, *, granularity: int = 1
-) -> tuple[Part, ...]:
-    """The parts of a batch, and the slices of each, that together minimise sum t + (num_stages - 1) max t.
-
-        whole(B; t) = min_b { slices(b; t) + whole(B - b; t) }
-
-    Args:
-        seconds: seconds(batch, tokens, context) of one slice of so many sequences.
-
-    Source: TeraPipe 2102.07988, section 3.4: the plan for every batch size, then a knapsack under the same bound.
-    """
-    boundaries = piece_boundaries(length_tokens, granularity)
-    at_least_1(batch_size=batch_size, num_stages=num_stages)
-    tables = {b: table(boundaries, partial(seconds, b)) for b in range(1, batch_size + 1)}
-
-    def whole(bound: float) -> Bounded[tuple[Part, ...]] | None:
-        found = {b: cheapest(costs, bound, len(boundaries)) for b, costs in tables.items()}
-        parts = {b: (cuts.seconds, Part(b, lengths(boundaries, cuts))) for b, cuts in found.items() if cuts}
-        return _knapsack(batch_size, parts)
-
-    candidates = [cost for costs in tables.values() for cost in costs[costs < float("inf")].tolist()]
-    parts = over_bounds(candidates, whole, num_stages - 1)
-    assert parts is not None
-    return parts
-
-
-def _knapsack(total: int, parts: dict[int, tuple[float, Part]]) -> Bounded[tuple[Part, ...]] | None:
-    best: list[Bounded[tuple[Part, ...]] | None] = [Bounded(0.0, ())]
-    for size in range(1, total + 1):
-        options = [
-            Bounded(rest.seconds + cost, (*rest.found, part))
-            for b, (cost, part) in parts.items()
-            if b <= size and (rest := best[size - b]) is not None
-        ]
-        best.append(min(options, key=lambda option: option.seconds, default=None))
-    return best[total]

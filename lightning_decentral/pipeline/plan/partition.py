@@ -8,10 +8,11 @@ Source: RaNNC 2103.16063 (blocks to stages by a dynamic program on measured time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from lightning_decentral.pipeline.plan.dynamic_program import smallest_bound
+from lightning_decentral.shared.plan.linear_partition import linear_partition
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ def partition(
             parts = [*([embedding] if start == 0 else []), *blocks[start:end], *([head] if end == count else [])]
             if max_bytes is None or sum(part.bytes for part in parts) <= max_bytes:
                 costs[end, start] = sum(part.seconds for part in parts)
-    cuts = smallest_bound(costs, num_stages)
-    if cuts is None or not np.isfinite(cuts.seconds):
+    at = linear_partition(costs, num_stages)
+    if at is None:
         raise ValueError(
             f"{num_stages} stages can't hold the blocks with at most {max_bytes:,} bytes of parameters each: "
             "take more stages or allow more"
         )
-    return tuple(b - a for a, b in zip(cuts.at, cuts.at[1:], strict=False))
+    return tuple(b - a for a, b in pairwise(at))
 
 
 def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:

@@ -18,7 +18,6 @@ from lightning_decentral.pipeline.plan.dynamic_program import (
     lengths,
     over_bounds,
     piece_boundaries,
-    smallest_bound,
     table,
 )
 from lightning_decentral.pipeline.plan.schedule import (
@@ -29,6 +28,7 @@ from lightning_decentral.pipeline.plan.schedule import (
     forecast,
     in_flight,
 )
+from lightning_decentral.shared.plan.linear_partition import linear_partition
 
 Seconds = Callable[[int, int], float]
 BACKWARD_OVER_FORWARD = 2.0  # a backward multiplies two matrices for each that the forward multiplies
@@ -60,7 +60,7 @@ def plan(
 
     cuts = over_bounds(costs[costs < float("inf")].tolist(), whole, num_stages - 1)
     assert cuts is not None  # one slice is always possible
-    return lengths(boundaries, cuts)
+    return lengths(boundaries, cuts.at)
 
 
 def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularity: int = 1) -> tuple[int, ...]:
@@ -71,13 +71,13 @@ def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularit
     """
     boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_slices=num_slices)
-    cuts = smallest_bound(table(boundaries, seconds), num_slices)
-    if cuts is None:
+    at = linear_partition(table(boundaries, seconds), num_slices)
+    if at is None:
         raise ValueError(
             f"{length_tokens} tokens are {len(boundaries) - 1} pieces of {granularity}, less than {num_slices} slices: "
             "ask for fewer slices or a smaller granularity"
         )
-    return lengths(boundaries, cuts)
+    return lengths(boundaries, at)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,18 +218,21 @@ def pack(
         bucket_bytes = bucket_bytes_of(parameters)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    groups: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+    mixed = [p for p in parameters if p.numel() and (p.is_floating_point() or p.is_complex())]
+    return [make(members) for members in chunked(mixed, bucket_bytes)]
+
+
+def chunked(parameters: Iterable[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
+    """Distinct parameters of one dtype and device each, in order; none over `most_bytes` unless one parameter is."""
+    chunks: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in dict.fromkeys(parameters):
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
-        if parameter.numel() == 0 or not (parameter.is_floating_point() or parameter.is_complex()):
-            continue
-        key = (parameter.dtype, parameter.device)
-        size = parameter.numel() * parameter.element_size()
-        if room.get(key, -1) < size:
-            groups.setdefault(key, []).append([])
-            room[key] = bucket_bytes
-        groups[key][-1].append(parameter)
-        room[key] -= size
-    return [make(members) for chunks in groups.values() for members in chunks]
+        kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
+        if room.get(kind, -1) < size:
+            chunks.setdefault(kind, []).append([])
+            room[kind] = most_bytes
+        chunks[kind][-1].append(parameter)
+        room[kind] -= size
+    return [members for rows in chunks.values() for members in rows]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.wire.fsdp import local
+from lightning_decentral.shared.wire.gradient_bucket import pack, parts
 from lightning_decentral.shared.wire.transport import Transport
 
 CHUNK_BYTES = 64 * 2**20
@@ -37,11 +38,12 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
 
 def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | None) -> None:
     exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    flat = torch.cat([t.reshape(-1).to(exact) for t in tensors])
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=exact, device=tensors[0].device)
+    pack(tensors, tensors, flat)
     flat = flat.div_(over.size) if share is None else flat.mul_(share)
     over.all_reduce(flat).wait()
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    for tensor, part in zip(tensors, parts(flat, tensors), strict=True):
+        tensor.copy_(part)
 
 
 def mean_of_states(state: Mapping[str, Any], mean_of: Callable[[Sequence[Tensor]], list[Tensor]]) -> dict[str, Any]:

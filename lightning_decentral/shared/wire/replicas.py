@@ -1,4 +1,4 @@
-"""What workers with the same part of a model, and other batches, do together.
+"""Data parallelism of a pipeline's stage: gradients averaged over its replicas, after the backward, or another way.
 
     AllReduce:   g = (1/n) sum_j g_j     before the update; the replicas stay equal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.wire.gradient_bucket import flag, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -85,17 +86,9 @@ class _Averaging(Bond):
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """What a worker didn't use is zero there; what nobody used stays None."""
-        users = self._users(own)
-        filled = [
-            torch.zeros_like(p) if gradient is None else gradient
-            for gradient, p, count in zip(own, parameters, users, strict=True)
-            if count
-        ]
+        flags = flag(own, torch.empty(len(own), dtype=torch.int32, device=self._device))
+        some = used(own, flags, self._over.all_reduce(flags))  # with other numbers, sums would be of other lengths
+        pairs = zip(own, parameters, some, strict=True)
+        filled = [torch.zeros_like(p) if gradient is None else gradient for gradient, p, one in pairs if one]
         means = iter(mean(filled, self._over))
-        return [next(means) if count else None for count in users]
-
-    def _users(self, own: Sequence[Tensor | None]) -> list[int]:
-        """How many workers have each gradient: with other numbers of them, sums would be of other lengths."""
-        used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int32, device=self._device)
-        self._over.all_reduce(used).wait()
-        return used.tolist()
+        return [next(means) if one else None for one in some]

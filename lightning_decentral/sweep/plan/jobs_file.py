@@ -21,6 +21,7 @@ one piece.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
 from lightning_decentral.shared.plan.profile import BlockCost, Model, read
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, refuse_one_name_for_two
 
@@ -181,24 +183,16 @@ def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = fl
 
 
 def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
-    """Consecutive groups of about equal bytes, none of them empty.
+    """Consecutive groups, none of them empty, the largest as small as can be in bytes, then the sum of their squares.
 
     Raises:
         ValueError: more shards than blocks.
     """
     if shards > len(blocks):
         raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")
-    total = sum(block.parameter_bytes for block in blocks)
-    groups: list[list[BlockCost]] = [[]]
-    before = 0
-    for index, block in enumerate(blocks):
-        left, open_groups = len(blocks) - index, shards - len(groups)
-        full = before + block.parameter_bytes / 2 > total * len(groups) / shards
-        if groups[-1] and open_groups and (full or left == open_groups):
-            groups.append([])
-        groups[-1].append(block)
-        before += block.parameter_bytes
-    return groups
+    at = linear_partition(piece_sums([block.parameter_bytes for block in blocks]) ** 2, shards)
+    assert at is not None  # there are as many blocks
+    return [list(blocks[start:end]) for start, end in pairwise(at)]
 
 
 def _known(entry: Mapping[str, Any], keys: Sequence[str], place: str) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.partial import (
-    Adaptive,
     AutoFreeze,
     Balanced,
     Cyclic,
@@ -21,7 +20,6 @@ from lightning_decentral.partial import (
     Random,
     Staircase,
     Temporal,
-    Weighted,
 )
 from lightning_decentral.partial.plan import depth, freezing
 from lightning_decentral.partial.plan import depth_order as order
@@ -32,7 +30,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     "FreezeOut": {"total_steps": 30},
     "PipeTransformer": {"every": 4},
     "AutoFreeze": {"every": 3},
-    "Adaptive": {"every": 5},
 }
 
 
@@ -123,22 +120,16 @@ def test_cyclic_takes_every_depth_once() -> None:
 def test_random_orders_have_their_frequencies() -> None:
     drawn = Counter(Random().depth(step, 4) for step in range(4000))
     assert all(abs(drawn[d] / 4000 - 0.25) < 0.04 for d in (1, 2, 3, 4))
-    weighted = Counter(Weighted(fractions=(1.0, 0.25), weights=(1, 3)).depth(step, 4) for step in range(4000))
-    assert set(weighted) == {1, 4}
-    assert abs(weighted[1] / 4000 - 0.75) < 0.04
 
 
 @pytest.mark.parametrize(("build", "message"), [
     (lambda: Cyclic(fractions=(0.0,)), r"fractions must be in \(0, 1\]"),
-    (lambda: Weighted(fractions=(1.0,), weights=(1.0, 2.0)), "weights must be 1 positive"),
-    (lambda: Weighted(weights=(0.0, 1.0)), "weights must be 2 positive"),
     (lambda: PerWorker(fractions=(1.5,)), r"fractions must be in \(0, 1\]"),
     (lambda: FreezeOut(total_steps=0), "total_steps must be at least 1"),
     (lambda: FreezeOut(total_steps=5, first=0), r"first must be in \(0, 1\]"),
     (lambda: PipeTransformer(every=5, alpha=1.0), r"alpha must be in \(0, 1\)"),
     (lambda: AutoFreeze(every=0), "every must be at least 1"),
     (lambda: AutoFreeze(every=2, percentile=0), r"percentile must be in \(0, 100\]"),
-    (lambda: Adaptive(every=2, kept=0), r"kept must be in \(0, 1\]"),
 ])  # fmt: skip
 def test_wrong_values_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -193,9 +184,3 @@ def test_auto_freeze_never_moves_back_and_keeps_the_last() -> None:
     depths = observed(AutoFreeze(every=1, percentile=100.0), rows)
     assert depths == sorted(depths, reverse=True)
     assert depths[-1] == 1
-
-
-def test_adaptive_keeps_the_share_that_was_asked_for() -> None:
-    rows = [[0.1, 0.1, 3.0, 4.0]] * 3 + [[5.0, 0.1, 3.0, 4.0]] * 6
-    assert observed(Adaptive(every=3, kept=0.9), rows) == [4, 2, 2, 4, 4, 4, 4, 4, 4]
-    assert observed(Adaptive(every=3, kept=0.6), rows)[1] == 1, "16 of 25"

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from lightning_decentral.pipeline import Balanced, Given, OneForwardOneBackward, Planned, TeraPipe, Uniform
-from lightning_decentral.pipeline.plan.dynamic_program import plan_batch
 from lightning_decentral.pipeline.plan.schedule import in_flight
 from lightning_decentral.pipeline.plan.slicing import Situation, balance, equal, plan, plan_for
 
@@ -85,30 +84,6 @@ def test_a_long_sequence_is_planned_with_longest_slices_first(num_stages):
     assert slices[0] > slices[-1]
     uniform = min(objective((2048 // n,) * n, num_stages, attention) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
     assert objective(slices, num_stages, attention) <= uniform
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_joint_plan_is_the_best_of_all(seed):
-    generator = random.Random(seed)
-    batch, length, num_stages = generator.randint(1, 4), generator.randint(1, 5), generator.randint(1, 5)
-    table = {b: any_costs(100 * seed + b) for b in range(1, batch + 1)}
-
-    def value(parts):
-        found = [cost for b, slices in parts for cost in costs(slices, table[b])]
-        return sum(found) + (num_stages - 1) * max(found)
-
-    # The order of parts doesn't matter, so only batches in ascending order.
-    ways = [c for c in compositions(batch) if list(c) == sorted(c)]
-    choices = list(compositions(length))
-    best = min(
-        value(list(zip(way, slices, strict=True)))
-        for way in ways
-        for slices in itertools.product(choices, repeat=len(way))
-    )
-    found = plan_batch(batch, length, num_stages, lambda b, i, j: table[b](i, j))
-    assert sum(part.batch for part in found) == batch
-    assert all(sum(part.slices) == length for part in found)
-    assert value([(part.batch, part.slices) for part in found]) == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))

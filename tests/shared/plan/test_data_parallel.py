@@ -9,13 +9,14 @@ from lightning_decentral.partial import Cyclic, Full, Staircase, Temporal
 from lightning_decentral.partial.plan.cost import SegmentCost, compute_fraction
 from lightning_decentral.partial.plan.forecast import PartialForecast
 from lightning_decentral.pipeline import Pipelining
-from lightning_decentral.shared.plan import data_parallel
 from lightning_decentral.shared.plan.data_parallel import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     DataParallel,
     ShardedForecast,
     pieces,
+    sharded_step,
+    step,
 )
 from lightning_decentral.shared.plan.forecast import (
     Cluster,
@@ -82,10 +83,7 @@ def test_sharded_on_a_slow_network_sends_three_copies() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7])
 def test_every_number_of_blocks_runs_to_its_end(blocks: int) -> None:
-    for tasks in (
-        data_parallel.step(model(blocks).blocks, FREE),
-        data_parallel.sharded_step(model(blocks).blocks, FREE, FREE, 2),
-    ):
+    for tasks in (step(model(blocks).blocks, FREE), sharded_step(model(blocks).blocks, FREE, FREE, 2)):
         assert len(run(tasks)) == len(tasks)
 
 
