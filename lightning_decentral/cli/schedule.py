@@ -26,12 +26,11 @@ from lightning_decentral.sweep.plan.simulation import (
     simulate,
 )
 from lightning_decentral.sweep.plan.traces import LAYOUTS, PIECES, queues, read_trace
-from lightning_decentral.sweep.trainings import MEASURED, Trainings, recipes
+from lightning_decentral.sweep.trainings import MEASURED, Trainings
 from lightning_decentral.sweep.wire.rehearsal import STAND_INS
 
 Choice = TypeVar("Choice")
 
-PROGRAM = recipes  # what the overrides of a job are words of
 SHOWN_JOBS = 30
 AIM = 0.1  # of the simulated makespan
 
@@ -85,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     if options.rehearse:
         refuse_unrunnable(asked, limit)
     console = Console(highlight=False)
-    trainings = Trainings(asked.trainings, len(there), outputs(), PROGRAM(), options.measured)
+    trainings = Trainings(asked.trainings, len(there), outputs(), options.application, options.measured)
     for line in trainings.announced:
         console.print(line, soft_wrap=True, markup=False)
     jobs = [*asked.queues, *trainings.queues()]

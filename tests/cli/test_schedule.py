@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_decentral.cli import main as cli
+from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 from lightning_decentral.sweep.plan import policy
 from lightning_decentral.sweep.plan.policy import POLICIES

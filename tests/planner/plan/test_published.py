@@ -2,7 +2,6 @@
 
 import pytest
 
-from lightning_decentral.cli import main as cli
 from lightning_decentral.planner.plan.published import (
     ALL_REDUCE,
     ONE_PEER,
@@ -12,6 +11,7 @@ from lightning_decentral.planner.plan.published import (
     methods,
     setting,
 )
+from lightning_decentral.recipes import command as cli
 from tests.docs.pages import ROOT
 
 VERDICTS = {(v.run.gpu, v.run.workers): v for v in compare()}
