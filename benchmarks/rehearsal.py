@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dummy_jobs import STAND_INS
 from hardware import description, slug
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +31,6 @@ from lightning_decentral.sweep.plan.jobs_file import Training
 from lightning_decentral.sweep.plan.policy import POLICIES
 from lightning_decentral.sweep.plan.simulation import finish_seconds, lower_bound_seconds, makespan_seconds, simulate
 from lightning_decentral.sweep.trainings import Trainings
-from lightning_decentral.sweep.wire.rehearsal import STAND_INS
 
 RESULTS = Path(__file__).parent / "results"
 DEVICES = 2
