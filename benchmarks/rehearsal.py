@@ -19,17 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dummy_jobs import STAND_INS
 from hardware import description, slug
 from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli.profile import quiet
+from lightning_decentral.recipes.command import RECIPES
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
 from lightning_decentral.sweep.plan.jobs_file import Training
 from lightning_decentral.sweep.plan.policy import POLICIES
 from lightning_decentral.sweep.plan.simulation import finish_seconds, lower_bound_seconds, makespan_seconds, simulate
-from lightning_decentral.sweep.trainings import Trainings, recipes
-from lightning_decentral.sweep.wire.rehearsal import STAND_INS
+from lightning_decentral.sweep.trainings import Trainings
 
 RESULTS = Path(__file__).parent / "results"
 DEVICES = 2
@@ -72,11 +73,11 @@ def trained() -> dict[str, Any]:
     """Every policy with the trainings."""
     there = devices(DEVICES)
     with tempfile.TemporaryDirectory() as folder:
-        measured = Trainings(trainings(), DEVICES, Path(folder) / "first", recipes()).queues()
+        measured = Trainings(trainings(), DEVICES, Path(folder) / "first", RECIPES).queues()
         rows = []
         for name, policy in POLICIES.items():
             simulated = simulate(measured, there, policy)
-            members = Trainings(trainings(), DEVICES, Path(folder) / name, recipes())
+            members = Trainings(trainings(), DEVICES, Path(folder) / name, RECIPES)
             real = members.rehearse(measured, there, policy)
             ends = {
                 job: {"simulated_seconds": end, "real_seconds": finish_seconds(real)[job]}

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-
-class MissingExtra(ImportError):
-    """An optional package is not installed; the message names the extra that brings it."""
+from lightning_decentral.shared.errors import MissingExtra
 
 
 def extra(module: str) -> ModuleType:

@@ -23,8 +23,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_decentral  # noqa: F401  # registers the strategies' names
-from lightning_decentral.recipes.errors import mendable, one_line, refuse_unowned
 from lightning_decentral.recipes.loaders import Loaders
+from lightning_decentral.shared.errors import mendable, one_line, refuse_unowned
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 OBJECTIVE = "val/loss"

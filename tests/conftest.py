@@ -54,16 +54,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def leaves_no_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Processes that are killed or end at once tidy nothing up (torch's error files, sockets' folders): all of it goes
-    with the session, and so do the costs that stages keep for later runs. The folder's name is short, as that of a
-    socket must be."""
+    with the session. The folder's name is short, as that of a socket must be."""
     tmp_path_factory.getbasetemp()  # what pytest keeps for a few sessions stays where it was
     before, folder = os.environ.get("TMPDIR"), tempfile.mkdtemp(prefix="tests-")
-    os.environ["TMPDIR"] = os.environ["LIGHTNING_DECENTRAL_CACHE"] = tempfile.tempdir = folder
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     Finalize(None, shutil.rmtree, (folder, True), exitpriority=-1000)  # after multiprocessing's own, which is in there
     yield
     tempfile.tempdir = None
     os.environ.pop("TMPDIR")
-    os.environ.pop("LIGHTNING_DECENTRAL_CACHE")
     if before is not None:
         os.environ["TMPDIR"] = before
 

@@ -1,34 +1,25 @@
-"""`lightning-decentral`: console commands beside training.
+"""`lightning-decentral cuts recipe=gpt`: where partial backprop would cut a model, and what that would save."""
 
-lightning-decentral cuts recipe=gpt strategy.cuts=3
-lightning-decentral plan profile.json --workers 64 --per-node 8
-lightning-decentral topology base_graph --workers 24
-lightning-decentral profile recipe=gpt
-lightning-decentral placement hosts.json --topology ring
-lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
-"""
-
-import importlib
+import argparse
 from collections.abc import Sequence
+from typing import Any
 
-from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.partial.compute.search import CutPlan, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
+from lightning_decentral.shared.application import Application
 
 
-def cut_plan(overrides: Sequence[str]) -> CutPlan:
+def cut_plan(application: Application, overrides: Sequence[str]) -> CutPlan:
     """The cuts that a run with these words of the command line would find at its first batch, on this machine's CPU."""
-    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
-        cfg = compose("train", ["strategy=partial_backprop", *overrides])
-    recipes = importlib.import_module("lightning_decentral.recipes.train")
+    cfg = application.compose(["strategy=partial_backprop", *overrides])
     data = instantiate(cfg.data, _convert_="all")
-    module: LightningModule = recipes.build_model(cfg, data.sizes)
+    module = application.build_model(cfg, data.sizes)
     strategy = instantiate(cfg.strategy, _convert_="all")
     refuse_unserved(module)
     data.prepare_data()
@@ -61,11 +52,18 @@ def verdicts(plan: CutPlan) -> Table:
     return table
 
 
-def cuts(overrides: Sequence[str]) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print blocks, cuts, verdicts and predictions."""
-    found = cut_plan(overrides)
+    found = cut_plan(options.application, options.overrides)
     console = Console()
     console.print(f"chain: {found.chain or 'as named'}")
     for index, boundary in enumerate(found.boundaries):
         console.print(f"cut {index}: before {boundary}")
     console.print(verdicts(found), depths(found))
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    command = commands.add_parser("cuts", help="where partial backprop would cut a recipe, and what that saves")
+    command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
+    command.set_defaults(run=run)

@@ -9,14 +9,13 @@ lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
 """
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_decentral.cli import placement, profile, schedule, topology
-from lightning_decentral.cli import planning as plan
-from lightning_decentral.cli.cuts import cuts
+from lightning_decentral.cli import cuts, placement, planning, profile, schedule, topology
+from lightning_decentral.shared.application import Application
+from lightning_decentral.shared.errors import mendable, one_line
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -31,27 +30,17 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+def main(application: Application, arguments: Sequence[str] | None = None) -> None:
+    """The command, about this application: `recipes/command.py` is the console's."""
     parser = argparse.ArgumentParser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
     commands: Any = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("cuts", help="where partial backprop would cut a recipe, and what that saves")
-    command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
-    command.set_defaults(run=lambda options: cuts(options.overrides))
-    plan.add(commands)
-    topology.add(commands)
-    profile.add(commands)
-    placement.add(commands)
-    schedule.add(commands)
+    parser.set_defaults(application=application)
+    for command in (cuts, planning, topology, profile, placement, schedule):
+        command.add(commands)
     options = parsed(parser, arguments)
     try:
         options.run(options)
     except Exception as error:
-        errors = importlib.import_module("lightning_decentral.recipes.errors")
-        if not errors.mendable(error):
+        if not mendable(error):
             raise
-        sys.exit(f"error: {errors.one_line(error)}")
-
-
-if __name__ == "__main__":
-    main()
+        sys.exit(f"error: {one_line(error)}")

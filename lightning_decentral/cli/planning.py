@@ -9,9 +9,8 @@ from rich.console import Console
 
 from lightning_decentral.planner import show as units
 from lightning_decentral.planner.compare import THRESHOLD, plan
-from lightning_decentral.planner.plan.published import compare
 from lightning_decentral.planner.report import page
-from lightning_decentral.planner.show import published_sentences, published_table, sentences, table
+from lightning_decentral.planner.show import sentences, table
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
@@ -34,18 +33,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--threshold", type=float, default=100 * THRESHOLD, help="gain in %% below which ddp stays")
     parser.add_argument("--also", action="append", default=[], help="words of a further strategy; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: plan.html")
-    parser.add_argument("--published", action="store_true", help="the seed paper's runs against this model; no profile")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table and the recommendation, or the published runs."""
-    console = Console()
-    if options.published:
-        _show_published(console)
-        return
+    """Print the table and the recommendation."""
     if options.profile is None or options.workers is None:
         raise ValueError("plan needs a profile and --workers: lightning-decentral plan profile.json --workers 64")
+    console = Console()
     profile = read(options.profile)
     setting = setting_of(profile, options)
     limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else None
@@ -70,12 +65,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ValueError(f"--report {path} can't be written: {error.strerror}") from None
-
-
-def _show_published(console: Console) -> None:
-    verdicts = list(compare())
-    console.print(published_table(verdicts))
-    _say(console, published_sentences(verdicts))
 
 
 def _say(console: Console, sentences: Iterable[str]) -> None:

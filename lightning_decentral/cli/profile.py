@@ -5,7 +5,6 @@ variation(step) = seconds of the step / mean seconds of a step: how unequal step
 """
 
 import argparse
-import importlib
 import logging
 import platform
 import warnings
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from itertools import pairwise, takewhile
 from typing import Any
 
-from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -29,6 +27,7 @@ from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
 from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.partial.dry_run import run_of, step_of
 from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_blocks
+from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.device import DeviceLaps, HostLaps, device_name, laps
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 
@@ -98,7 +97,9 @@ def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def profile(overrides: Sequence[str], steps: int, done: Callable[[], None] = lambda: None) -> tuple[Profile, float]:
+def profile(
+    application: Application, overrides: Sequence[str], steps: int, done: Callable[[], None] = lambda: None
+) -> tuple[Profile, float]:
     """(the profile of one device for these words of the command line, mean seconds of a step in Lightning's loop).
 
     Args:
@@ -106,12 +107,10 @@ def profile(overrides: Sequence[str], steps: int, done: Callable[[], None] = lam
     """
     if steps < 2:
         raise ValueError(f"steps must be at least 2, got {steps}: 30 show how unequal steps are")
-    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
-        cfg = compose("train", [*overrides, *ALONE, "trainer.default_root_dir=null"])
+    cfg = application.compose([*overrides, *ALONE, "trainer.default_root_dir=null"])
     _refuse_accumulation(cfg.trainer.accumulate_grad_batches)
-    recipes = importlib.import_module("lightning_decentral.recipes.train")
     data = instantiate(cfg.data, _convert_="all")
-    module: LightningModule = recipes.build_model(cfg, data.sizes)
+    module = application.build_model(cfg, data.sizes)
     measured = StepProfile(done)
     length = {"max_steps": WARM_UP + steps, "max_epochs": -1, "max_time": None, "accumulate_grad_batches": 1}
     nothing_else = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **QUIET}
@@ -178,7 +177,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure, print, write."""
     with quiet(), Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps + ROUNDS)
-        found, seconds = profile(options.overrides, options.steps, lambda: progress.advance(task))
+        found, seconds = profile(options.application, options.overrides, options.steps, lambda: progress.advance(task))
     write(found, options.out)
     console, model = Console(), found.model
     console.print(shown(model))

@@ -1,21 +1,23 @@
 """`lightning-decentral schedule jobs.yaml --policy lrtf --devices 2`: how long many jobs take on few devices."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.cli import several_devices
 from lightning_decentral.planner import show as units
 from lightning_decentral.shared.plan.profile import Profile, read
-from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
+from lightning_decentral.shared.plan.timeline import chrome_trace
 from lightning_decentral.sweep import gantt
-from lightning_decentral.sweep.plan.dispatch import Processor, Queue, devices
+from lightning_decentral.sweep.plan.dispatch import Processor, Queue
+from lightning_decentral.sweep.plan.dispatch import devices as equal_devices
 from lightning_decentral.sweep.plan.jobs_file import Jobs, read_jobs
-from lightning_decentral.sweep.plan.policy import POLICIES, Policy
+from lightning_decentral.sweep.plan.policy import POLICIES
 from lightning_decentral.sweep.plan.simulation import (
     Spans,
     busy_fraction,
@@ -26,25 +28,12 @@ from lightning_decentral.sweep.plan.simulation import (
     simulate,
 )
 from lightning_decentral.sweep.plan.traces import LAYOUTS, PIECES, queues, read_trace
-from lightning_decentral.sweep.trainings import MEASURED, Trainings, recipes
-from lightning_decentral.sweep.wire.rehearsal import STAND_INS
+from lightning_decentral.sweep.trainings import MEASURED, Trainings
 
 Choice = TypeVar("Choice")
 
-PROGRAM = recipes  # what the overrides of a job are words of
 SHOWN_JOBS = 30
 AIM = 0.1  # of the simulated makespan
-
-
-class Rehearsal(Protocol):
-    """How jobs run for real."""
-
-    @property
-    def said(self) -> str:
-        """What was real."""
-
-    def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
-        """When and where each piece ran."""
 
 
 def add(commands: Any) -> None:
@@ -52,9 +41,12 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("schedule", help="makespan of many jobs on few devices, simulated and for real")
     parser.add_argument("jobs", nargs="?", help="YAML file of jobs: pieces in seconds, profiles, trainings")
     parser.add_argument(
-        "--policy", default="lrtf", help=f"one or more of {','.join(POLICIES)}; the first is drawn and run"
+        "--policy",
+        default="lrtf",
+        help=f"one or more of {','.join(POLICIES)}, of which the first is drawn and run; "
+        f"or one of {','.join(several_devices.PLANS)}, for jobs of several devices at once",
     )
-    parser.add_argument("--devices", type=int, default=1, help="equal ones (default: %(default)s)")
+    parser.add_argument("--devices", type=int, help="equal ones (default: 1; jigsaw: as many as a job has pieces)")
     parser.add_argument("--memory-bytes", help="of each device; a job that needs more is refused: 24GB")
     parser.add_argument("--plot", type=Path, help="Gantt chart to write: schedule.png")
     parser.add_argument("--chrome", type=Path, help="trace to write for Perfetto or chrome://tracing: schedule.json")
@@ -66,8 +58,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--pieces", type=int, default=PIECES, help="of a job of the trace (default: %(default)s)")
     parser.add_argument("--first", type=int, help="so many jobs of the trace only")
     parser.add_argument("--seed", type=int, default=0, help="of the variation of the trace's steps")
-    parser.add_argument("--run", action="store_true", dest="rehearse", help="for real, too: trainings; else stand-ins")
-    parser.add_argument("--stand-in", default="compute", help=f"{', '.join(STAND_INS)} (default: %(default)s)")
+    parser.add_argument("--run", action="store_true", dest="rehearse", help="train for real, too")
     parser.add_argument(
         "--measured", type=int, default=MEASURED, help="steps of each training without a profile (default: %(default)s)"
     )
@@ -75,17 +66,19 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, simulate, print, rehearse, draw."""
+    """Measure, simulate, print, train, draw."""
     names = options.policy.split(",")
-    policies = {name: chosen("policy", name, POLICIES) for name in names}
-    stand_in = chosen("stand-in", options.stand_in, STAND_INS)
+    if set(names) & set(several_devices.PLANS):
+        several_devices.run(options)
+        return
+    policies = {name: chosen("policy", name, POLICIES, several_devices.PLANS) for name in names}
     limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else float("inf")
-    there = devices(options.devices, limit)
+    there = equal_devices(1 if options.devices is None else options.devices, limit)
     asked, remarks = jobs_of(options)
     if options.rehearse:
         refuse_unrunnable(asked, limit)
     console = Console(highlight=False)
-    trainings = Trainings(asked.trainings, len(there), outputs(), PROGRAM(), options.measured)
+    trainings = Trainings(asked.trainings, len(there), outputs(), options.application, options.measured)
     for line in trainings.announced:
         console.print(line, soft_wrap=True, markup=False)
     jobs = [*asked.queues, *trainings.queues()]
@@ -93,21 +86,20 @@ def run(options: argparse.Namespace) -> None:
     found = {"simulated": schedules[names[0]]}
     console.print(policies_table(jobs, there, schedules), jobs_table(jobs, found["simulated"]))
     if options.rehearse:
-        real: Rehearsal = trainings if asked.trainings else stand_in
         console.print(f"running for about {makespan_seconds(jobs, found['simulated']):.3g} s ...")
-        found["real"] = real.rehearse(jobs, there, policies[names[0]])
+        found["real"] = trainings.rehearse(jobs, there, policies[names[0]])
         console.print(ends_table(jobs, found))
-        remarks = [*remarks, verdict(jobs, found, real.said)]
+        remarks = [*remarks, verdict(jobs, found, trainings.said)]
     for line in [*remarks, *written(options, found)]:
         console.print(line, soft_wrap=True, markup=False)
 
 
 def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:
     """ValueError for what can be simulated only."""
-    if asked.queues and asked.trainings:
+    if asked.queues:
         raise ValueError(
-            f"--run: job {asked.trainings[0].name} is a training, job {asked.queues[0].name} has a stand-in only: "
-            "put them into two files, or leave out --run"
+            f"--run: job {asked.queues[0].name} has pieces and no training behind them: give it overrides, "
+            "or leave out --run"
         )
     if asked.trainings and limit_bytes < float("inf"):
         raise ValueError("--run keeps all trainings in memory at once: leave out --memory-bytes, or --run")
@@ -118,14 +110,17 @@ def outputs() -> Path:
     return Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def chosen(kind: str, name: str, known: Mapping[str, Choice]) -> Choice:
+def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[str] = ()) -> Choice:
     """By its name.
+
+    Args:
+        alone: further names for the message.
 
     Raises:
         ValueError: an unknown one, with the known ones.
     """
     if name not in known:
-        raise ValueError(f"there is no {kind} {name!r}: use one of {', '.join(known)}")
+        raise ValueError(f"there is no {kind} {name!r}: use one of {', '.join([*known, *alone])}")
     return known[name]
 
 
@@ -206,17 +201,7 @@ def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], said: str) -> str
 
 def written(options: argparse.Namespace, found: Mapping[str, Spans]) -> list[str]:
     """Files that were asked for."""
-    lines = []
-    if options.plot:
-        policy = options.policy.partition(",")[0]
-        panels = {f"{policy}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
-        gantt.draw(panels, options.plot)
-        lines.append(f"picture: {options.plot}")
-    if options.chrome:
-        events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]
-        try:
-            write_chrome_trace(events, options.chrome)
-        except OSError as error:
-            raise ValueError(f"--chrome {options.chrome} can't be written: {error.strerror}") from None
-        lines.append(f"trace: {options.chrome}")
-    return lines
+    policy = options.policy.partition(",")[0]
+    panels = {f"{policy}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
+    events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]
+    return several_devices.written(options, panels, events)

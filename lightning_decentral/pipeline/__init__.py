@@ -18,7 +18,6 @@ from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Sc
 from lightning_decentral.pipeline.plan.slicing import Balanced, Given, Planned, Slicing, Uniform
 from lightning_decentral.pipeline.report import PipelineReport
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.pipeline.wire.cost_cache import Kept, Measurements, Renewed, Unkept
 from lightning_decentral.shared.wire.replicas import AverageGradients, Replicas
 
 __all__ = [
@@ -34,21 +33,17 @@ __all__ = [
     "Given",
     "Int8Activations",
     "Keep",
-    "Kept",
-    "Measurements",
     "OneForwardOneBackward",
     "Partition",
     "PipelineReport",
     "Pipelining",
     "Planned",
     "Recompute",
-    "Renewed",
     "Replicas",
     "Schedule",
     "Slicing",
     "TeraPipe",
     "TokenPipelineStrategy",
     "Uniform",
-    "Unkept",
     "ZeroBubble",
 ]

@@ -22,7 +22,7 @@ from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Sc
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.stage_training import Gradients, StageTraining
 from lightning_decentral.pipeline.training_step import evaluated
-from lightning_decentral.pipeline.wire.cost_cache import Kept, Measurements
+from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Holdings
 from lightning_decentral.pipeline.wire.slice_planner import Plans
 from lightning_decentral.pipeline.wire.stage_runner import Pipe
@@ -57,7 +57,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         schedule: the order of chunks.
         partition: which blocks stand on which stage.
         microbatches: parts that each batch is cut into, along its first axis.
-        measurements: of the stages' costs: `Kept()` from one run to the next, `Renewed()` by this one, or `Unkept()`.
+        cost_cache: folder that keeps measured stage costs for later runs; by default every run measures its own.
         activations: `Keep()` them, or `Recompute()` them at the backward.
         boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
         replicas: what equal stages of several pipelines do together: `AverageGradients()`, or
@@ -81,7 +81,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         schedule: Schedule | None = None,
         partition: Partition | None = None,
         microbatches: int = 1,
-        measurements: Measurements | None = None,
+        cost_cache: str | None = None,
         activations: Activations | None = None,
         boundary: Boundary | None = None,
         replicas: Replicas | None = None,
@@ -97,12 +97,12 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.schedule = schedule or OneForwardOneBackward()
         self.partition = partition or Even()
         self.microbatches = microbatches
-        self.measurements = measurements or Kept()
+        self.cost_cache = cost_cache
         self.activations = activations or Keep()
         self.boundary = boundary or ExactActivations()
         self.replicas = replicas or AverageGradients()
         self.bond = Bond()
-        self.plans = Plans(self.schedule, microbatches, self.measurements)
+        self.plans = Plans(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model)
         self._deferred = Deferred()

@@ -1,13 +1,12 @@
 """A plan as a table, and what it says in words."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.table import Table
 
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.planner.compare import Comparison, Row
-from lightning_decentral.planner.plan.published import Verdict
 from lightning_decentral.shared.plan.network import Network
 
 HEADINGS = ("method", "ms/step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
@@ -91,37 +90,6 @@ def verdict(plan: Comparison) -> Iterator[str]:
     if plan.setting.cluster.nodes > 1:
         yield "on every host, as docs/cluster.md says:"
     yield f"python recipes/train.py {plan.command}"
-
-
-# ---- published runs ---------------------------------------------------------------------------------------------
-
-
-def published_table(verdicts: Sequence[Verdict]) -> Table:
-    """Milliseconds, predicted / published."""
-    title = "2410.11998, base transformer: milliseconds per iteration, predicted / published"
-    found = Table(title=title, title_justify="left")
-    for heading in ("GPUs", *verdicts[0].milliseconds, "ring x all-reduce", "fastest", "more than 10 % off"):
-        found.add_column(heading)
-    for v in verdicts:
-        times = (f"{v.milliseconds[name]:.1f} / {known:.1f}" for name, known in v.run.milliseconds.items())
-        ratio = f"{v.speedup(v.milliseconds):.2f} / {v.speedup(v.run.milliseconds):.2f}"
-        fastest = "agrees" if v.winner_agrees else "DISAGREES"
-        found.add_row(f"{v.run.workers} {v.run.gpu}", *times, ratio, fastest, ", ".join(v.far) or "none")
-    return found
-
-
-def published_sentences(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """Agreement and disagreement."""
-    runs = len(verdicts)
-    yield f"the fastest method agrees in {sum(v.winner_agrees for v in verdicts)} of {runs} runs"
-    yield f"the order of all three agrees in {sum(v.order_agrees for v in verdicts)} of {runs}"
-    for name in verdicts[0].milliseconds:
-        ratios = [v.ratio(name) for v in verdicts]
-        yield f"{name}: predicted / published from {min(ratios):.2f} to {max(ratios):.2f}"
-    yield (
-        "from bytes and nominal bandwidth alone: computation taken as the fastest method's time, 4 bytes a parameter, "
-        "free messages within a node. These don't explain the published one-peer runs: measure your own cluster"
-    )
 
 
 RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}

@@ -1,4 +1,4 @@
-"""Between two batches a member of a sweep returns its device and waits for it: a callback that no module notices.
+"""Time slicing: a callback that, between two batches, returns the device of a sweep's member and waits for it.
 
 Lightning adds it to every Trainer of a member's process, through its entry points
 (`lightning.pytorch.callbacks_factory`).
@@ -7,6 +7,7 @@ Lightning adds it to every Trainer of a member's process, through its entry poin
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,13 +28,16 @@ _SEATS: dict[int, Seat] = {}
 class Gate(Callback):
     """Takes the device before a batch, returns it after a quantum, at the end of each loop and while data are awaited.
 
+    Args:
+        clock: in seconds; tells how long data are awaited.
+
     Raises:
         ValueError: the trainer starts more workers than devices were granted, or the module needs more memory than
             its device has.
     """
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, admission: Admission, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._admission, self._clock = admission, clock
         self._residence: Residence | None = None
         self._trainer: Trainer | None = None
         self._total = math.inf
@@ -87,7 +91,7 @@ class Gate(Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         """With the device from here on."""
-        gap = max(0.0, time.perf_counter() - self._batch_end)
+        gap = max(0.0, self._clock() - self._batch_end)
         self._gap_seconds += 0.2 * (gap - self._gap_seconds)
         self._take()
 
@@ -97,7 +101,7 @@ class Gate(Callback):
             self._measure()  # gradients beside optimizer state; validation, for one, lets gradients go
         if self._gap_seconds > IDLE_SECONDS:
             self._give()
-        self._batch_end = time.perf_counter()
+        self._batch_end = self._clock()
 
     def on_validation_batch_start(self, *_: Any) -> None:
         """As in training."""

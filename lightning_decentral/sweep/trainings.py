@@ -4,7 +4,6 @@ What is timed, and what simulation and run are about, is training steps: evaluat
 start is over before the clock starts.
 """
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.device import cores
+from lightning_decentral.shared.errors import one_line
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.launcher import refuse_without_gate, starts_on
 from lightning_decentral.sweep.member import Entrant, width_of
@@ -36,26 +37,6 @@ from lightning_decentral.sweep.server import Sweep, Watcher
 # So many steps and nothing else: an end of the epochs before them would end the training.
 STEPS_ALONE = ["trainer.max_epochs=-1", "++trainer.limit_val_batches=0", "++trainer.limit_test_batches=0"]
 FIRST, MEASURED = 5, 100  # steps that are measured: one by one, and in all
-
-
-@dataclass(frozen=True)
-class Program:
-    """A Hydra application that trains: its configuration, and what runs it.
-
-    Args:
-        unlogged: words for a run that nobody wants in a log.
-    """
-
-    module: str
-    name: str
-    task: TaskFunction
-    unlogged: tuple[str, ...] = ()
-
-
-def recipes() -> Program:
-    """The program behind `recipes/train.py`."""
-    train = importlib.import_module("lightning_decentral.recipes.train").train
-    return Program("lightning_decentral.conf", "train", train, ("logger=none",))
 
 
 class Trainings:
@@ -74,14 +55,14 @@ class Trainings:
         trainings: Sequence[Training],
         devices: int,
         folder: Path,
-        program: Program,
+        application: Application,
         measured: int = MEASURED,
     ) -> None:
         if measured <= FIRST:
             raise ValueError(f"measured must be more than {FIRST} steps, which are slower than others, got {measured}")
         self._steps = measured
         self._trainings = sorted(trainings, key=lambda training: training.arrival_seconds)
-        self._devices, self._folder, self._program = devices, folder, program
+        self._devices, self._folder, self._application = devices, folder, application
 
     @property
     def announced(self) -> list[str]:
@@ -108,7 +89,7 @@ class Trainings:
         names = self._slots()
         jobs = [training.name for training in trainings]
         arbiter = Timing(jobs, names, first=FIRST, steps=self._steps, pinned=_on_gpus(names))
-        words = [*self._program.unlogged, f"trainer.max_steps={self._steps}"]
+        words = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
         self._through(trainings, arbiter, self._folder / "measured", words)
         return {training.name: arbiter.steps_of(training.name).seconds(training.steps) for training in trainings}
 
@@ -138,14 +119,14 @@ class Trainings:
         refuse_without_gate()
         with self._composing() as context:
             entrants = self._entrants(trainings, folder, words)
-            starts = starts_on(arbiter.devices)(context, self._program.task)
+            starts = starts_on(arbiter.devices)(context, self._application.train)
             with table.LiveTable() as live:
                 Sweep(entrants, arbiter, starts, _Strict(live), len(entrants)).run()
 
     @contextmanager
     def _composing(self) -> Iterator[HydraContext]:
         setup_globals()
-        with initialize_config_module(self._program.module, version_base="1.3"):
+        with initialize_config_module(self._application.module, version_base="1.3"):
             yield HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
 
     def _entrants(self, trainings: Sequence[Training], folder: Path, words: Sequence[str]) -> list[Entrant]:
@@ -166,9 +147,9 @@ class Trainings:
 
     def _config(self, training: Training, words: list[str]) -> DictConfig:
         try:
-            return compose(self._program.name, words, return_hydra_config=True)
+            return compose(self._application.name, words, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(f"job {training.name}: {_one_line(error)}") from None
+            raise ValueError(f"job {training.name}: {one_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -184,13 +165,8 @@ class _Strict:
         self.inner.ended(entrant, outcome)
         if outcome.status is JobStatus.FAILED:
             error = outcome._return_value
-            said = f"{type(error).__name__}: {_one_line(error)}"
+            said = f"{type(error).__name__}: {one_line(error)}"
             raise ValueError(f"job {entrant.name} failed, {said}; its log: {entrant.log}")
-
-
-def _one_line(error: BaseException) -> str:
-    line: str = importlib.import_module("lightning_decentral.recipes.errors").one_line(error)
-    return line
 
 
 def _on_gpus(names: Sequence[str]) -> bool:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_decentral.cli import main as cli
+from lightning_decentral.cli.cuts import cut_plan
+from lightning_decentral.recipes import command as cli
 
 
 @pytest.mark.parametrize(("recipe", "words", "kind", "tied"), [
@@ -11,7 +12,7 @@ from lightning_decentral.cli import main as cli
     ("resnet", ["strategy/balance=parameters"], "3 x ResNetStage", 0),
 ])  # fmt: skip
 def test_a_recipe(capsys: pytest.CaptureFixture[str], recipe: str, words: list[str], kind: str, tied: int) -> None:
-    plan = cli.cut_plan([f"recipe={recipe}", *words])
+    plan = cut_plan(cli.RECIPES, [f"recipe={recipe}", *words])
     assert str(plan.chain).startswith(kind)
     names = [n for n, v in plan.judged[0].verdicts.items() if v.value == "tied"]
     assert len(names) == tied

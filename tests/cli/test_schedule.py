@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_decentral.cli import main as cli
+from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 from lightning_decentral.sweep.plan import policy
 from lightning_decentral.sweep.plan.policy import POLICIES
@@ -38,19 +38,18 @@ def test_every_policy_has_a_name() -> None:
     assert {type(p) for p in POLICIES.values()} == classes - {policy.Policy}
 
 
-def test_tables_chart_trace_and_the_real_run(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_chart_and_trace(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot, chrome = tmp_path / "s.png", tmp_path / "s.json"
     files = ["--plot", str(plot), "--chrome", str(chrome)]
-    cli.main(["schedule", jobs, "--policy", "srtf,lrtf", "--devices", "1", "--run", "--stand-in", "sleep", *files])
+    cli.main(["schedule", jobs, "--policy", "srtf,lrtf", "--devices", "1", *files])
     printed = capsys.readouterr().out
     assert "no makespan is under 0.08 s" in printed
     assert all(f" {name} " in printed for name in ("srtf", "lrtf"))
     assert "fifo" not in printed
-    assert "stand in for the pieces (sleep), not the models themselves" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
     events = json.loads(chrome.read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {"simulated", "real"}
-    assert {event["name"] for event in events if event["pid"] == "simulated"} >= {"long 2", "short 1", "load short 0"}
+    assert {event["pid"] for event in events} == {"simulated"}
+    assert {event["name"] for event in events} >= {"long 2", "short 1", "load short 0"}
 
 
 def test_a_public_trace_says_what_is_synthesised(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,16 +66,19 @@ def test_a_public_trace_says_what_is_synthesised(jobs: str, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["JOBS", "--policy", "coffee"], "no policy 'coffee': use one of complementary, fifo, lrtf, round_robin, srtf"),
+        (["JOBS", "--policy", "coffee"], "use one of complementary, fifo, lrtf, round_robin, srtf, jigsaw, spase"),
         (["JOBS", "--devices", "0"], "devices must be at least 1, got 0"),
-        (["JOBS", "--run", "--stand-in", "tea"], "no stand-in 'tea': use one of compute, sleep"),
+        (["JOBS", "--run"], "--run: job long has pieces and no training behind them: give it overrides"),
         (["JOBS", "--plot", "no/where.png"], "no/where.png can't be drawn"),
         (["JOBS", "--chrome", "no/where.json"], "--chrome no/where.json can't be written"),
         (["JOBS", "--trace", "t.csv"], "either a file of jobs or --trace"),
         ([], "either a file of jobs or --trace"),
         (["none.yaml"], "none.yaml can't be read"),
         (["TRAININGS", "--run", "--memory-bytes", "1GB"], "--run keeps all trainings in memory at once"),
-        (["MIXED", "--run"], "--run: job m is a training, job n has a stand-in only: put them into two files"),
+        (
+            ["MIXED", "--run"],
+            "--run: job n has pieces and no training behind them: give it overrides",
+        ),
         (["TRAININGS", "--devices", "99"], "99 devices that train need as many "),
         (["TRAININGS", "--measured", "5"], "measured must be more than 5 steps, which are slower than others, got 5"),
         (["WRONG"], "job m: no 'lrr' in optimizer"),

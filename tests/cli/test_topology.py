@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_decentral.cli import main as cli
 from lightning_decentral.cli.topology import names, topology_of
 from lightning_decentral.gossip import BaseGraph, Hypercube, OnePeerExponential, Ring
 from lightning_decentral.planner.topology_curves import curves, heard
+from lightning_decentral.recipes import command as cli
 from tests.conf.groups import choices
 
 NEEDED = {"from_graph": ["edges=[[0,1],[1,2],[2,3]]"]}

@@ -163,7 +163,7 @@ def test_every_codec_can_be_chosen_or_wrapped(name):
             instantiate(alone.strategy, _convert_="all")
 
 
-PIPELINE = ("slicing", "schedule", "partition", "measurements", "activations", "boundary", "replicas")
+PIPELINE = ("slicing", "schedule", "partition", "activations", "boundary", "replicas")
 GIVEN = {"given": "strategy.slicing.lengths=[3,2]", "counted": "strategy.partition.blocks=[1,1]"}
 
 

@@ -25,7 +25,6 @@ GROUPS: dict[str, tuple[tuple[ModuleType, ...], type]] = {
     "strategy/slicing": ((pipeline,), pipeline.Slicing),
     "strategy/schedule": ((pipeline,), pipeline.Schedule),
     "strategy/partition": ((pipeline,), pipeline.Partition),
-    "strategy/measurements": ((pipeline,), pipeline.Measurements),
     "strategy/activations": ((pipeline,), pipeline.Activations),
     "strategy/boundary": ((pipeline,), pipeline.Boundary),
     "strategy/replicas": ((pipeline, gossip), pipeline.Replicas),

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_decentral.recipes.errors import one_line
+from lightning_decentral.shared.errors import one_line
 from tests.conf.groups import CONF, read
 
 there = find_spec("hydra_plugins.hydra_submitit_launcher") if find_spec("hydra_plugins") else None

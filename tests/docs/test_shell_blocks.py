@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_decentral.cli import planning as plan
-from lightning_decentral.cli import schedule
+from lightning_decentral.cli import schedule, several_devices
 from lightning_decentral.cli.topology import topology_of
 from lightning_decentral.shared.plan.forecast import Cluster
 from tests.docs.pages import PAGES, ROOT, commands, name
@@ -86,7 +86,7 @@ def check_plan(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     plan.add(parser.add_subparsers())
     options = parser.parse_args(["plan", *arguments])
-    assert options.published or Cluster(options.workers, options.per_node)
+    assert Cluster(options.workers, options.per_node)
 
 
 def check_schedule(arguments: list[str]) -> None:
@@ -94,7 +94,8 @@ def check_schedule(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     schedule.add(parser.add_subparsers())
     options = parser.parse_args(["schedule", *arguments])
-    assert {schedule.chosen("policy", name, schedule.POLICIES) for name in options.policy.split(",")}
+    known = {**schedule.POLICIES, **several_devices.PLANS}
+    assert {schedule.chosen("policy", name, known) for name in options.policy.split(",")}
     schedule.chosen("layout", options.layout, schedule.LAYOUTS)
     assert (options.jobs is None) != (options.trace is None)
 

@@ -11,7 +11,6 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
-from lightning_decentral.cli import main as cli
 from lightning_decentral.gossip import Auto, GossipForecast, Int8, Ring
 from lightning_decentral.gossip.plan.island_cost import ReplicatedCost
 from lightning_decentral.pipeline import Pipelining
@@ -19,6 +18,7 @@ from lightning_decentral.planner import show as units
 from lightning_decentral.planner.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
 from lightning_decentral.planner.compare import chosen, plan
 from lightning_decentral.planner.show import sentences, verdict
+from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.network import Network

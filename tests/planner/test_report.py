@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_decentral.cli import main as cli
 from lightning_decentral.cli.planning import _write
 from lightning_decentral.planner.compare import plan
 from lightning_decentral.planner.report import page
 from lightning_decentral.planner.variations import NOTHING, grid, sizes
+from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, write
 from tests.settings import links, model, setting

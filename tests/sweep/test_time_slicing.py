@@ -1,7 +1,6 @@
 """The gate in a real Trainer, with a seat that only writes down what it is asked."""
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,12 +39,26 @@ class Seat:
         self.vacated += 1
 
 
+class Clock:
+    """Stands still but for what moves it, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Slow(SizedBatches):
     """Each batch takes its time."""
 
+    def __init__(self, count: int, clock: Clock) -> None:
+        super().__init__(count)
+        self.clock = clock
+
     def __iter__(self) -> Iterator[list[Tensor]]:
         for batch in super().__iter__():
-            time.sleep(0.02)
+            self.clock.now += 0.02
             yield batch
 
 
@@ -72,8 +85,8 @@ def seat(monkeypatch: pytest.MonkeyPatch) -> Seat:
     return seat
 
 
-def trainer(memory_bytes: int | None = None, **options: Any) -> Trainer:
-    made = gate.Gate(Admission("", "0", memory_bytes=memory_bytes))
+def trainer(memory_bytes: int | None = None, clock: Clock | None = None, **options: Any) -> Trainer:
+    made = gate.Gate(Admission("", "0", memory_bytes=memory_bytes), clock or Clock())
     return Trainer(**QUIET, **options, callbacks=[made])
 
 
@@ -99,8 +112,10 @@ def test_the_remaining_time_is_steps_to_go_at_the_pace_so_far(seat: Seat) -> Non
 
 
 def test_slow_data_are_awaited_without_the_device(seat: Seat) -> None:
-    trainer(max_epochs=1).fit(Watched(seat), Slow(6))
-    assert len(seat.turns) > 3
+    clock = Clock()
+    trainer(max_epochs=1, clock=clock).fit(Watched(seat), Slow(6, clock))
+    # The mean wait is over IDLE_SECONDS from the third batch on: 0.2 * 0.02, then 0.36 * 0.02.
+    assert [turn.progress for turn in seat.turns] == pytest.approx([3 / 6, 4 / 6, 5 / 6, 1.0])
 
 
 def test_what_a_training_needs_is_measured_after_its_first_update(seat: Seat) -> None:

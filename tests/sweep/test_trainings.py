@@ -12,13 +12,12 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_decentral.cli import main as cli
-from lightning_decentral.cli import schedule
+from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.device import cores
-from lightning_decentral.sweep.trainings import Program
 from tests.sweep.application import Tuned
 from tests.tiny import QUIET, SizedBatches, in_processes
 
@@ -50,6 +49,10 @@ def fit(cfg: DictConfig, folder: Path) -> None:
     torch.save(module.state_dict(), folder / "weights.pt")
 
 
+def no_model(cfg: DictConfig, sizes: dict[str, int]) -> LightningModule:
+    raise AssertionError("a schedule builds none")
+
+
 def alone(folder: Path) -> None:
     """The same trainings one after the other, without any sweep."""
     for name, (lr, steps) in ALONE.items():
@@ -61,9 +64,9 @@ def alone(folder: Path) -> None:
 def scheduled(folder: Path, *words: str) -> str:
     """What the command prints."""
     os.chdir(folder)
-    schedule.PROGRAM = lambda: Program("lightning_decentral.conf", "schedule_application", train)
+    application = Application("lightning_decentral.conf", "schedule_application", train, no_model)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        cli.main(["schedule", "jobs.yaml", "--policy", "round_robin,lrtf", *words])
+        cli.main(application, ["schedule", "jobs.yaml", "--policy", "round_robin,lrtf", *words])
     return printed.getvalue()
 
 

@@ -1,17 +1,14 @@
-"""What stages cost, from one run to the next: a file for everything that was measured, on the host that measured it.
+"""Cache of measured stage costs: a file in a folder that the user names, for everything that was measured on a host.
 
-    FOLDER/<digest>.json     {"format": 2, "conditions": of the measurement, "costs": its profile}
+    FOLDER/<digest>.json     {"format": 3, "conditions": of the measurement, "costs": what it found}
 
-FOLDER is `$LIGHTNING_DECENTRAL_CACHE/stage-costs`, or `$XDG_CACHE_HOME/lightning_decentral/stage-costs`, or the same in
-`~/.cache`. Files are small, readable, and may be deleted at any time.
+Files are small, readable, and may be deleted at any time. Without a folder nothing is read or written.
 """
 
 import hashlib
 import json
 import math
-import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,76 +27,48 @@ FORMAT = 3  # another one whenever a file, or what a measurement means, changes
 Conditions = Mapping[str, str | int | bool]
 
 
-class Measurements(ABC):
-    """Where a stage's costs are looked up before they are measured, and where they go afterwards."""
-
-    @abstractmethod
-    def find(self, conditions: Conditions) -> StageCost | None:
-        """What an earlier run measured under these; None: measure."""
-
-    @abstractmethod
-    def keep(self, conditions: Conditions, profile: StageCost) -> None:
-        """For later runs."""
-
-
 @dataclass(frozen=True)
-class Kept(Measurements):
+class CostCache:
     """Measured once for each model, pipeline and place in it, size of micro-batch, length, device and version of torch.
 
     A file that is damaged, of another format or about something else counts as none, and is written anew.
 
     Args:
-        folder: of the files; None: FOLDER above.
+        folder: of the files; None: every run measures for itself and keeps nothing.
     """
 
     folder: str | None = None
 
     def find(self, conditions: Conditions) -> StageCost | None:
-        """See `Measurements.find`."""
+        """What an earlier run measured under these; None: measure."""
+        if self.folder is None:
+            return None
         try:
-            found = json.loads(self.path(conditions).read_text())
+            found = json.loads(self.path(self.folder, conditions).read_text())
             same = (found["format"], found["conditions"]) == (FORMAT, conditions)
             return _profile(found["costs"]) if same else None
         except (OSError, ValueError, TypeError, KeyError, OverflowError):
             return None
 
     def keep(self, conditions: Conditions, profile: StageCost) -> None:
-        """See `Measurements.keep`. Where it can't be written, a warning says so and training goes on."""
-        path = self.path(conditions)
+        """For later runs. Where it can't be written, a warning says so and training goes on."""
+        if self.folder is None:
+            return
+        text = json.dumps({"format": FORMAT, "conditions": conditions, "costs": asdict(profile)}, indent=1)
         try:
-            _write(path, json.dumps({"format": FORMAT, "conditions": conditions, "costs": asdict(profile)}, indent=1))
+            _write(self.path(self.folder, conditions), text)
         except OSError as error:
             warnings.warn(
-                f"what the stages cost can't be kept in {path.parent} ({error}): set LIGHTNING_DECENTRAL_CACHE to a "
-                "folder that can be written, or measurements=Unkept()",
+                f"what the stages cost can't be kept in {self.folder} ({error}): give cost_cache a folder that can be "
+                "written, or leave it out",
                 stacklevel=2,
             )
 
-    def path(self, conditions: Conditions) -> Path:
+    @staticmethod
+    def path(folder: str, conditions: Conditions) -> Path:
         """Of the file about these."""
         digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:24]
-        return (_folder() if self.folder is None else Path(self.folder)) / f"{digest}.json"
-
-
-@dataclass(frozen=True)
-class Renewed(Kept):
-    """Measured anew by this run, and kept for later ones: for an earlier measurement that something disturbed."""
-
-    def find(self, conditions: Conditions) -> StageCost | None:
-        """Nothing."""
-        return None
-
-
-@dataclass(frozen=True)
-class Unkept(Measurements):
-    """Measured by every run; nothing is read or written."""
-
-    def find(self, conditions: Conditions) -> StageCost | None:
-        """Nothing."""
-        return None
-
-    def keep(self, conditions: Conditions, profile: StageCost) -> None:
-        """Nowhere."""
+        return Path(folder) / f"{digest}.json"
 
 
 def conditions(pipe: Pipe, call: Call, hosts: Sequence[str]) -> Conditions:
@@ -122,11 +91,6 @@ def conditions(pipe: Pipe, call: Call, hosts: Sequence[str]) -> Conditions:
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
     }
-
-
-def _folder() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("LIGHTNING_DECENTRAL_CACHE") or Path(caches, "lightning_decentral")) / "stage-costs"
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The slices of a run: planned for each length of sequence when it first comes, the same on every stage."""
+"""Planner of a run's slices: planned for each length of sequence when it first comes, the same on every stage."""
 
 import platform
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.schedule import Schedule, ScheduleForecast, forecast
 from lightning_decentral.pipeline.plan.slicing import Situation, Slicing
 from lightning_decentral.pipeline.plan.stage_cost import StageCost, expected, priced
-from lightning_decentral.pipeline.wire.cost_cache import Measurements, Unkept, conditions
+from lightning_decentral.pipeline.wire.cost_cache import CostCache, conditions
 from lightning_decentral.pipeline.wire.measure import profile
 from lightning_decentral.pipeline.wire.stage_runner import Pipe
 from lightning_decentral.shared.wire.transport import Transport, gather_objects
@@ -24,12 +24,12 @@ class Plans:
 
     Args:
         schedule: what the slices are planned for.
-        measurements: of earlier runs, and for later ones.
+        costs: that earlier runs measured, and for later ones; by default every run measures.
     """
 
-    def __init__(self, schedule: Schedule, microbatches: int, measurements: Measurements | None = None) -> None:
+    def __init__(self, schedule: Schedule, microbatches: int, costs: CostCache | None = None) -> None:
         self._schedule, self._microbatches = schedule, microbatches
-        self._measurements = measurements or Unkept()
+        self._costs = costs or CostCache()
         self.slices: dict[str, list[int]] = {}
         self.profiles: list[StageCost] = []
         """Of the stages, where the slicing measures."""
@@ -66,14 +66,14 @@ class Plans:
         """All stages' of earlier runs, or all measured now: every worker sees the same and goes the same way."""
         everyones: Callable[[Any], list[Any]] = (lambda own: [own]) if world is None else partial(gather_objects, world)
         asked = conditions(pipe, call, everyones(platform.node())[: pipe.size])
-        kept = everyones(self._measurements.find(asked))[: pipe.size]
+        kept = everyones(self._costs.find(asked))[: pipe.size]
         if None not in kept:
             self._origin = "an earlier run"
             return kept
         own = profile(pipe, call)
         found = everyones(own)[: pipe.size]
         if world is None or world.rank < pipe.size:  # the others' hosts aren't those that are written down
-            self._measurements.keep(asked, own)
+            self._costs.keep(asked, own)
         self._origin = "this run"
         return found
 

@@ -17,12 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from math import isfinite
+from math import factorial, isfinite
 
 from lightning_decentral.shared.plan.timeline import Span, Task, run
 from lightning_decentral.sweep.plan.milp import MILP, NoSolution
 
-MOST_ORDERED = 7  # jobs whose orders are all tried
+MOST_TRIED = 200_000  # pieces that all orders of the jobs may come to
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,21 @@ class Gang:
             raise ValueError(f"job {self.name} must have 1 or more iterations, got {self.iterations}")
 
 
+def of_depths(name: str, forward: float, backward: float, depths: Sequence[float], iterations: int = 1) -> Gang:
+    """Pieces of forward + backward depth seconds: a worker of a depth trains that share of the model.
+
+    Raises:
+        ValueError: a depth that is no share.
+    """
+    wrong = [depth for depth in depths if not 0 <= depth <= 1]
+    if wrong:
+        raise ValueError(f"job {name} must have depths from 0 to 1, shares of the model, got {wrong[0]:g}")
+    return Gang(name, tuple(forward + backward * depth for depth in depths), iterations)
+
+
 def staircase(name: str, forward: float, backward: float, size: int, iterations: int = 1) -> Gang:
-    """Pieces of forward + backward i / size seconds, i = 1..size: the depths of `partial.depth.Staircase`."""
-    return Gang(name, tuple(forward + backward * (i + 1) / size for i in range(size)), iterations)
+    """Depths i / size, i = 1..size: those of `partial.depth.Staircase`."""
+    return of_depths(name, forward, backward, [(i + 1) / size for i in range(size)], iterations)
 
 
 @dataclass(frozen=True)
@@ -111,13 +123,14 @@ class Turns:
 
 
 def ordered(turns: Turns) -> Turns:
-    """In the order of least mean completion time: all are tried up to 7 jobs, beyond that fewest seconds first.
+    """In the order of least mean completion time: all are tried for a few jobs of a few iterations, beyond that fewest
+    seconds first.
 
     One order for all devices is enough for jobs of one iteration: exchanging two neighbours so that all devices agree
     never delays a job's end (concurrent open shop).
     """
     jobs = range(len(turns.gangs))
-    if len(turns.gangs) > MOST_ORDERED:
+    if factorial(len(jobs)) * turns.devices * sum(gang.iterations for gang in turns.gangs) > MOST_TRIED:
         work = [gang.iterations * sum(gang.seconds) for gang in turns.gangs]
         return replace(turns, order=tuple(sorted(jobs, key=lambda j: (work[j], j))))
     orders = (replace(turns, order=order) for order in permutations(jobs))
@@ -202,7 +215,7 @@ class GreedyGangs(Pairing):
 class ExactGangs(Pairing):
     """min T:  sum_d x_jdg = 1,  sum_g x_jdg = 1,  sum_jd t_jd x_jdg <= T,  x_jdg in {0, 1}.
 
-    Needs scipy (extra `schedule`). Better of it and `Greedy` where the time runs out.
+    Needs scipy (extra `schedule`). Better of it and `GreedyGangs` where the time runs out.
     """
 
     limit_seconds: float = 10.0

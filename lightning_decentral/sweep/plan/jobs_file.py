@@ -1,4 +1,4 @@
-"""Jobs as a file: pieces written out in seconds, steps of a measured profile, or real trainings.
+"""Jobs file (YAML): pieces written out in seconds, steps of a measured profile, or real trainings.
 
     jobs:
       - name: small
@@ -16,6 +16,15 @@
 A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward once more as only its
 input was kept. Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate. A step of a training is
 one piece.
+
+Jobs of several devices at once stand in files of their own:
+
+    jobs:                                                        # --policy jigsaw: seconds of a piece for each device
+      - {name: a, seconds: [2.0, 3.0], iterations: 100}
+      - {name: b, forward_seconds: 1.0, backward_seconds: 2.0, depths: [0.5, 1.0], iterations: 80}
+
+    jobs:                                                        # --policy spase: devices: seconds of the whole job
+      - {name: a, seconds: {1: 8.0, 2: 4.5}}
 """
 
 import re
@@ -32,11 +41,16 @@ from yaml import YAMLError
 from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
 from lightning_decentral.shared.plan.profile import BlockCost, Model, read
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, refuse_one_name_for_two
+from lightning_decentral.sweep.plan.gangs import Gang, of_depths
+from lightning_decentral.sweep.plan.spase import Table
 
 WHEN = ("arrival_seconds", "memory_bytes")
 WRITTEN = ("name", "pieces", "repeat", *WHEN)
 MEASURED = ("name", "profile", "steps", "shards", "load_bytes_per_second", *WHEN)
 TRAINED = ("name", "overrides", "profile", *WHEN)
+PLACED = ("name", "seconds", "iterations")
+DEEP = ("name", "forward_seconds", "backward_seconds", "depths", "iterations")
+ALLOCATED = ("name", "seconds")
 PIECE = ("compute_seconds", "load_seconds")
 
 
@@ -76,6 +90,13 @@ def read_jobs(path: str | Path) -> Jobs:
     Raises:
         ValueError: can't be read, no list of jobs, an unknown key, something that isn't a number, two of one name.
     """
+    placed = [(job, Path(path).parent, place) for job, place in _entries(path)]
+    queues = tuple(queue_of(*entry) for entry in placed if "overrides" not in entry[0])
+    return Jobs(queues, tuple(training_of(*entry) for entry in placed if "overrides" in entry[0]))
+
+
+def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
+    """(job, its place for messages)"""
     try:
         found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except OSError as error:
@@ -85,20 +106,59 @@ def read_jobs(path: str | Path) -> Jobs:
     jobs = found.get("jobs") if isinstance(found, dict) else None
     if not isinstance(jobs, list) or not jobs:
         raise ValueError(f"{path} must have a list of one or more `jobs`, got {jobs!r}")
-    placed = [(_named(job, place), Path(path).parent, place) for job, place in _places(jobs, path)]
-    refuse_one_name_for_two([str(job["name"]) for job, *_ in placed])
-    queues = tuple(queue_of(*entry) for entry in placed if "overrides" not in entry[0])
-    return Jobs(queues, tuple(training_of(*entry) for entry in placed if "overrides" in entry[0]))
+    entries = [_named(job, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
+    refuse_one_name_for_two([str(job["name"]) for job, _ in entries])
+    return entries
 
 
-def _places(jobs: Sequence[Any], path: str | Path) -> list[tuple[Any, str]]:
-    return [(job, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
-
-
-def _named(job: Any, place: str) -> Mapping[str, Any]:
+def _named(job: Any, place: str) -> tuple[Mapping[str, Any], str]:
     if not isinstance(job, dict) or "name" not in job:
         raise ValueError(f"{place}: each job needs a name, got {job!r}")
-    return job
+    return job, place
+
+
+def read_gangs(path: str | Path) -> list[Gang]:
+    """For JigSaw: jobs whose iteration has a piece for each device.
+
+    Raises:
+        ValueError: as `read_jobs`, and for an entry that has neither a list of `seconds` nor depths.
+    """
+    return [_gang(job, place) for job, place in _entries(path)]
+
+
+def _gang(job: Mapping[str, Any], place: str) -> Gang:
+    name, iterations = str(job["name"]), _count(job, "iterations", place, 1)
+    if "depths" in job:
+        _known(job, DEEP, place)
+        forward, backward = (_number(job, f"{part}_seconds", place, None) for part in ("forward", "backward"))
+        return of_depths(name, forward, backward, _numbers(job, "depths", place), iterations)
+    if not isinstance(job.get("seconds"), list):
+        raise ValueError(
+            f"{place}: --policy jigsaw needs seconds of a piece for each device, seconds: [2.0, 3.0], or "
+            f"forward_seconds, backward_seconds and depths, got {dict(job)}"
+        )
+    _known(job, PLACED, place)
+    return Gang(name, _numbers(job, "seconds", place), iterations)
+
+
+def read_tables(path: str | Path) -> list[Table]:
+    """For SPASE: what each job takes on so many devices.
+
+    Raises:
+        ValueError: as `read_jobs`, and for an entry without a table of `seconds`.
+    """
+    return [_table(job, place) for job, place in _entries(path)]
+
+
+def _table(job: Mapping[str, Any], place: str) -> Table:
+    found = job.get("seconds")
+    if not isinstance(found, dict) or not all(isinstance(devices, int) for devices in found):
+        raise ValueError(
+            f"{place}: --policy spase needs a table of devices and seconds of the whole job on so many, "
+            f"seconds: {{1: 8.0, 2: 4.5}}, got {dict(job)}"
+        )
+    _known(job, ALLOCATED, place)
+    return Table(str(job["name"]), {devices: _number(found, devices, place, None) for devices in found})
 
 
 def training_of(job: Mapping[str, Any], folder: Path, place: str) -> Training:
@@ -135,7 +195,10 @@ def queue_of(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
         ValueError: naming the place.
     """
     if ("pieces" in job) == ("profile" in job):
-        raise ValueError(f"{place}: give either pieces, a profile, or overrides of a training")
+        raise ValueError(
+            f"{place}: give either pieces, a profile, or overrides of a training; "
+            "jobs with seconds or depths are for --policy jigsaw or spase"
+        )
     _known(job, MEASURED if "profile" in job else WRITTEN, place)
     when = {key: _number(job, key, place, 0.0) for key in WHEN}
     pieces = _measured(job, folder, place) if "profile" in job else _written(job, place)
@@ -201,7 +264,14 @@ def _known(entry: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
         raise ValueError(f"{place}: no {unknown[0]!r}, there are {', '.join(keys)}")
 
 
-def _number(entry: Mapping[str, Any], key: str, place: str, default: float) -> float:
+def _numbers(entry: Mapping[str, Any], key: str, place: str) -> tuple[float, ...]:
+    if not isinstance(entry[key], list):
+        raise ValueError(f"{place}: {key} must be a list of numbers, one for each device, got {entry[key]!r}")
+    return tuple(_number({key: value}, key, place, None) for value in entry[key])
+
+
+def _number(entry: Mapping[Any, Any], key: str | int, place: str, default: float | None) -> float:
+    """None: there is no default."""
     value = entry.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{place}: {key} must be a number, got {value!r}")

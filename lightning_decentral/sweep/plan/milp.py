@@ -1,8 +1,11 @@
-"""min c x over A x <= b with some x whole numbers, by scipy's HiGHS (extra `schedule`), with a time limit and a gap."""
+"""Mixed-integer program: min c x over A x <= b with some x whole numbers, by scipy's HiGHS (extra `schedule`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+UNSURE = 4  # HiGHS found a point whose rows are off by its tolerance and a rounding, and returns nothing
+SCALES = (1.0, 3.0, 1 / 3)  # rows times another number are off by another one
 
 
 class NoSolution(ValueError):
@@ -61,25 +64,32 @@ class MILP:
             NoSolution: none was found.
             ValueError: no scipy.
         """
+        for scale in SCALES:
+            found = self._solved(limit_seconds, scale)
+            if found.status != UNSURE:
+                break
+        if found.x is None:
+            raise NoSolution(f"no schedule within {limit_seconds:g} s ({found.message}): give the solver more time")
+        return Solution(tuple(map(float, found.x)), float(found.fun), float(found.mip_gap or 0.0))
+
+    def _solved(self, limit_seconds: float, scale: float) -> Any:
+        """scipy's result, the rows multiplied by this number."""
         optimize, sparse = _scipy()
         entries = [(r, v, c) for r, (terms, _, _) in enumerate(self.rows) for v, c in terms.items()]
         rows, columns, values = zip(*entries, strict=True)
         shape = (len(self.rows), len(self.costs))
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
-        found = optimize.milp(
+        return optimize.milp(
             self.costs,
             integrality=[int(whole) for whole in self.whole],
             bounds=optimize.Bounds([0.0] * len(self.costs), self.upper),
-            constraints=optimize.LinearConstraint(matrix, _column(self.rows, 1), _column(self.rows, 2)),
+            constraints=optimize.LinearConstraint(matrix * scale, *(_column(self.rows, i, scale) for i in (1, 2))),
             options={"time_limit": limit_seconds},
         )
-        if found.x is None:
-            raise NoSolution(f"no schedule within {limit_seconds:g} s ({found.message}): give the solver more time")
-        return Solution(tuple(map(float, found.x)), float(found.fun), float(found.mip_gap or 0.0))
 
 
-def _column(rows: Sequence[tuple[Any, ...]], index: int) -> list[float]:
-    return [row[index] for row in rows]
+def _column(rows: Sequence[tuple[Any, ...]], index: int, scale: float) -> list[float]:
+    return [row[index] * scale for row in rows]
 
 
 def _scipy() -> tuple[Any, Any]:

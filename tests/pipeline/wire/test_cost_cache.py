@@ -1,7 +1,6 @@
 """What stages cost, kept from one run to the next: found under the same conditions only, and by all stages or none."""
 
 import json
-import platform
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,10 @@ from lightning_decentral.pipeline import (
     Bfloat16Activations,
     ExactActivations,
     Keep,
-    Kept,
     OneForwardOneBackward,
     Planned,
     Recompute,
-    Renewed,
-    Unkept,
+    TokenPipelineStrategy,
     ZeroBubble,
 )
 from lightning_decentral.pipeline.compute.causal_lm import CausalModel
@@ -24,7 +21,7 @@ from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost
 from lightning_decentral.pipeline.wire import slice_planner as planning
-from lightning_decentral.pipeline.wire.cost_cache import conditions
+from lightning_decentral.pipeline.wire.cost_cache import CostCache, conditions
 from lightning_decentral.pipeline.wire.slice_planner import Plans
 from lightning_decentral.pipeline.wire.stage_runner import Pipe
 from lightning_decentral.shared.wire.transport import GlooTransport
@@ -50,8 +47,8 @@ def asked(own=None, call=CALL, hosts=("here",)):
     return conditions(own or pipe(), call, hosts)
 
 
-def made(measurements, pipe, over=None):
-    plans = Plans(OneForwardOneBackward(), 1, measurements)
+def made(costs, pipe, over=None):
+    plans = Plans(OneForwardOneBackward(), 1, costs)
     plans.stages = ["one"] * pipe.size
     plans.measure(CALL, pipe, over)
     plans.make(Planned(), CALL, pipe)
@@ -59,7 +56,7 @@ def made(measurements, pipe, over=None):
 
 
 def test_a_second_run_reads_what_the_first_measured(tmp_path):
-    first, second = (made(Kept(str(tmp_path)), pipe()) for _ in range(2))
+    first, second = (made(CostCache(str(tmp_path)), pipe()) for _ in range(2))
     assert second.profiles == first.profiles
     assert second.slices == first.slices
     assert first.summary()["fit of the costs"].endswith("measured by this run")
@@ -91,7 +88,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
 def test_other_work_is_measured_itself(tmp_path, change):
-    kept = Kept(str(tmp_path))
+    kept = CostCache(str(tmp_path))
     kept.keep(asked(), PROFILE)
     assert kept.find(asked()) == PROFILE
     assert kept.find(change()) is None
@@ -109,14 +106,14 @@ def test_another_machine_measures_itself(monkeypatch, owner, name):
     own = pipe()
     here = asked(own)
     monkeypatch.setattr(f"{owner}.{name}", "2.99" if name == "__version__" else lambda *_: "another")
-    assert Kept().path(asked(own)) != Kept().path(here)
+    assert CostCache.path("costs", asked(own)) != CostCache.path("costs", here)
 
 
 def test_half_precision_is_measured_itself():
     own = pipe()
     here = asked(own)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert Kept().path(asked(own)) != Kept().path(here)
+        assert CostCache.path("costs", asked(own)) != CostCache.path("costs", here)
 
 
 def changed(file, *path, to):
@@ -147,44 +144,34 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_counts_as_none_and_is_written_anew(tmp_path, damage):
-    kept, own = Kept(str(tmp_path)), asked()
+    kept, own = CostCache(str(tmp_path)), asked()
     kept.keep(own, PROFILE)
-    damage(kept.path(own))
+    damage(kept.path(str(tmp_path), own))
     assert kept.find(own) is None
     kept.keep(own, PROFILE)
     assert kept.find(own) == PROFILE
-    assert list(tmp_path.iterdir()) == [kept.path(own)]
+    assert list(tmp_path.iterdir()) == [kept.path(str(tmp_path), own)]
 
 
-def test_renewed_measures_and_keeps_unkept_does_neither(tmp_path, monkeypatch):
+def test_without_a_folder_every_run_measures_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "profile", lambda *_: PROFILE)
-    own, kept = conditions(pipe(), CALL, [platform.node()]), Kept(str(tmp_path))
-    kept.keep(own, replace(PROFILE, loss_seconds=1.0))
-    assert made(Renewed(str(tmp_path)), pipe()).profiles == [PROFILE]
-    assert kept.find(own) == PROFILE
-    kept.path(own).unlink()
-    assert made(Unkept(), pipe()).profiles == [PROFILE]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        plans = made(CostCache(), pipe())
+        assert plans.profiles == [PROFILE]
+        assert plans.summary()["fit of the costs"].endswith("measured by this run")
     assert list(tmp_path.iterdir()) == []
+    assert CostCache(TokenPipelineStrategy().cost_cache) == CostCache()
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.warns(UserWarning, match="can't be kept in .*file.*LIGHTNING_DECENTRAL_CACHE"):
-        Kept(str(file)).keep({}, PROFILE)
-    assert Kept(str(file)).find({}) is None
-
-
-def test_the_folder_is_the_users(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_DECENTRAL_CACHE", "/own")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    monkeypatch.setenv("HOME", "/home")
-    found = [str(Kept().path({}).parent)]
-    for name in ("LIGHTNING_DECENTRAL_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name)
-        found.append(str(Kept().path({}).parent))
-    shared = "lightning_decentral/stage-costs"
-    assert found == ["/own/stage-costs", f"/caches/{shared}", f"/home/.cache/{shared}"]
+    with pytest.warns(UserWarning, match="can't be kept in .*file .*: give cost_cache a folder"):
+        CostCache(str(file)).keep({}, PROFILE)
+    assert CostCache(str(file)).find({}) is None
 
 
 @pytest.mark.threads
@@ -200,7 +187,7 @@ def test_all_stages_measure_or_none(tmp_path, monkeypatch, known, measuring):
         over, rank = GlooTransport(group), group.rank()
         own = pipe(StagePlace(2 * (rank % 2), 2 * (rank % 2) + 2, rank % 2 == 0, rank % 2 == 1))
         own.size = 2
-        kept = Kept(str(tmp_path / str(rank)))
+        kept = CostCache(str(tmp_path / str(rank)))
         if rank in known:
             kept.keep(asked(own, hosts=("here", "here")), replace(PROFILE, loss_seconds=float(rank)))
         return made(kept, own, over).profiles

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_decentral.cli import main as cli
 from lightning_decentral.cli.placement import graph
 from lightning_decentral.planner.plan.host_links import HostLinks, of, read
 from lightning_decentral.planner.plan.placement import (
@@ -20,6 +19,7 @@ from lightning_decentral.planner.plan.placement import (
     place,
     search,
 )
+from lightning_decentral.recipes import command as cli
 
 GRAPHS = [
     RingPlacement(),

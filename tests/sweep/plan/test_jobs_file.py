@@ -56,7 +56,7 @@ jobs:
 
 
 def test_the_page_shows_a_file_that_is_read(tmp_path: Path) -> None:
-    (text,) = blocks(ROOT / "docs" / "scheduling.md", "yaml")
+    text, *_ = blocks(ROOT / "docs" / "scheduling.md", "yaml")
     (tmp_path / "jobs.yaml").write_text(text)
     write(Profile(MODEL), tmp_path / "vit.json")
     small, vit = read_jobs(tmp_path / "jobs.yaml").queues

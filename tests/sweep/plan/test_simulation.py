@@ -21,10 +21,10 @@ from lightning_decentral.sweep.plan.simulation import (
     lower_bound_seconds,
     makespan_seconds,
     mean_completion_seconds,
-    optimum_seconds,
     pipelined_seconds,
     simulate,
 )
+from tests.sweep.plan.optimum import optimum_seconds
 
 POLICIES = tuple(BY_NAME.values())
 EIGHTHS = st.integers(0, 24).map(lambda n: n / 8)  # sums of these are exact

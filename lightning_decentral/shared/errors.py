@@ -1,4 +1,4 @@
-"""Errors of a command line as one line that names the remedy."""
+"""Error messages of a command line: which exceptions are the user's to mend, and each as one line with its remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_decentral.recipes.extras import MissingExtra
+
+class MissingExtra(ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
 
 # Errors a user can mend; any other is a fault of the program and keeps its traceback.
 MENDABLE = (

@@ -1,17 +1,8 @@
 """The seed paper's runs: where the model agrees with what was measured, and, as firmly, where it doesn't."""
 
 import pytest
+from published import ALL_REDUCE, ONE_PEER, PARAMETER_BYTES, RING, compare, main, methods, setting
 
-from lightning_decentral.cli import main as cli
-from lightning_decentral.planner.plan.published import (
-    ALL_REDUCE,
-    ONE_PEER,
-    PARAMETER_BYTES,
-    RING,
-    compare,
-    methods,
-    setting,
-)
 from tests.docs.pages import ROOT
 
 VERDICTS = {(v.run.gpu, v.run.workers): v for v in compare()}
@@ -58,8 +49,8 @@ def test_bytes_are_those_of_the_design() -> None:
     assert found[ONE_PEER] == pytest.approx((1 + 2 + 4 + 4 + 4) / 5, rel=1e-6)
 
 
-def test_the_command_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["plan", "--published"])
+def test_the_script_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
     printed = capsys.readouterr().out
     assert "the fastest method agrees in 5 of 5 runs" in printed
     assert "the order of all three agrees in 0 of 5" in printed

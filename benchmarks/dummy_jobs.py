@@ -1,4 +1,4 @@
-"""The same jobs for real: every job a process, every piece a stand-in of its length, granted by the same dispatch.
+"""Dummy jobs for a schedule: every job a process, every piece a stand-in of its length, granted by the same dispatch.
 
 What is rehearsed is the schedule: processes, hand-overs, cores, the policy's decisions at real times. A piece is not
 the model's own computation but as much waiting (`Sleeping`) or hashing (`Computing`); a load is waiting.
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import stand_in
+
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep.plan.dispatch import Dispatch, DispatchOrder, Processor, Queue
 from lightning_decentral.sweep.plan.policy import Policy
 from lightning_decentral.sweep.plan.simulation import Ran, Spans, row
-from lightning_decentral.sweep.wire import stand_in
 
 PROGRAM = [sys.executable, "-I", "-S", str(Path(stand_in.__file__))]
 
@@ -83,9 +84,9 @@ class Computing(DummyJob):
     def words(self, devices: int) -> list[str]:
         """Rounds per second."""
         if sys.platform != "linux":
-            raise ValueError("pieces that compute stay on a core, which only Linux grants: take --stand-in sleep")
+            raise ValueError("pieces that compute stay on a core, which only Linux grants: let them sleep")
         if devices > len(cores()):
-            raise ValueError(f"{devices} devices that compute need as many cores: take --stand-in sleep")
+            raise ValueError(f"{devices} devices that compute need as many cores: let them sleep")
         command = [*PROGRAM, "calibrate", str(self.calibration_seconds)]
         return ["compute", subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()]
 

@@ -3,14 +3,13 @@
 import itertools
 import os
 import subprocess
-import time
 
 import pytest
+from dummy_jobs import PROGRAM, Computing, DummyJob, Sleeping, cores
 
 from lightning_decentral.sweep import FIFO, LRTF
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
 from lightning_decentral.sweep.plan.simulation import Ran, computed, simulate
-from lightning_decentral.sweep.wire.rehearsal import PROGRAM, Computing, DummyJob, Sleeping, cores
 
 
 @pytest.mark.parametrize("stand_in", [Sleeping(), Computing(calibration_seconds=0.02)], ids=lambda s: type(s).__name__)
@@ -67,12 +66,10 @@ def test_a_job_whose_process_ends_is_named() -> None:
         def words(self, devices: int) -> list[str]:
             return ["calibrate", "0.0"]  # prints a number and ends
 
-    began = time.perf_counter()
     with pytest.raises(RuntimeError, match="the process of job a ended"):
         Failing().rehearse([Queue("a", (WorkPiece(60.0),))], devices(1), FIFO())
-    assert time.perf_counter() - began < 30
 
 
 def test_more_devices_than_cores_can_only_sleep() -> None:
-    with pytest.raises(ValueError, match="devices that compute need as many cores: take --stand-in sleep"):
+    with pytest.raises(ValueError, match="devices that compute need as many cores: let them sleep"):
         Computing().words(len(cores()) + 1)

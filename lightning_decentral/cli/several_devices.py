@@ -1,0 +1,203 @@
+"""`lightning-decentral schedule jobs.yaml --policy jigsaw` and `--policy spase`: jobs of several devices at once.
+
+JigSaw: whose shallow worker shares a device with whose deep one (gangs). SPASE: how many devices each job gets, which,
+and when. Both are compared with the bound that no plan is under and, for small sets, with a mixed-integer program.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
+from lightning_decentral.sweep import gantt
+from lightning_decentral.sweep.plan import gangs as jig
+from lightning_decentral.sweep.plan import spase as allocation
+from lightning_decentral.sweep.plan.jobs_file import read_gangs, read_tables
+
+PAIRINGS: dict[str, jig.Pairing] = {
+    "rank r on device r": jig.Unaware(),
+    "complementary": jig.ComplementaryPairing(),
+    "latin square": jig.LatinSquare(),
+    "greedy": jig.GreedyGangs(),
+}
+EXACT_SECONDS = 10.0  # for the solver
+MOST_BINARIES = 500  # variables of a program that it mostly solves in that time
+MOST_PIECES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is printed, drawn and written.
+
+    Args:
+        bars: of the best plan.
+        events: the same for a trace viewer.
+    """
+
+    tables: tuple[Table, ...]
+    remarks: tuple[str, ...]
+    bars: Sequence[gantt.Bar]
+    events: Sequence[Mapping[str, object]]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan, print, draw."""
+    refuse(options)
+    found = PLANS[options.policy](options)
+    console = Console(highlight=False)
+    console.print(*found.tables)
+    for line in [*found.remarks, *written(options, {options.policy: found.bars}, found.events)]:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """ValueError for what goes with jobs of one device only."""
+    if options.policy not in PLANS:
+        raise ValueError(
+            f"--policy {options.policy}: {' and '.join(PLANS)} are for jobs of several devices at once, in files of "
+            "their own: name one policy"
+        )
+    given = {"--run": options.rehearse, "--trace": options.trace, "--memory-bytes": options.memory_bytes}
+    for word, value in given.items():
+        if value:
+            raise ValueError(f"{word} is for jobs of one device at a time: leave it out with --policy {options.policy}")
+    if options.jobs is None:
+        raise ValueError(f"give a file of jobs: lightning-decentral schedule jobs.yaml --policy {options.policy}")
+
+
+def jigsaw(options: argparse.Namespace) -> Planned:
+    """Every pairing of the file's gangs; the best one's iterations.
+
+    Raises:
+        ValueError: not a piece for each device, or too many pieces to go through.
+    """
+    gangs = read_gangs(options.jobs)
+    size = len(gangs[0].seconds)
+    if options.devices not in (None, size):
+        raise ValueError(
+            f"--devices {options.devices}: job {gangs[0].name} has {size} pieces, one for each device: "
+            f"give --devices {size}, or other pieces"
+        )
+    pieces = size * sum(gang.iterations for gang in gangs)
+    if pieces > MOST_PIECES:
+        raise ValueError(f"{pieces} pieces are too many to go through, at most {MOST_PIECES}: give fewer iterations")
+    found = {name: pairing.turns(gangs) for name, pairing in PAIRINGS.items()}
+    remark = why_not_exact(len(gangs) * size**2)
+    if not remark:
+        found["exact"] = jig.ExactGangs(EXACT_SECONDS).turns(gangs)
+    best = min(found, key=lambda name: found[name].cycle_seconds)
+    turns = jig.ordered(found[best])
+    spans = turns.spans()
+    bars = [gantt.Bar(name, span) for (name, _, _), span in spans.items()]
+    events = chrome_trace({f"{job} {k}, {span.worker}": span for (job, k, _), span in spans.items()}, "jigsaw")
+    return Planned((pairings_table(found), turns_table(best, turns)), remark, bars, events)
+
+
+def pairings_table(found: Mapping[str, jig.Turns]) -> Table:
+    """A row for each pairing, the shortest cycle first."""
+    turns = next(iter(found.values()))
+    bound = jig.lower_bound_seconds(turns.gangs)
+    cycles = {name: pairing.cycle_seconds for name, pairing in found.items()}
+    cycles["one job after the other"] = turns.unaware_seconds
+    title = f"{len(turns.gangs)} jobs, {turns.devices} devices: no cycle is under {bound:.4g} s"
+    return compared(title, ("pairing", "cycle s"), cycles, bound)
+
+
+def turns_table(name: str, turns: jig.Turns) -> Table:
+    """Jobs in the order in which devices go through them."""
+    table = Table(title=f"{name}: seconds of the pieces, in order of turns", title_justify="left")
+    for heading in ("job", *(f"device {g}" for g in range(turns.devices)), "iterations", "end s"):
+        table.add_column(heading, justify="left" if heading == "job" else "right")
+    ends = turns.completion_seconds()
+    for j in turns.order:
+        gang = turns.gangs[j]
+        seconds = (f"{turns.seconds(j, g):.4g}" for g in range(turns.devices))
+        table.add_row(gang.name, *seconds, str(gang.iterations), f"{ends[gang.name]:.4g}")
+    return table
+
+
+def spase(options: argparse.Namespace) -> Planned:
+    """The allocations of the file's tables; the best one's devices and starts."""
+    tables = read_tables(options.jobs)
+    devices = 1 if options.devices is None else options.devices
+    if devices < 1:
+        raise ValueError(f"devices must be at least 1, got {devices}")
+    found = {"greedy": allocation.GreedySpase().plan(tables, devices)}
+    remark = why_not_exact(len(tables) * (devices + len(tables) // 2))
+    if not remark:
+        found["exact"] = allocation.ExactSpase(EXACT_SECONDS).plan(tables, devices)
+    best = min(found, key=lambda name: found[name].makespan_seconds)
+    spans = found[best].spans()
+    bars = [gantt.Bar(name, span) for (name, _), span in spans.items()]
+    events = chrome_trace({f"{job}, {span.worker}": span for (job, _), span in spans.items()}, "spase")
+    return Planned((allocations_table(found, tables, devices), granted_table(best, found[best])), remark, bars, events)
+
+
+def allocations_table(
+    found: Mapping[str, allocation.SpasePlan], tables: Sequence[allocation.Table], devices: int
+) -> Table:
+    """A row for each way to allocate, the shortest makespan first."""
+    bound = allocation.lower_bound_seconds([table.within(devices) for table in tables], devices)
+    title = f"{len(tables)} jobs, {devices} device{'s' * (devices > 1)}: no makespan is under {bound:.4g} s"
+    spans = {name: plan.makespan_seconds for name, plan in found.items()}
+    gaps = {name: f"{100 * plan.gap:.1f} %" for name, plan in found.items()}
+    return compared(title, ("allocation", "makespan s"), spans, bound, ("at most off the best", gaps))
+
+
+def granted_table(name: str, plan: allocation.SpasePlan) -> Table:
+    """Jobs by their starts."""
+    table = Table("job", "devices", "start s", "end s", title=f"{name}: who gets what", title_justify="left")
+    for job in sorted(plan.granted, key=lambda job: (job.start, job.devices)):
+        end = job.start + job.seconds
+        table.add_row(job.name, ", ".join(map(str, job.devices)), f"{job.start:.4g}", f"{end:.4g}")
+    return table
+
+
+def compared(
+    title: str,
+    headings: Sequence[str],
+    found: Mapping[str, float],
+    bound: float,
+    more: tuple[str, Mapping[str, str]] | None = None,
+) -> Table:
+    """A row for each, the shortest first, and how far it is from the bound."""
+    table = Table(title=title, title_justify="left")
+    for heading in (*headings, "x bound", *([more[0]] if more else [])):
+        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    for name, seconds in sorted(found.items(), key=lambda item: item[1]):
+        ratio = f"{seconds / bound:.3f}" if bound else "1"
+        table.add_row(name, f"{seconds:.4g}", ratio, *([more[1][name]] if more else []))
+    return table
+
+
+def why_not_exact(binaries: int) -> tuple[str, ...]:
+    """A line that says so; none where the program is solved."""
+    if not find_spec("scipy"):
+        return ("no exact plan: it needs scipy: pip install 'lightning-decentral[schedule]'",)
+    if binaries > MOST_BINARIES:
+        return (f"no exact plan: {binaries} choices are more than the {MOST_BINARIES} that a solver goes through",)
+    return ()
+
+
+def written(
+    options: argparse.Namespace, panels: Mapping[str, Sequence[gantt.Bar]], events: Sequence[Mapping[str, object]]
+) -> list[str]:
+    """Files that were asked for: the Gantt chart and the trace."""
+    lines = []
+    if options.plot:
+        gantt.draw(panels, options.plot)
+        lines.append(f"picture: {options.plot}")
+    if options.chrome:
+        try:
+            write_chrome_trace(events, options.chrome)
+        except OSError as error:
+            raise ValueError(f"--chrome {options.chrome} can't be written: {error.strerror}") from None
+        lines.append(f"trace: {options.chrome}")
+    return lines
+
+
+PLANS: dict[str, Callable[[argparse.Namespace], Planned]] = {"jigsaw": jigsaw, "spase": spase}

@@ -1,0 +1,36 @@
+"""The application that commands and schedules train: its Hydra configuration and its functions, handed in as one value.
+
+A module of its own, however short: sweeps and commands both take the value, and neither may import the recipes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hydra import compose, initialize_config_module
+from hydra.types import TaskFunction
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class Application:
+    """A Hydra application that trains.
+
+    Args:
+        module: of its configuration files, by its dotted name.
+        name: of the configuration.
+        train: runs a configuration.
+        build_model: the module of a configuration and of the sizes that the data decide.
+        unlogged: words for a run that nobody wants in a log.
+    """
+
+    module: str
+    name: str
+    train: TaskFunction
+    build_model: Callable[[DictConfig, dict[str, int]], LightningModule]
+    unlogged: tuple[str, ...] = ()
+
+    def compose(self, words: Sequence[str]) -> DictConfig:
+        """The configuration that these words of the command line make."""
+        with initialize_config_module(self.module, version_base="1.3"):
+            return compose(self.name, list(words))
