@@ -2,30 +2,57 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
+from lightning_decentral.pipeline.compute.adapters import find
 from lightning_decentral.pipeline.compute.loss import deliver
-from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.plan.schedule import Action
+from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.training_step import Logs, TrainingStep
 from lightning_decentral.pipeline.wire.ownership import Holdings
 from lightning_decentral.pipeline.wire.slice_planner import Plans
 from lightning_decentral.pipeline.wire.stage_runner import Pipe
 from lightning_decentral.shared.plan.timeline import Span
+from lightning_decentral.shared.wire.transport import Transport
 
 Gradients = list[Tensor | None]
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A LightningModule that says itself what is cut into stages."""
+
+    def pipeline_stages(self) -> Pipelined:
+        """Usually a `Chain`."""
+
+
+def pipelined(module: LightningModule, slicing: Slicing | None) -> Pipelined:
+    """The model that is cut into stages.
+
+    Raises:
+        ValueError: it has no tokens to be sliced along.
+    """
+    model = module.pipeline_stages() if isinstance(module, Staged) else find(module)
+    if not model.sliceable and slicing not in (None, Uniform(1)):
+        raise ValueError(
+            f"{type(model.module).__name__} needs all of an input at once (attention in both directions, or no "
+            f"tokens at all), so it can't be cut into slices: leave slicing={slicing} out and use microbatches"
+        )
+    return model
 
 
 class StageTraining:
     """What a worker holds while its stage is trained.
 
     Args:
-        slices: of these micro-batches; collective.
+        slicing: where sequences are cut; None: planned, where the model has tokens.
+        planned: is told when a new plan is made.
         average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
 
     Attributes:
@@ -40,24 +67,38 @@ class StageTraining:
         holdings: Holdings,
         plans: Plans,
         *,
-        slices: Callable[[Sequence[Call]], list[int]],
+        slicing: Slicing | None,
+        planned: Callable[[], None],
         average: Callable[[Gradients, Sequence[nn.Parameter]], Gradients],
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
-        self._module, self._plans, self._slices, self._average = module, plans, slices, average
+        self._module, self._plans, self._average, self._planned = module, plans, average, planned
+        self._slicing = slicing or (Planned() if pipe.model.sliceable else Uniform(1))
         self._logs = Logs(module)
         self.spans: dict[Action, Span] = {}
         self.seconds = 0.0
 
-    def step(self, precision: Precision, microbatches: int, device: torch.device, args: Any, kwargs: Any) -> Tensor:
-        """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward."""
+    def step(
+        self,
+        precision: Precision,
+        microbatches: int,
+        device: torch.device,
+        roll: Transport | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Tensor:
+        """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward.
+
+        Args:
+            roll: all workers of all pipelines, which take equal slices.
+        """
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
         trained = [p for p in self.holdings.order if p in self.holdings.kept and p.requires_grad]
         before = [p.grad for p in trained]  # of batches whose gradients are accumulated
         with precision.train_step_context():
-            self._run(step, trained, args, kwargs)
+            self._run(step, trained, roll, args, kwargs)
         outcome = step.conclude(_finite(trained), device)
         for parameter in trained:
             if parameter.grad is not None:
@@ -72,17 +113,30 @@ class StageTraining:
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
         return deliver(torch.tensor(outcome.loss, dtype=exact, device=device), gradients, trained)
 
-    def _run(self, step: TrainingStep, trained: Sequence[nn.Parameter], args: Any, kwargs: Any) -> None:
+    def _run(
+        self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any
+    ) -> None:
         """Forward and backward of all slices, into empty `.grad`s."""
         _set(trained, [None] * len(trained))
         step.read(*args, **kwargs)
         stage = self.pipe.rank
-        slices = self._plans.within_memory(stage, lambda: self._slices(step.calls))
+        slices = self._plans.within_memory(stage, lambda: self._slices(step.calls, roll))
         _set(trained, [None] * len(trained))  # a measurement's
         begin = time.perf_counter()
         self._plans.within_memory(stage, lambda: step.run(slices))
         self.seconds = time.perf_counter() - begin
         self.spans = step.spans
+
+    def _slices(self, calls: Sequence[Call], roll: Transport | None) -> list[int]:
+        """Of this length and size of micro-batch; planned where it's the first of its kind. Collective."""
+        if self._slicing.measures:
+            self._plans.measure(calls[0], self.pipe, roll)
+        known = self._plans.known(calls[0], self.pipe.model.length(calls[0]))
+        if known is not None:
+            return known
+        slices = self._plans.make(self._slicing, calls[0], self.pipe)
+        self._planned()
+        return slices
 
 
 def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

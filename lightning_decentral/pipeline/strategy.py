@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
 from lightning_decentral.pipeline.clipping import GlobalNorm
 from lightning_decentral.pipeline.compute.activation_codec import Boundary, ExactActivations
-from lightning_decentral.pipeline.compute.adapters import find
 from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, StagePlace
+from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
-from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
-from lightning_decentral.pipeline.stage_training import Gradients, StageTraining
+from lightning_decentral.pipeline.plan.slicing import Slicing
+from lightning_decentral.pipeline.stage_training import Gradients, StageTraining, pipelined
 from lightning_decentral.pipeline.training_step import evaluated
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Holdings
@@ -33,14 +32,6 @@ from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.replicas import AverageGradients, Bond, Replicas
 from lightning_decentral.shared.wire.transport import Wire, gather_objects
 from lightning_decentral.shared.workers import WorkersStrategy
-
-
-@runtime_checkable
-class Staged(Protocol):
-    """A LightningModule that says itself what is cut into stages."""
-
-    def pipeline_stages(self) -> Pipelined:
-        """Usually a `Chain`."""
 
 
 class TokenPipelineStrategy(WorkersStrategy):
@@ -193,8 +184,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.model_to_device()
 
     def _take_part(self, module: LightningModule) -> None:
-        model = module.pipeline_stages() if isinstance(module, Staged) else find(module)
-        self._refuse_slices(model)
+        model = pipelined(module, self.slicing)
         counts = self.partition.counts(*model.loads(), self.num_stages)
         stop = sum(counts[: self.stage + 1])
         place = StagePlace(stop - counts[self.stage], stop, self.stage == 0, self.stage == self.num_stages - 1)
@@ -205,16 +195,11 @@ class TokenPipelineStrategy(WorkersStrategy):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = Pipe(model, place, over, back, device=self.root_device, **options)
-        self._stage = StageTraining(module, pipe, holdings, self.plans, slices=self._slices, average=self._average)
+        self._stage = StageTraining(
+            module, pipe, holdings, self.plans, slicing=self.slicing, average=self._average, planned=self._say_plan
+        )
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
-
-    def _refuse_slices(self, model: Pipelined) -> None:
-        if not model.sliceable and self.slicing not in (None, Uniform(1)):
-            raise ValueError(
-                f"{type(model.module).__name__} needs all of an input at once (attention in both directions, or no "
-                f"tokens at all), so it can't be cut into slices: leave slicing={self.slicing} out and use microbatches"
-            )
 
     def prepare(self, wire: Wire | None) -> None:
         """The optimizers measure norms over all stages; equal stages join."""
@@ -228,24 +213,14 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def _slices(self, calls: Sequence[Call]) -> list[int]:
-        """Of this length and size of micro-batch; planned where it's the first of its kind. Collective."""
-        assert self._stage is not None
-        pipe, model = self._stage.pipe, self._stage.pipe.model
-        slicing = self.slicing or (Planned() if model.sliceable else Uniform(1))
-        if slicing.measures:
-            self.plans.measure(calls[0], pipe, None if self.wire is None else self.wire.roll)
-        known = self.plans.known(calls[0], model.length(calls[0]))
-        if known is not None:
-            return known
-        slices = self.plans.make(slicing, calls[0], pipe)
-        rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
-        return slices
-
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward."""
         assert self._stage is not None
-        return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, args, kwargs)
+        roll = None if self.wire is None else self.wire.roll
+        return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
+
+    def _say_plan(self) -> None:
+        rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
 
     def _average(self, gradients: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
         with self._together.waiting:
