@@ -10,7 +10,7 @@ OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.spli
 # The tests start many processes: each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-partial demo-sweep test lint checks pytest docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -31,6 +31,10 @@ test: $(STAMP)
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# The laws, and one world, trainer and process test of each method.
+quick: $(STAMP)
+	$(BIN)/python -m pytest -n $(shell getconf _NPROCESSORS_ONLN) -m quick
 
 lint: checks
 

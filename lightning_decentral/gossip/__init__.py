@@ -5,136 +5,75 @@ users watch. Below: `plan` (who hears whom: values without torch), `compute` (ru
 (messages). Public: all names below.
 """
 
-from lightning_decentral.gossip.callbacks import (
-    CommunicationMonitor,
-    ConsensusMonitor,
-    MixingMonitor,
-    StartSummary,
-    WorkerLossMonitor,
-)
-from lightning_decentral.gossip.compute.codec import (
-    BFloat16,
-    Codec,
-    Coding,
-    DifferenceCompression,
-    Float16,
-    Float32,
-    Int8,
-    LowRank,
-    Plain,
-    PowerGossip,
-    TopK,
-)
-from lightning_decentral.gossip.compute.combine import (
-    Combine,
-    ConsensusControl,
-    ExactDiffusion,
-    Gossip,
-    GradientTracking,
-    LearningRatePower,
-    LinearRate,
-    Outer,
-    OuterNesterov,
-    PushSum,
-    QuasiGlobalMomentum,
-    Rate,
-    RateSchedule,
-    RelaySum,
-    State,
-    Turn,
-)
-from lightning_decentral.gossip.plan.forecast import GossipForecast
-from lightning_decentral.gossip.plan.stability import largest_stable_rate
-from lightning_decentral.gossip.plan.topology import (
-    AlternatingExponentialRing,
-    Auto,
-    BaseGraph,
-    Complete,
-    Every,
-    Exponential,
-    FromGraph,
-    Hypercube,
-    OnePeerExponential,
-    OnePeerRing,
-    PeriodicAverage,
-    RandomMatching,
-    Ring,
-    Star,
-    Topology,
-    Torus,
-    Tree,
-)
-from lightning_decentral.gossip.plan.weights import Dyadic, MetropolisHastings, OutDegree, Own, Uniform, Weights
-from lightning_decentral.gossip.report import Report
-from lightning_decentral.gossip.strategy import GossipStrategy
-from lightning_decentral.gossip.wire.island import AllReduce, FullyShard, Island, Solo
-from lightning_decentral.gossip.wire.replicas import GossipReplicas
-from lightning_decentral.gossip.wire.simulation import simulate
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AllReduce",
-    "AlternatingExponentialRing",
-    "Auto",
-    "BFloat16",
-    "BaseGraph",
-    "Codec",
-    "Coding",
-    "Combine",
-    "CommunicationMonitor",
-    "Complete",
-    "ConsensusControl",
-    "ConsensusMonitor",
-    "DifferenceCompression",
-    "Dyadic",
-    "Every",
-    "ExactDiffusion",
-    "Exponential",
-    "Float16",
-    "Float32",
-    "FromGraph",
-    "FullyShard",
-    "Gossip",
-    "GossipForecast",
-    "GossipReplicas",
-    "GossipStrategy",
-    "GradientTracking",
-    "Hypercube",
-    "Int8",
-    "Island",
-    "LearningRatePower",
-    "LinearRate",
-    "LowRank",
-    "MetropolisHastings",
-    "MixingMonitor",
-    "OnePeerExponential",
-    "OnePeerRing",
-    "OutDegree",
-    "Outer",
-    "OuterNesterov",
-    "Own",
-    "PeriodicAverage",
-    "Plain",
-    "PowerGossip",
-    "PushSum",
-    "QuasiGlobalMomentum",
-    "RandomMatching",
-    "Rate",
-    "RateSchedule",
-    "RelaySum",
-    "Report",
-    "Ring",
-    "Solo",
-    "Star",
-    "StartSummary",
-    "State",
-    "TopK",
-    "Topology",
-    "Torus",
-    "Tree",
-    "Turn",
-    "Uniform",
-    "Weights",
-    "WorkerLossMonitor",
-    "largest_stable_rate",
-    "simulate",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.gossip.callbacks import CommunicationMonitor as CommunicationMonitor
+    from lightning_decentral.gossip.callbacks import ConsensusMonitor as ConsensusMonitor
+    from lightning_decentral.gossip.callbacks import MixingMonitor as MixingMonitor
+    from lightning_decentral.gossip.callbacks import StartSummary as StartSummary
+    from lightning_decentral.gossip.callbacks import WorkerLossMonitor as WorkerLossMonitor
+    from lightning_decentral.gossip.compute.codec import BFloat16 as BFloat16
+    from lightning_decentral.gossip.compute.codec import Codec as Codec
+    from lightning_decentral.gossip.compute.codec import Coding as Coding
+    from lightning_decentral.gossip.compute.codec import DifferenceCompression as DifferenceCompression
+    from lightning_decentral.gossip.compute.codec import Float16 as Float16
+    from lightning_decentral.gossip.compute.codec import Float32 as Float32
+    from lightning_decentral.gossip.compute.codec import Int8 as Int8
+    from lightning_decentral.gossip.compute.codec import LowRank as LowRank
+    from lightning_decentral.gossip.compute.codec import Plain as Plain
+    from lightning_decentral.gossip.compute.codec import PowerGossip as PowerGossip
+    from lightning_decentral.gossip.compute.codec import TopK as TopK
+    from lightning_decentral.gossip.compute.combine import Combine as Combine
+    from lightning_decentral.gossip.compute.combine import ConsensusControl as ConsensusControl
+    from lightning_decentral.gossip.compute.combine import ExactDiffusion as ExactDiffusion
+    from lightning_decentral.gossip.compute.combine import Gossip as Gossip
+    from lightning_decentral.gossip.compute.combine import GradientTracking as GradientTracking
+    from lightning_decentral.gossip.compute.combine import LearningRatePower as LearningRatePower
+    from lightning_decentral.gossip.compute.combine import LinearRate as LinearRate
+    from lightning_decentral.gossip.compute.combine import Outer as Outer
+    from lightning_decentral.gossip.compute.combine import OuterNesterov as OuterNesterov
+    from lightning_decentral.gossip.compute.combine import PushSum as PushSum
+    from lightning_decentral.gossip.compute.combine import QuasiGlobalMomentum as QuasiGlobalMomentum
+    from lightning_decentral.gossip.compute.combine import Rate as Rate
+    from lightning_decentral.gossip.compute.combine import RateSchedule as RateSchedule
+    from lightning_decentral.gossip.compute.combine import RelaySum as RelaySum
+    from lightning_decentral.gossip.compute.combine import State as State
+    from lightning_decentral.gossip.compute.combine import Turn as Turn
+    from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
+    from lightning_decentral.gossip.plan.stability import largest_stable_rate as largest_stable_rate
+    from lightning_decentral.gossip.plan.topology import AlternatingExponentialRing as AlternatingExponentialRing
+    from lightning_decentral.gossip.plan.topology import Auto as Auto
+    from lightning_decentral.gossip.plan.topology import BaseGraph as BaseGraph
+    from lightning_decentral.gossip.plan.topology import Complete as Complete
+    from lightning_decentral.gossip.plan.topology import Every as Every
+    from lightning_decentral.gossip.plan.topology import Exponential as Exponential
+    from lightning_decentral.gossip.plan.topology import FromGraph as FromGraph
+    from lightning_decentral.gossip.plan.topology import Hypercube as Hypercube
+    from lightning_decentral.gossip.plan.topology import OnePeerExponential as OnePeerExponential
+    from lightning_decentral.gossip.plan.topology import OnePeerRing as OnePeerRing
+    from lightning_decentral.gossip.plan.topology import PeriodicAverage as PeriodicAverage
+    from lightning_decentral.gossip.plan.topology import RandomMatching as RandomMatching
+    from lightning_decentral.gossip.plan.topology import Ring as Ring
+    from lightning_decentral.gossip.plan.topology import Star as Star
+    from lightning_decentral.gossip.plan.topology import Topology as Topology
+    from lightning_decentral.gossip.plan.topology import Torus as Torus
+    from lightning_decentral.gossip.plan.topology import Tree as Tree
+    from lightning_decentral.gossip.plan.weights import Dyadic as Dyadic
+    from lightning_decentral.gossip.plan.weights import MetropolisHastings as MetropolisHastings
+    from lightning_decentral.gossip.plan.weights import OutDegree as OutDegree
+    from lightning_decentral.gossip.plan.weights import Own as Own
+    from lightning_decentral.gossip.plan.weights import Uniform as Uniform
+    from lightning_decentral.gossip.plan.weights import Weights as Weights
+    from lightning_decentral.gossip.report import Report as Report
+    from lightning_decentral.gossip.strategy import GossipStrategy as GossipStrategy
+    from lightning_decentral.gossip.wire.island import AllReduce as AllReduce
+    from lightning_decentral.gossip.wire.island import FullyShard as FullyShard
+    from lightning_decentral.gossip.wire.island import Island as Island
+    from lightning_decentral.gossip.wire.island import Solo as Solo
+    from lightning_decentral.gossip.wire.replicas import GossipReplicas as GossipReplicas
+    from lightning_decentral.gossip.wire.simulation import simulate as simulate
+
+__getattr__, __all__ = lazy_exports(__name__)

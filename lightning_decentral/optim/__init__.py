@@ -3,11 +3,13 @@
 They are ordinary torch optimizers, for any strategy. Public: all names below.
 """
 
-from lightning_decentral.optim.accum import AccumAdam, AccumAdamW
-from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AccumAdam",
-    "AccumAdamW",
-    "QuasiGlobalAdam",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.optim.accum import AccumAdam as AccumAdam
+    from lightning_decentral.optim.accum import AccumAdamW as AccumAdamW
+    from lightning_decentral.optim.quasi_global import QuasiGlobalAdam as QuasiGlobalAdam
+
+__getattr__, __all__ = lazy_exports(__name__)

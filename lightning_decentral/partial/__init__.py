@@ -4,37 +4,34 @@
 Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below.
 """
 
-from lightning_decentral.partial.callbacks import PartialBackpropMonitor, PartialBackpropTable, PartialBackward
-from lightning_decentral.partial.compute.frozen_update import Absent, Decay, Skip
-from lightning_decentral.partial.plan.cost import Balance, Blocks, Parameters, SavedBytes, Seconds
-from lightning_decentral.partial.plan.depth import Balanced, DepthAssignment, Full, PerWorker, Staircase, Temporal
-from lightning_decentral.partial.plan.depth_order import Cyclic, Order, Random
-from lightning_decentral.partial.plan.freezing import AutoFreeze, FreezeOut, PipeTransformer
-from lightning_decentral.partial.strategy import PartialBackpropStrategy
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Absent",
-    "AutoFreeze",
-    "Balance",
-    "Balanced",
-    "Blocks",
-    "Cyclic",
-    "Decay",
-    "DepthAssignment",
-    "FreezeOut",
-    "Full",
-    "Order",
-    "Parameters",
-    "PartialBackpropMonitor",
-    "PartialBackpropStrategy",
-    "PartialBackpropTable",
-    "PartialBackward",
-    "PerWorker",
-    "PipeTransformer",
-    "Random",
-    "SavedBytes",
-    "Seconds",
-    "Skip",
-    "Staircase",
-    "Temporal",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.partial.callbacks import PartialBackpropMonitor as PartialBackpropMonitor
+    from lightning_decentral.partial.callbacks import PartialBackpropTable as PartialBackpropTable
+    from lightning_decentral.partial.callbacks import PartialBackward as PartialBackward
+    from lightning_decentral.partial.compute.frozen_update import Absent as Absent
+    from lightning_decentral.partial.compute.frozen_update import Decay as Decay
+    from lightning_decentral.partial.compute.frozen_update import Skip as Skip
+    from lightning_decentral.partial.plan.cost import Balance as Balance
+    from lightning_decentral.partial.plan.cost import Blocks as Blocks
+    from lightning_decentral.partial.plan.cost import Parameters as Parameters
+    from lightning_decentral.partial.plan.cost import SavedBytes as SavedBytes
+    from lightning_decentral.partial.plan.cost import Seconds as Seconds
+    from lightning_decentral.partial.plan.depth import Balanced as Balanced
+    from lightning_decentral.partial.plan.depth import DepthAssignment as DepthAssignment
+    from lightning_decentral.partial.plan.depth import Full as Full
+    from lightning_decentral.partial.plan.depth import PerWorker as PerWorker
+    from lightning_decentral.partial.plan.depth import Staircase as Staircase
+    from lightning_decentral.partial.plan.depth import Temporal as Temporal
+    from lightning_decentral.partial.plan.depth_order import Cyclic as Cyclic
+    from lightning_decentral.partial.plan.depth_order import Order as Order
+    from lightning_decentral.partial.plan.depth_order import Random as Random
+    from lightning_decentral.partial.plan.freezing import AutoFreeze as AutoFreeze
+    from lightning_decentral.partial.plan.freezing import FreezeOut as FreezeOut
+    from lightning_decentral.partial.plan.freezing import PipeTransformer as PipeTransformer
+    from lightning_decentral.partial.strategy import PartialBackpropStrategy as PartialBackpropStrategy
+
+__getattr__, __all__ = lazy_exports(__name__)

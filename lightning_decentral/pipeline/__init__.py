@@ -5,45 +5,35 @@ watch. Below: `plan` (schedules and slices: values without torch), `compute` (wh
 send). Public: all names below.
 """
 
-from lightning_decentral.pipeline.compute.activation_codec import (
-    Bfloat16Activations,
-    Boundary,
-    ExactActivations,
-    Int8Activations,
-)
-from lightning_decentral.pipeline.compute.stage import Activations, Keep, Recompute
-from lightning_decentral.pipeline.plan.forecast import Pipelining
-from lightning_decentral.pipeline.plan.partition import Counted, Even, Fastest, Partition
-from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, TeraPipe, ZeroBubble
-from lightning_decentral.pipeline.plan.slicing import Balanced, Given, Planned, Slicing, Uniform
-from lightning_decentral.pipeline.report import PipelineReport
-from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.shared.wire.replicas import AverageGradients, Replicas
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Activations",
-    "AverageGradients",
-    "Balanced",
-    "Bfloat16Activations",
-    "Boundary",
-    "Counted",
-    "Even",
-    "ExactActivations",
-    "Fastest",
-    "Given",
-    "Int8Activations",
-    "Keep",
-    "OneForwardOneBackward",
-    "Partition",
-    "PipelineReport",
-    "Pipelining",
-    "Planned",
-    "Recompute",
-    "Replicas",
-    "Schedule",
-    "Slicing",
-    "TeraPipe",
-    "TokenPipelineStrategy",
-    "Uniform",
-    "ZeroBubble",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.pipeline.compute.activation_codec import Bfloat16Activations as Bfloat16Activations
+    from lightning_decentral.pipeline.compute.activation_codec import Boundary as Boundary
+    from lightning_decentral.pipeline.compute.activation_codec import ExactActivations as ExactActivations
+    from lightning_decentral.pipeline.compute.activation_codec import Int8Activations as Int8Activations
+    from lightning_decentral.pipeline.compute.stage import Activations as Activations
+    from lightning_decentral.pipeline.compute.stage import Keep as Keep
+    from lightning_decentral.pipeline.compute.stage import Recompute as Recompute
+    from lightning_decentral.pipeline.plan.forecast import Pipelining as Pipelining
+    from lightning_decentral.pipeline.plan.partition import Counted as Counted
+    from lightning_decentral.pipeline.plan.partition import Even as Even
+    from lightning_decentral.pipeline.plan.partition import Fastest as Fastest
+    from lightning_decentral.pipeline.plan.partition import Partition as Partition
+    from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward as OneForwardOneBackward
+    from lightning_decentral.pipeline.plan.schedule import Schedule as Schedule
+    from lightning_decentral.pipeline.plan.schedule import TeraPipe as TeraPipe
+    from lightning_decentral.pipeline.plan.schedule import ZeroBubble as ZeroBubble
+    from lightning_decentral.pipeline.plan.slicing import Balanced as Balanced
+    from lightning_decentral.pipeline.plan.slicing import Given as Given
+    from lightning_decentral.pipeline.plan.slicing import Planned as Planned
+    from lightning_decentral.pipeline.plan.slicing import Slicing as Slicing
+    from lightning_decentral.pipeline.plan.slicing import Uniform as Uniform
+    from lightning_decentral.pipeline.report import PipelineReport as PipelineReport
+    from lightning_decentral.pipeline.strategy import TokenPipelineStrategy as TokenPipelineStrategy
+    from lightning_decentral.shared.wire.replicas import AverageGradients as AverageGradients
+    from lightning_decentral.shared.wire.replicas import Replicas as Replicas
+
+__getattr__, __all__ = lazy_exports(__name__)

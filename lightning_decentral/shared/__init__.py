@@ -4,9 +4,12 @@ Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (trans
 below.
 """
 
-from lightning_decentral.shared.loggers import Rows, WandbPerWorker
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Rows",
-    "WandbPerWorker",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.shared.loggers import Rows as Rows
+    from lightning_decentral.shared.loggers import WandbPerWorker as WandbPerWorker
+
+__getattr__, __all__ = lazy_exports(__name__)

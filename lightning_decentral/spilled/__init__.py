@@ -4,12 +4,14 @@
 names below.
 """
 
-from lightning_decentral.spilled.compute.update import OnDevice, OnHost, Update
-from lightning_decentral.spilled.strategy import SpilledStrategy
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "OnDevice",
-    "OnHost",
-    "SpilledStrategy",
-    "Update",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.spilled.compute.update import OnDevice as OnDevice
+    from lightning_decentral.spilled.compute.update import OnHost as OnHost
+    from lightning_decentral.spilled.compute.update import Update as Update
+    from lightning_decentral.spilled.strategy import SpilledStrategy as SpilledStrategy
+
+__getattr__, __all__ = lazy_exports(__name__)

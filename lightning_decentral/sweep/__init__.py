@@ -5,13 +5,16 @@ between batches, `eviction` takes it back, `progress` and `gantt` show it; `trai
 Below: `plan` (who is next: values without torch), `wire` (the socket). Public: all names below.
 """
 
-from lightning_decentral.sweep.plan.policy import FIFO, LRTF, SRTF, Complementary, Policy, RoundRobin
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FIFO",
-    "LRTF",
-    "SRTF",
-    "Complementary",
-    "Policy",
-    "RoundRobin",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.sweep.plan.policy import FIFO as FIFO
+    from lightning_decentral.sweep.plan.policy import LRTF as LRTF
+    from lightning_decentral.sweep.plan.policy import SRTF as SRTF
+    from lightning_decentral.sweep.plan.policy import Complementary as Complementary
+    from lightning_decentral.sweep.plan.policy import Policy as Policy
+    from lightning_decentral.sweep.plan.policy import RoundRobin as RoundRobin
+
+__getattr__, __all__ = lazy_exports(__name__)

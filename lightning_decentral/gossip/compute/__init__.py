@@ -1,1 +1,1 @@
-"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), compression (`codec`), `integrity`."""
+"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), compression (`codec`), `integrity`. Public: those two faces."""

@@ -3,22 +3,21 @@
 `codec` says what a codec is, `coder` what a worker keeps for its links. Public: all names below.
 """
 
-from lightning_decentral.gossip.compute.codec.codec import Codec, Coding
-from lightning_decentral.gossip.compute.codec.compress import DifferenceCompression, TopK
-from lightning_decentral.gossip.compute.codec.low_rank import LowRank
-from lightning_decentral.gossip.compute.codec.power_gossip import PowerGossip
-from lightning_decentral.gossip.compute.codec.quantize import BFloat16, Float16, Float32, Int8, Plain
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BFloat16",
-    "Codec",
-    "Coding",
-    "DifferenceCompression",
-    "Float16",
-    "Float32",
-    "Int8",
-    "LowRank",
-    "Plain",
-    "PowerGossip",
-    "TopK",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.gossip.compute.codec.codec import Codec as Codec
+    from lightning_decentral.gossip.compute.codec.codec import Coding as Coding
+    from lightning_decentral.gossip.compute.codec.compress import DifferenceCompression as DifferenceCompression
+    from lightning_decentral.gossip.compute.codec.compress import TopK as TopK
+    from lightning_decentral.gossip.compute.codec.low_rank import LowRank as LowRank
+    from lightning_decentral.gossip.compute.codec.power_gossip import PowerGossip as PowerGossip
+    from lightning_decentral.gossip.compute.codec.quantize import BFloat16 as BFloat16
+    from lightning_decentral.gossip.compute.codec.quantize import Float16 as Float16
+    from lightning_decentral.gossip.compute.codec.quantize import Float32 as Float32
+    from lightning_decentral.gossip.compute.codec.quantize import Int8 as Int8
+    from lightning_decentral.gossip.compute.codec.quantize import Plain as Plain
+
+__getattr__, __all__ = lazy_exports(__name__)

@@ -4,30 +4,26 @@
 Public: all names below.
 """
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
-from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.combine.gradient_tracking import ExactDiffusion, GradientTracking
-from lightning_decentral.gossip.compute.combine.momentum import Outer, OuterNesterov, QuasiGlobalMomentum
-from lightning_decentral.gossip.compute.combine.push_sum import PushSum
-from lightning_decentral.gossip.compute.combine.rate import LearningRatePower, LinearRate, Rate, RateSchedule
-from lightning_decentral.gossip.compute.combine.relay_sum import RelaySum
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Combine",
-    "ConsensusControl",
-    "ExactDiffusion",
-    "Gossip",
-    "GradientTracking",
-    "LearningRatePower",
-    "LinearRate",
-    "Outer",
-    "OuterNesterov",
-    "PushSum",
-    "QuasiGlobalMomentum",
-    "Rate",
-    "RateSchedule",
-    "RelaySum",
-    "State",
-    "Turn",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.gossip.compute.combine.combine import Combine as Combine
+    from lightning_decentral.gossip.compute.combine.combine import State as State
+    from lightning_decentral.gossip.compute.combine.combine import Turn as Turn
+    from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl as ConsensusControl
+    from lightning_decentral.gossip.compute.combine.gossip import Gossip as Gossip
+    from lightning_decentral.gossip.compute.combine.gradient_tracking import ExactDiffusion as ExactDiffusion
+    from lightning_decentral.gossip.compute.combine.gradient_tracking import GradientTracking as GradientTracking
+    from lightning_decentral.gossip.compute.combine.momentum import Outer as Outer
+    from lightning_decentral.gossip.compute.combine.momentum import OuterNesterov as OuterNesterov
+    from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
+    from lightning_decentral.gossip.compute.combine.push_sum import PushSum as PushSum
+    from lightning_decentral.gossip.compute.combine.rate import LearningRatePower as LearningRatePower
+    from lightning_decentral.gossip.compute.combine.rate import LinearRate as LinearRate
+    from lightning_decentral.gossip.compute.combine.rate import Rate as Rate
+    from lightning_decentral.gossip.compute.combine.rate import RateSchedule as RateSchedule
+    from lightning_decentral.gossip.compute.combine.relay_sum import RelaySum as RelaySum
+
+__getattr__, __all__ = lazy_exports(__name__)

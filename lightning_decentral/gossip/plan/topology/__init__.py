@@ -5,34 +5,27 @@ holds graphs that stay, `one_peer` those with one neighbour a step, `nodes` thos
 what wraps others. Public: all names below.
 """
 
-from lightning_decentral.gossip.plan.topology.combined import Auto, Every, PeriodicAverage
-from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing
-from lightning_decentral.gossip.plan.topology.one_peer import (
-    BaseGraph,
-    Hypercube,
-    OnePeerExponential,
-    OnePeerRing,
-    RandomMatching,
-)
-from lightning_decentral.gossip.plan.topology.static import Complete, Exponential, FromGraph, Ring, Star, Torus, Tree
-from lightning_decentral.gossip.plan.topology.topology import Topology
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AlternatingExponentialRing",
-    "Auto",
-    "BaseGraph",
-    "Complete",
-    "Every",
-    "Exponential",
-    "FromGraph",
-    "Hypercube",
-    "OnePeerExponential",
-    "OnePeerRing",
-    "PeriodicAverage",
-    "RandomMatching",
-    "Ring",
-    "Star",
-    "Topology",
-    "Torus",
-    "Tree",
-]
+from lightning_decentral.shared.face import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_decentral.gossip.plan.topology.combined import Auto as Auto
+    from lightning_decentral.gossip.plan.topology.combined import Every as Every
+    from lightning_decentral.gossip.plan.topology.combined import PeriodicAverage as PeriodicAverage
+    from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing as AlternatingExponentialRing
+    from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph as BaseGraph
+    from lightning_decentral.gossip.plan.topology.one_peer import Hypercube as Hypercube
+    from lightning_decentral.gossip.plan.topology.one_peer import OnePeerExponential as OnePeerExponential
+    from lightning_decentral.gossip.plan.topology.one_peer import OnePeerRing as OnePeerRing
+    from lightning_decentral.gossip.plan.topology.one_peer import RandomMatching as RandomMatching
+    from lightning_decentral.gossip.plan.topology.static import Complete as Complete
+    from lightning_decentral.gossip.plan.topology.static import Exponential as Exponential
+    from lightning_decentral.gossip.plan.topology.static import FromGraph as FromGraph
+    from lightning_decentral.gossip.plan.topology.static import Ring as Ring
+    from lightning_decentral.gossip.plan.topology.static import Star as Star
+    from lightning_decentral.gossip.plan.topology.static import Torus as Torus
+    from lightning_decentral.gossip.plan.topology.static import Tree as Tree
+    from lightning_decentral.gossip.plan.topology.topology import Topology as Topology
+
+__getattr__, __all__ = lazy_exports(__name__)

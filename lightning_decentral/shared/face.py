@@ -1,0 +1,29 @@
+"""Lazy exports of a package: its `if TYPE_CHECKING:` block says where each public name lives, asking for one loads it.
+
+A process reads what it uses: `from lightning_decentral.gossip import GossipStrategy` doesn't read the report, the
+simulation and the rules that nobody asked for. Type checkers and readers see ordinary imports.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """(`__getattr__`, `__all__`) of a package (PEP 562), whose face imports as `from MODULE import NAME as NAME`."""
+    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # asked for once
+        return value
+
+    return load, sorted(homes)

@@ -1,0 +1,61 @@
+"""Every folder's face says what lives there; its exports are what they are called, and are read when asked for."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.project import ROOT
+from tests.packaging.test_floors import PACKAGE, dotted
+
+FACES = sorted(p for p in PACKAGE.rglob("__init__.py") if not {"conf", "recipes"} & set(p.relative_to(PACKAGE).parts))
+FILES_READ_FOR_GOSSIP = 46
+
+
+def name_of(face: Path) -> str:
+    return dotted(face).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("face", FACES, ids=name_of)
+def test_a_face_says_what_lives_here_and_what_is_public(face: Path) -> None:
+    said = ast.get_docstring(ast.parse(face.read_text())) or ""
+    assert len(said.splitlines()[0].split()) > 5
+    if face.parent != PACKAGE:
+        assert "ublic" in said
+
+
+@pytest.mark.parametrize("face", FACES, ids=name_of)
+def test_every_export_is_what_it_is_called(face: Path) -> None:
+    module = import_module(name_of(face))
+    for name in getattr(module, "__all__", []):
+        value = getattr(module, name)
+        if isinstance(value, type):
+            assert value.__name__ == name
+            assert value.__module__.startswith("lightning_decentral.")
+
+
+def test_what_a_face_does_not_have_is_an_attribute_error() -> None:
+    module = import_module("lightning_decentral.gossip")
+    with pytest.raises(AttributeError, match="has no attribute 'Circle'"):
+        module.Circle  # noqa: B018
+
+
+def read_by(statement: str) -> list[str]:
+    """Files of the package, faces not counted, that a new process reads for this statement."""
+    told = f"import sys; {statement}; print(*(m for m in sys.modules if m.startswith('lightning_decentral.')))"
+    output = subprocess.run(
+        [sys.executable, "-c", told], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+    faces = {name_of(face) for face in FACES}
+    return sorted(set(output.split()) - faces)
+
+
+def test_a_gossip_run_reads_what_it_uses() -> None:
+    files = read_by("from lightning_decentral.gossip import GossipStrategy")
+    assert len(files) <= FILES_READ_FOR_GOSSIP, files
+    assert len(read_by("import lightning_decentral.gossip")) < len(files)
+    methods = {name.split(".")[1] for name in files}
+    assert methods == {"gossip", "shared"}
