@@ -1,1 +1,4 @@
-"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), compression (`codec`), `integrity`. Public: those two faces."""
+"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), compression (`codec`), `integrity`.
+
+Public: the faces of `combine` and `codec`.
+"""
