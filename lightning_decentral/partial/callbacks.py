@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
 from lightning_decentral.partial.compute.search import Cuts, check_wish, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
-from lightning_decentral.partial.plan.cost import Balance, SavedBytes, compute_fraction, memory_fraction, total
+from lightning_decentral.partial.plan.cost import Balance, SavedBytes, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import Driver
 from lightning_decentral.partial.wire.reducer import Rank
@@ -92,7 +92,7 @@ class PartialBackpropMonitor(Callback):
         metrics = {
             "partial/depth": float(self._depth),
             "partial/backward_seconds": (seconds - self._seconds) / steps,
-            "partial/saved_bytes": float(total(driver.plan.costs[-self._depth :]).saved_bytes),
+            "partial/saved_bytes": float(saved_bytes(driver.plan.costs[-self._depth :])),
             "partial/sent_bytes": (sent - self._sent) / steps,
         }
         self._logged, self._seconds, self._sent = self._step, seconds, sent
@@ -125,7 +125,7 @@ class PartialBackpropTable(PartialBackpropMonitor):
                 f"{depth} of {len(costs)}",
                 str(len(rows)),
                 f"{1000 * seconds:.1f} ms",
-                f"{memory_fraction(costs, depth):.2f} x {total(costs).saved_bytes / 2**20:.1f} MiB",
+                f"{memory_fraction(costs, depth):.2f} x {saved_bytes(costs) / 2**20:.1f} MiB",
                 f"{sent / 2**10:,.0f} KiB",
                 f"{compute_fraction(costs, depth):.2f}",
             )

@@ -9,9 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_decentral.partial.compute.verify import Run
 from lightning_decentral.partial.plan.depth import DepthAssignment, ended
 from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.block_cost import Run
 
 
 def refuse_unserved(module: LightningModule) -> None:

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from lightning_decentral.cli import profile as command
 from lightning_decentral.cli.profile import StepProfile, profile, shown
 from lightning_decentral.partial.compute.search import joints
-from lightning_decentral.planner import block_profile as blocks
 from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_blocks
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.recipes.train import build_model
+from lightning_decentral.shared.compute import block_cost as blocks
 from lightning_decentral.shared.compute import device as stopwatch
 from lightning_decentral.shared.plan.profile import read
 from tests.conf.test_compose import composed

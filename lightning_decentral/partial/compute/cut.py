@@ -1,4 +1,4 @@
-"""Running what lies below a cut without a graph, and scaling what flows back across a boundary."""
+"""Truncated backward: what lies below a cut runs without an autograd graph, gradients across a boundary are scaled."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,6 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Scaled."""
         return gradient * ctx.factor, None
 
 

@@ -1,4 +1,4 @@
-"""What the optimizer does at a step to parameters that no worker trained at it."""
+"""Frozen parameters in the optimizer: what happens at a step to those that no worker trained (skip, weight decay)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""From what the user wants (`"auto"`, a number, names) to verified cuts."""
+"""Finding cuts in a network: from `"auto"`, a number or names to boundaries verified on a copy of the module."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_decentral.partial.compute.block_cost import measure, parameter_bytes
-from lightning_decentral.partial.compute.verify import Judged, Run, Verdict, judge
-from lightning_decentral.partial.plan.cost import Balance, SegmentCost, partition
+from lightning_decentral.partial.compute.verify import Judged, Verdict, judge
+from lightning_decentral.partial.plan.cost import Balance, partition
+from lightning_decentral.shared.compute.block_cost import Run, measure, parameter_bytes
 from lightning_decentral.shared.compute.modules import Chain, candidates
+from lightning_decentral.shared.plan.profile import BlockCost
 
 Cuts = str | int | Sequence[str]
 AUTO_SEGMENTS = 4
@@ -28,7 +29,7 @@ class CutPlan:
 
     boundaries: tuple[str, ...]
     segment_of: dict[str, int]
-    costs: tuple[SegmentCost, ...]
+    costs: tuple[BlockCost, ...]
     judged: tuple[Judged, ...]
     chain: Chain | None = None
 
@@ -114,7 +115,7 @@ def plan(trial: nn.Module, boundaries: list[str], run: Run) -> CutPlan:
     for name, parameter in trial.named_parameters():
         members[segment_of[name]].append(parameter)
     costs = measure(trial, boundaries, [parameter_bytes(m) for m in members], run)
-    return CutPlan(tuple(boundaries), segment_of, tuple(costs), tuple(judged))
+    return CutPlan(tuple(boundaries), segment_of, costs, tuple(judged))
 
 
 def _segment(name: str, judged: Sequence[Judged]) -> int:

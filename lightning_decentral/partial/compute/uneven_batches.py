@@ -1,4 +1,4 @@
-"""Batches of unequal size: each worker takes its share of the same global batch."""
+"""Uneven batch sizes: a batch sampler that gives each worker its share of the same global batch."""
 
 import copy
 from collections.abc import Iterator, Sequence

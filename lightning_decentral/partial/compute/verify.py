@@ -1,4 +1,4 @@
-"""Is a cut what it claims to be? The doubling test, parameter by parameter.
+"""Verifying a cut by its gradients: is it what it claims to be? The doubling test, parameter by parameter.
 
 Three gradients of the same loss: g plain, g2 with what flows back across the boundary doubled, g0 with the cut. A cut
 is true if what flows across the boundary is exactly what the cut removes, for every parameter:
@@ -14,7 +14,7 @@ Equal means up to a thousandth, or a millionth of the whole gradient: some gradi
 bias of an attention's keys).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.partial.compute.cut import Cutter
+from lightning_decentral.shared.compute.block_cost import Run
 
 TOLERANCE = 1e-3
 FLOOR = 1e-6
 
-Run = Callable[[], Tensor]
 Gradients = dict[str, Tensor | None]
 
 

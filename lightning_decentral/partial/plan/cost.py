@@ -1,44 +1,29 @@
-"""What a depth costs in compute, memory and traffic, and where to cut so that the pieces balance."""
+"""Cost of partial backprop by depth: compute, memory and gradient traffic; balanced cuts of a network."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
+from lightning_decentral.shared.plan.profile import BlockCost
 
 
-@dataclass(frozen=True)
-class SegmentCost:
-    """Of a piece of the network in a step: seconds of its forward, bytes saved for its backward, parameters' bytes."""
-
-    forward_seconds: float = 0.0
-    saved_bytes: int = 0
-    parameter_bytes: int = 0
-
-    def __add__(self, other: "SegmentCost") -> "SegmentCost":
-        return SegmentCost(
-            self.forward_seconds + other.forward_seconds,
-            self.saved_bytes + other.saved_bytes,
-            self.parameter_bytes + other.parameter_bytes,
-        )
-
-
-def total(costs: Sequence[SegmentCost]) -> SegmentCost:
-    """The sum."""
-    return sum(costs, SegmentCost())
-
-
-def compute_fraction(costs: Sequence[SegmentCost], depth: int) -> float:
+def compute_fraction(costs: Sequence[BlockCost], depth: int) -> float:
     """(F + 2 F_top) / (3 F): a worker's compute against a full step, the backward twice the forward's F seconds."""
-    forward = total(costs).forward_seconds
-    top = total(costs[-depth:]).forward_seconds
+    forward = sum(cost.forward_seconds for cost in costs)
+    top = sum(cost.forward_seconds for cost in costs[-depth:])
     return (forward + 2 * top) / (3 * forward) if forward else 1.0
 
 
-def memory_fraction(costs: Sequence[SegmentCost], depth: int) -> float:
+def memory_fraction(costs: Sequence[BlockCost], depth: int) -> float:
     """Saved activations of the top `depth` pieces against all."""
-    saved = total(costs).saved_bytes
-    return total(costs[-depth:]).saved_bytes / saved if saved else 1.0
+    saved = saved_bytes(costs)
+    return saved_bytes(costs[-depth:]) / saved if saved else 1.0
+
+
+def saved_bytes(costs: Sequence[BlockCost]) -> int:
+    """Of all, for their backward."""
+    return sum(cost.saved_bytes for cost in costs)
 
 
 def sent_bytes(piece_bytes: float, contributors: int, size: int) -> float:
@@ -55,7 +40,7 @@ class Balance(ABC):
     """What the pieces of an automatic cut should have equally much of."""
 
     @abstractmethod
-    def of(self, cost: SegmentCost) -> float:
+    def of(self, cost: BlockCost) -> float:
         """The size of a block."""
 
 
@@ -63,8 +48,7 @@ class Balance(ABC):
 class Blocks(Balance):
     """Equally many blocks."""
 
-    def of(self, cost: SegmentCost) -> float:
-        """One."""
+    def of(self, cost: BlockCost) -> float:
         return 1.0
 
 
@@ -72,8 +56,7 @@ class Blocks(Balance):
 class SavedBytes(Balance):
     """Activations that the backward needs: the same in every run, and about proportional to compute."""
 
-    def of(self, cost: SegmentCost) -> float:
-        """Bytes."""
+    def of(self, cost: BlockCost) -> float:
         return float(cost.saved_bytes)
 
 
@@ -81,8 +64,7 @@ class SavedBytes(Balance):
 class Seconds(Balance):
     """Measured seconds of the forward: as good as the clock, so cuts may differ from run to run."""
 
-    def of(self, cost: SegmentCost) -> float:
-        """Seconds."""
+    def of(self, cost: BlockCost) -> float:
         return cost.forward_seconds
 
 
@@ -90,8 +72,7 @@ class Seconds(Balance):
 class Parameters(Balance):
     """Bytes of the parameters: what travels."""
 
-    def of(self, cost: SegmentCost) -> float:
-        """Bytes."""
+    def of(self, cost: BlockCost) -> float:
         return float(cost.parameter_bytes)
 
 

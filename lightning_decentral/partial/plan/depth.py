@@ -1,4 +1,4 @@
-"""How deep each worker's backward goes at each step: pure, so that all know every segment's contributors.
+"""Depth assignments: how many of the top blocks each worker trains at a step (temporal, staircase, per worker).
 
 A network is cut into `segments` pieces, counted from the bottom (inputs). A worker of depth d trains the top d; the
 piece with the loss is always trained. Segment s therefore has the contributors
@@ -111,7 +111,6 @@ class Full(DepthAssignment):
     """depth = segments: ordinary data-parallel training."""
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """All."""
         return segments
 
 
@@ -129,11 +128,9 @@ class Temporal(DepthAssignment):
     order: Order = field(default_factory=Cyclic)
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """Of the order."""
         return self.order.depth(step, segments)
 
     def reach(self, size: int, segments: int) -> int:
-        """Of the order."""
         return self.order.reach(segments)
 
 
@@ -185,11 +182,9 @@ class PerWorker(DepthAssignment):
         check_fractions(tuple(self.fractions))
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """This worker's."""
         return of_fraction(self._checked(size)[rank], segments)
 
     def reach(self, size: int, segments: int) -> int:
-        """Of the largest fraction."""
         return of_fraction(max(self._checked(size)), segments)
 
     def _checked(self, size: int) -> tuple[float, ...]:

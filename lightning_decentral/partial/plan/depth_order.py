@@ -1,4 +1,4 @@
-"""In which order the depths follow each other where all workers have the same depth at a step."""
+"""Depth schedules over the steps (cyclic, random), where all workers have the same depth at a step."""
 
 import math
 import random
@@ -45,13 +45,11 @@ class Cyclic(Order):
             check_fractions(tuple(self.fractions))
 
     def depth(self, step: int, segments: int) -> int:
-        """The fractions in turn."""
         if self.fractions is None:
             return segments - step % segments
         return of_fraction(self.fractions[step % len(self.fractions)], segments)
 
     def reach(self, segments: int) -> int:
-        """Of the largest fraction."""
         return segments if self.fractions is None else of_fraction(max(self.fractions), segments)
 
 
@@ -66,9 +64,7 @@ class Random(Order):
     seed: int = 0
 
     def depth(self, step: int, segments: int) -> int:
-        """Drawn from (seed, step)."""
         return random.Random(f"{self.seed}/{step}").randint(1, segments)
 
     def reach(self, segments: int) -> int:
-        """All."""
         return segments

@@ -1,4 +1,4 @@
-"""Seconds of steps whose backward stops at a cut, from a profile's blocks: each block is a segment.
+"""Step time forecast of partial backprop from a profile: the backward stops at a cut, each block is a segment.
 
 depth d: forward of all, backward, all-reduce and update of the top d
 """
@@ -46,18 +46,15 @@ class PartialForecast(Method):
     depth: DepthAssignment = field(default_factory=Temporal)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """As under data parallelism."""
         return data_parallel.DataParallel().prices(setting)
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Mean over the run."""
         whole = self._whole
         steady = self._steady(setting, factors)
         full = replace(self, depth=Full())._steady(setting, factors) if whole else steady
         return whole * full + (1 - whole) * steady
 
     def _steady(self, setting: Setting, factors: Floats) -> Floats:
-        """[runs] after the warm-up."""
         runs, steps, workers = factors.shape
         depths = [self._depths(setting, step) for step in range(steps)]
         table = {d: self._at(setting, d, factors) for d in set().union(*depths)}

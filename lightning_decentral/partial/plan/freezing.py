@@ -67,7 +67,6 @@ class PipeTransformer(DepthAssignment):
             raise ValueError(f"alpha must be in (0, 1), got {self.alpha}: the paper takes 1/3")
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """What is not frozen."""
         frozen = math.ceil(segments * (1 - (1 - self.alpha) ** (step // self.every)) - 1e-9)
         return max(1, segments - frozen)
 
@@ -96,7 +95,6 @@ class AutoFreeze(DepthAssignment):
             raise ValueError(f"percentile must be in (0, 100], got {self.percentile}: the paper takes 50")
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """What is not frozen."""
         return segments - int(memory[0])
 
     def start(self, segments: int) -> Memory:

@@ -1,4 +1,4 @@
-"""One module under one assignment: the verified cuts, and the cut of each step."""
+"""Partial backprop at run time, on one worker: the verified cuts in its module, and the cut of each step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,11 +40,9 @@ class Driver:
         self._cutter.remove()
 
     def depth(self, step: int) -> int:
-        """This worker's."""
         return self.assignment.depth(self.rank, self.size, step, self.plan.segments, self.memory)
 
     def contributors(self, step: int) -> list[tuple[int, ...]]:
-        """Of each segment."""
         return contributors(self.assignment, self.size, step, self.plan.segments, self.memory)
 
     def alone(self, step: int) -> AbstractContextManager[None]:

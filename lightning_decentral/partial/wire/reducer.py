@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
-from lightning_decentral.partial.wire.gradient_buckets import ContributorBucket, Packing
+from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
 from lightning_decentral.shared.wire.gradient_bucket import Launcher, parts
 from lightning_decentral.shared.wire.transport import Transport, gather_objects
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal_lm import ANATOMIES, CausalModel
 from lightning_decentral.pipeline.compute.kv_cache import Memory
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace, parameter_bytes
-from lightning_decentral.pipeline.plan.partition import NOTHING, Load
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.plan.partition import NOTHING, weighed
+from lightning_decentral.shared.compute.block_cost import parameter_bytes
+from lightning_decentral.shared.plan.profile import BlockCost
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class Chain(Pipelined):
         super().__init__(module)
         self._blocks, self._reply = list(blocks), reply
 
-    def loads(self) -> tuple[list[Load], Load, Load]:
+    def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
         """See `Pipelined.loads`."""
-        sizes = [sum(parameter_bytes(part) for part in block.parts) for block in self._blocks]
-        return [Load(float(size), size) for size in sizes], NOTHING, NOTHING
+        sizes = [sum(parameter_bytes(part.parameters()) for part in block.parts) for block in self._blocks]
+        return [weighed(size) for size in sizes], NOTHING, NOTHING
 
     def keep(self, place: StagePlace) -> None:
         """See `Pipelined.keep`."""

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.kv_cache import Memory
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace, parameter_bytes
-from lightning_decentral.pipeline.plan.partition import Load
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.plan.partition import weighed
+from lightning_decentral.shared.compute.block_cost import parameter_bytes
+from lightning_decentral.shared.plan.profile import BlockCost
 
 
 class Silent(nn.Module):
@@ -81,13 +83,14 @@ class CausalModel(Pipelined):
         """In order."""
         return list(getattr(self._inner, self._anatomy.blocks))
 
-    def loads(self) -> tuple[list[Load], Load, Load]:
+    def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
         """See `Pipelined.loads`; looking up an embedding costs no time worth counting."""
         a, inner = self._anatomy, self._inner
-        embedding = sum(parameter_bytes(getattr(inner, name)) for name in (a.tokens, a.added) if name is not None)
-        head = parameter_bytes(self.module.get_submodule("lm_head")) + parameter_bytes(getattr(inner, a.norm))
-        sizes = [parameter_bytes(block) for block in self.blocks]
-        return [Load(float(size), size) for size in sizes], Load(0.0, embedding), Load(float(head), head)
+        embedding = sum(parameter_bytes(getattr(inner, name).parameters()) for name in (a.tokens, a.added) if name)
+        last = (self.module.get_submodule("lm_head"), getattr(inner, a.norm))
+        head = sum(parameter_bytes(part.parameters()) for part in last)
+        sizes = [parameter_bytes(block.parameters()) for block in self.blocks]
+        return [weighed(size) for size in sizes], BlockCost(parameter_bytes=embedding), weighed(head)
 
     def keep(self, place: StagePlace) -> None:
         """See `Pipelined.keep`."""

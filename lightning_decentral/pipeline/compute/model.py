@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.kv_cache import Memory
-from lightning_decentral.pipeline.plan.partition import Load
+from lightning_decentral.shared.plan.profile import BlockCost
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Of a hidden state, and so of its gradient."""
@@ -78,7 +78,7 @@ class Pipelined(ABC):
         parent._modules = {name: changed[name] for name in changed if changes.get(name, parent) is not None}
 
     @abstractmethod
-    def loads(self) -> tuple[list[Load], Load, Load]:
+    def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
         """(blocks, embedding, head): bytes of parameters, which also stand in for seconds."""
 
     def structure(self) -> str:
@@ -109,8 +109,3 @@ class Pipelined(ABC):
     @abstractmethod
     def answer(self, call: Call, output: Tensor) -> Any:
         """What the user's step gets for the output of the last stage, all slices together."""
-
-
-def parameter_bytes(module: nn.Module) -> int:
-    """Of all parameters, tied ones once."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())

@@ -1,4 +1,4 @@
-"""Cost model of a slice: seconds by length and context, fitted by least squares from a few measurements.
+"""Cost model of a slice: seconds by tokens and context, fitted from a few measurements (as TeraPipe does).
 
     t(i, j) = t(i, 0) + a0 + a1 i + a2 j + a3 i j      (j > 0; i tokens after j tokens of context)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_decentral.pipeline.plan.partition import NOTHING, Even, Load, Partition
+from lightning_decentral.pipeline.plan.partition import NOTHING, Even, Partition
 from lightning_decentral.pipeline.plan.schedule import (
     Action,
     Costs,
@@ -121,8 +121,7 @@ class Pipelining(Method):
     def _parts(self, setting: Setting) -> list[tuple[BlockCost, ...]]:
         """The blocks of each stage."""
         blocks = setting.model.blocks
-        loads = [Load(b.forward_seconds + b.backward_seconds, b.parameter_bytes) for b in blocks]
-        counts = self.partition.counts(loads, NOTHING, NOTHING, self._stages(setting))
+        counts = self.partition.counts(blocks, NOTHING, NOTHING, self._stages(setting))
         return [blocks[sum(counts[:r]) : sum(counts[: r + 1])] for r in range(len(counts))]
 
 

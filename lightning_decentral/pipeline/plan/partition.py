@@ -1,4 +1,4 @@
-"""Stage partitioning: which blocks stand on which stage.
+"""Pipeline partition: which blocks stand on which stage (even, the slowest stage fastest, as given).
 
     min over cuts of  max over stages of (sum of the stage's block seconds + what only the first or last stage has)
 
@@ -13,25 +13,22 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_decentral.shared.plan.linear_partition import linear_partition
+from lightning_decentral.shared.plan.profile import BlockCost
+
+NOTHING = BlockCost()
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a part of a model costs: seconds of a step (any unit, as long as it's one) and bytes of parameters."""
-
-    seconds: float
-    bytes: int = 0
-
-
-NOTHING = Load(0.0)
+def weighed(parameter_bytes: int) -> BlockCost:
+    """A block that nobody has measured: bytes stand in for seconds, as long as all blocks are such."""
+    return BlockCost(forward_seconds=float(parameter_bytes), parameter_bytes=parameter_bytes)
 
 
 def partition(
-    blocks: Sequence[Load],
+    blocks: Sequence[BlockCost],
     num_stages: int,
     *,
-    embedding: Load = NOTHING,
-    head: Load = NOTHING,
+    embedding: BlockCost = NOTHING,
+    head: BlockCost = NOTHING,
     max_bytes: int | None = None,
 ) -> tuple[int, ...]:
     """How many blocks each stage gets: the slowest stage as fast as can be, none over `max_bytes`, none empty.
@@ -47,8 +44,8 @@ def partition(
     for end in range(1, count + 1):
         for start in range(end):
             parts = [*([embedding] if start == 0 else []), *blocks[start:end], *([head] if end == count else [])]
-            if max_bytes is None or sum(part.bytes for part in parts) <= max_bytes:
-                costs[end, start] = sum(part.seconds for part in parts)
+            if max_bytes is None or sum(part.parameter_bytes for part in parts) <= max_bytes:
+                costs[end, start] = sum(part.pass_seconds for part in parts)
     at = linear_partition(costs, num_stages)
     if at is None:
         raise ValueError(
@@ -67,11 +64,10 @@ def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
 class Partition(ABC):
     """How blocks are spread over stages; a frozen value that knows no model."""
 
-    measures: bool = False
-    """Whether the loads' seconds must come from measurements of the real model."""
-
     @abstractmethod
-    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         """How many blocks each stage gets: positive, with sum `len(blocks)`."""
 
 
@@ -79,8 +75,9 @@ class Partition(ABC):
 class Even(Partition):
     """Equal numbers of blocks; left over ones go to the middle stages: the ends have embedding and head."""
 
-    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
-        """See `Partition.counts`."""
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         refuse_more_stages_than_blocks(num_stages, len(blocks))
         few, more = divmod(len(blocks), num_stages)
         first = (num_stages - more) // 2
@@ -89,17 +86,17 @@ class Even(Partition):
 
 @dataclass(frozen=True)
 class Fastest(Partition):
-    """The slowest stage as fast as can be, by measured seconds (see `partition`).
+    """The slowest stage as fast as can be, by what its blocks cost (see `partition`).
 
     Args:
         max_bytes: of parameters on one stage.
     """
 
     max_bytes: int | None = None
-    measures = True
 
-    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
-        """See `Partition.counts`."""
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         return partition(blocks, num_stages, embedding=embedding, head=head, max_bytes=self.max_bytes)
 
 
@@ -114,8 +111,9 @@ class Counted(Partition):
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"every stage needs a block, got {self.blocks}")
 
-    def counts(self, blocks: Sequence[Load], embedding: Load, head: Load, num_stages: int) -> tuple[int, ...]:
-        """See `Partition.counts`."""
+    def counts(
+        self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
+    ) -> tuple[int, ...]:
         if len(self.blocks) != num_stages or sum(self.blocks) != len(blocks):
             raise ValueError(
                 f"blocks {self.blocks} are {len(self.blocks)} stages with {sum(self.blocks)} blocks, there are "

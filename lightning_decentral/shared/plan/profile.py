@@ -1,4 +1,4 @@
-"""The profile file: what was measured of a model on a device and of the network between hosts (JSON).
+"""Profile of a model on a device and of a network between hosts: what was measured, as one readable JSON file.
 
 seconds(operation, bytes) = latency + bytes / bandwidth
 
@@ -15,19 +15,28 @@ from typing import Any
 
 FORMAT = "lightning_decentral profile"
 VERSION = 1
+ALWAYS_MEASURED = ("name", "forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """A consecutive piece of a model in one training step: seconds of its parts, bytes it holds and saves."""
+    """A consecutive piece of a model in one training step: seconds of its parts, bytes it holds and saves.
 
-    name: str
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float
-    parameter_bytes: int
+    What wasn't measured is 0.
+    """
+
+    name: str = ""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    update_seconds: float = 0.0
+    parameter_bytes: int = 0
     saved_bytes: int = 0
     output_bytes: int = 0
+
+    @property
+    def pass_seconds(self) -> float:
+        """Of forward and backward."""
+        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,6 @@ class Model:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters."""
         return sum(b.parameter_bytes for b in self.blocks)
 
 
@@ -182,7 +190,7 @@ def read(path: str | Path) -> Profile:
 
 def _profile(found: Mapping[str, Any]) -> Profile:
     model = dict(found["model"])
-    blocks = tuple(BlockCost(**block) for block in model.pop("blocks"))
+    blocks = tuple(BlockCost(**block | {key: block[key] for key in ALWAYS_MEASURED}) for block in model.pop("blocks"))
     if not blocks:
         raise ValueError("a model without blocks")
     words = tuple(map(str, model.pop("words", ())))

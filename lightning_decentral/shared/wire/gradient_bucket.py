@@ -71,7 +71,6 @@ class GradientBucket:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """This worker's."""
         return [p.grad for p in self.parameters]
 
     @torch.no_grad()
@@ -120,7 +119,6 @@ class Launcher(Generic[Kind]):
 
     @property
     def watched(self) -> frozenset[nn.Parameter]:
-        """Whose gradients it sees."""
         return frozenset(self._hooks)
 
     def begin(self, buckets: Sequence[Kind]) -> None:

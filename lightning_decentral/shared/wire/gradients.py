@@ -51,7 +51,6 @@ class GradientAverage:
             self._launcher.begin([GradientBucket(chunk) for chunk in chunks])
 
     def close(self) -> None:
-        """Average no longer."""
         self._launcher.watch(())
         self._launcher.begin(())
 

@@ -76,7 +76,6 @@ class AverageGradients(Replicas):
     drifts: ClassVar[bool] = False
 
     def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
-        """See `Replicas.join`."""
         return _Averaging(group(), device)
 
 

@@ -1,4 +1,4 @@
-"""One step, block by block, as its device sees it: seconds and bytes of every visit."""
+"""Profiling an offloaded step: seconds, peak bytes and bytes sent of every visit to a block."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ class Log:
         device.forget_peak()
 
     def close(self) -> None:
-        """A visit ends."""
         self._closed = self._device.now()
         peak, visit = self._device.peak_bytes(), self._open
         if visit is None:
@@ -84,7 +83,6 @@ class Log:
         self._open = _Open(block, backward, began, loaded_bytes, self._device.present_bytes())
 
     def sends(self, tensors: Sequence[Tensor]) -> None:
-        """To the host."""
         if self._open is not None:
             self._open.sent_bytes += sum(t.numel() * t.element_size() for t in tensors)
 
@@ -95,7 +93,6 @@ class Log:
             self._open.saved_bytes = self._device.present_bytes() - self._open.before_bytes
 
     def footprint(self, blocks: Sequence[BlockFootprint]) -> Footprint:
-        """Of the step."""
         rate = self._load_bytes / max(self._load_seconds, 1e-9)
         visits = _awaiting(self.visits)
         return Footprint(tuple(blocks), visits, self.opening_bytes, max(rate, 1.0), self._device.overlaps)

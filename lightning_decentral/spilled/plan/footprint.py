@@ -1,4 +1,4 @@
-"""What one step of a model asks of its device, block by block, as it was measured: plans of shards read it."""
+"""Memory footprint of a training step, block by block, as it was measured: plans of CPU offload read it."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

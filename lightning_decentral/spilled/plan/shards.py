@@ -1,4 +1,4 @@
-"""Consecutive blocks in shards, two of which fit the device at any time: the one that computes and the one that comes.
+"""Shard plan of CPU offload: consecutive blocks, two shards of which fit the device: one computes, one comes.
 
     T = load_1 + sum_i max(compute_i, load_{i+1})
     bytes at visit v = other_v + sent_{v-1} + awaited_{v+1} + bytes(shard(v) and the next one) <= budget
@@ -48,7 +48,6 @@ class ShardPlan:
 
     @cached_property
     def shard_bytes(self) -> list[int]:
-        """Parameters of each shard."""
         return [self._bytes_of(shard) for shard in range(len(self.shards))]
 
     @cached_property

@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.partial import Blocks, Parameters, SavedBytes, Seconds
-from lightning_decentral.partial.plan.cost import SegmentCost, compute_fraction, memory_fraction, partition, sent_bytes
+from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction, partition, sent_bytes
+from lightning_decentral.shared.plan.profile import BlockCost
 
 
 @given(blocks=st.integers(1, 20), depth=st.integers(1, 20))
 def test_equal_blocks(blocks: int, depth: int) -> None:
     """(L + 2 d) / (3 L) of the compute, d / L of the memory."""
     depth = min(depth, blocks)
-    costs = [SegmentCost(0.5, 100, 8)] * blocks
+    costs = [BlockCost(forward_seconds=0.5, parameter_bytes=8, saved_bytes=100)] * blocks
     assert math.isclose(compute_fraction(costs, depth), (blocks + 2 * depth) / (3 * blocks))
     assert math.isclose(memory_fraction(costs, depth), depth / blocks)
 
@@ -50,4 +51,4 @@ def test_partition_is_the_best(sizes: list[float], pieces: int) -> None:
 
 @pytest.mark.parametrize(("balance", "size"), [(Blocks(), 1), (Seconds(), 2), (SavedBytes(), 3), (Parameters(), 4)])
 def test_what_balances(balance: object, size: float) -> None:
-    assert balance.of(SegmentCost(2.0, 3, 4)) == size
+    assert balance.of(BlockCost(forward_seconds=2.0, parameter_bytes=4, saved_bytes=3)) == size

@@ -6,7 +6,12 @@ import random
 import pytest
 
 from lightning_decentral.pipeline import Counted, Even, Fastest
-from lightning_decentral.pipeline.plan.partition import NOTHING, Load, partition
+from lightning_decentral.pipeline.plan.partition import NOTHING, partition
+from lightning_decentral.shared.plan.profile import BlockCost
+
+
+def load(seconds: float, parameter_bytes: int = 0) -> BlockCost:
+    return BlockCost(forward_seconds=seconds / 4, backward_seconds=seconds * 3 / 4, parameter_bytes=parameter_bytes)
 
 
 def brute(blocks, num_stages, embedding, head, max_bytes):
@@ -16,9 +21,9 @@ def brute(blocks, num_stages, embedding, head, max_bytes):
         stages = [[*blocks[a:b]] for a, b in itertools.pairwise(ends)]
         stages[0].append(embedding)
         stages[-1].append(head)
-        if max_bytes is not None and any(sum(part.bytes for part in stage) > max_bytes for stage in stages):
+        if max_bytes is not None and any(sum(part.parameter_bytes for part in stage) > max_bytes for stage in stages):
             continue
-        slowest = max(sum(part.seconds for part in stage) for stage in stages)
+        slowest = max(sum(part.pass_seconds for part in stage) for stage in stages)
         best = slowest if best is None else min(best, slowest)
     return best
 
@@ -26,9 +31,9 @@ def brute(blocks, num_stages, embedding, head, max_bytes):
 @pytest.mark.parametrize("seed", range(40))
 def test_the_slowest_stage_is_as_fast_as_can_be(seed):
     generator = random.Random(seed)
-    blocks = [Load(generator.randint(1, 9), generator.randint(1, 5)) for _ in range(generator.randint(1, 8))]
+    blocks = [load(generator.randint(1, 9), generator.randint(1, 5)) for _ in range(generator.randint(1, 8))]
     num_stages = generator.randint(1, len(blocks))
-    embedding, head = Load(generator.randint(0, 5), 3), Load(generator.randint(0, 20), 4)
+    embedding, head = load(generator.randint(0, 5), 3), load(generator.randint(0, 20), 4)
     max_bytes = generator.choice([None, 12, 20])
     wanted = brute(blocks, num_stages, embedding, head, max_bytes)
     if wanted is None:
@@ -37,16 +42,16 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed):
         return
     counts = partition(blocks, num_stages, embedding=embedding, head=head, max_bytes=max_bytes)
     ends = [sum(counts[:r]) for r in range(num_stages + 1)]
-    stages = [sum(b.seconds for b in blocks[a:b]) for a, b in itertools.pairwise(ends)]
-    stages[0] += embedding.seconds
-    stages[-1] += head.seconds
+    stages = [sum(b.pass_seconds for b in blocks[a:b]) for a, b in itertools.pairwise(ends)]
+    stages[0] += embedding.pass_seconds
+    stages[-1] += head.pass_seconds
     assert len(counts) == num_stages
     assert sum(counts) == len(blocks)
     assert min(counts) >= 1
     assert max(stages) == wanted
 
 
-EQUAL = [Load(1.0, 1)] * 7
+EQUAL = [load(1.0, 1)] * 7
 
 
 @pytest.mark.parametrize("kind", [Even(), Fastest()])
@@ -58,7 +63,7 @@ def test_equal_blocks_are_spread_evenly(kind):
 
 
 def test_an_expensive_head_takes_blocks_off_the_last_stage():
-    assert Fastest().counts([Load(1.0)] * 8, NOTHING, Load(3.0), 2) == (5, 3)
+    assert Fastest().counts([load(1.0)] * 8, NOTHING, load(3.0), 2) == (5, 3)
 
 
 @pytest.mark.parametrize(("make", "words"), [

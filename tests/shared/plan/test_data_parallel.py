@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 
 from lightning_decentral.partial import Cyclic, Full, Staircase, Temporal
-from lightning_decentral.partial.plan.cost import SegmentCost, compute_fraction
+from lightning_decentral.partial.plan.cost import compute_fraction
 from lightning_decentral.partial.plan.forecast import PartialForecast
 from lightning_decentral.pipeline import Pipelining
+from lightning_decentral.shared.plan import data_parallel
 from lightning_decentral.shared.plan.data_parallel import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     DataParallel,
     ShardedForecast,
     pieces,
-    sharded_step,
-    step,
 )
 from lightning_decentral.shared.plan.forecast import (
     Cluster,
@@ -83,7 +82,10 @@ def test_sharded_on_a_slow_network_sends_three_copies() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7])
 def test_every_number_of_blocks_runs_to_its_end(blocks: int) -> None:
-    for tasks in (step(model(blocks).blocks, FREE), sharded_step(model(blocks).blocks, FREE, FREE, 2)):
+    for tasks in (
+        data_parallel.step(model(blocks).blocks, FREE),
+        data_parallel.sharded_step(model(blocks).blocks, FREE, FREE, 2),
+    ):
         assert len(run(tasks)) == len(tasks)
 
 
@@ -126,7 +128,7 @@ def test_memory_counts_what_a_device_holds() -> None:
 
 def test_cuts_save_what_the_depth_says() -> None:
     where = replace(setting(), model=model(update=0)).without_network
-    costs = [SegmentCost(0.01) for _ in range(4)]
+    costs = [BlockCost(forward_seconds=0.01) for _ in range(4)]
     mean = (compute_fraction(costs, 4) + compute_fraction(costs, 2)) / 2
     for warm_up, whole in ((0, 0), (0.25, 0.25), (100, 0)):
         method, share = PartialForecast(depth=Temporal(warm_up=warm_up)), whole + (1 - whole) * mean

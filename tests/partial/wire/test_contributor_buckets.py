@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_decentral.partial.wire.gradient_buckets import Packing
+from lightning_decentral.partial.wire.contributor_buckets import Packing
 
 BOTH, FIRST = (0, 1), (0,)
 

@@ -1,0 +1,145 @@
+"""Measuring blocks: seconds of each block's forward and backward by hooks at its input, bytes saved for the backward.
+
+    seconds(block) = the lap between its boundaries, on the way there and on the way back
+
+A boundary is the input of a module: there a forward goes from one block to the next, and the gradient of that input is
+complete when the backward comes back.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_decentral.shared.compute.device import laps
+from lightning_decentral.shared.plan.profile import BlockCost
+
+TIMED_RUNS = 3
+
+Run = Callable[[], Tensor]
+Seconds = list[float]
+
+
+class BlockPass:
+    """One forward, and if it is run its backward, with a lap at each boundary.
+
+    Attributes:
+        entered: blocks that the forward has come to, in order, but for what runs before the first boundary, 0.
+        block: whose backward runs.
+        output_bytes: of what enters each block, by block; the first one's aren't counted.
+    """
+
+    def __init__(self, root: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        self.entered: list[int] = []
+        self.block = len(names)
+        self.output_bytes = [0] * (len(names) + 1)
+        self._names = names
+        self._parameters = {p.untyped_storage().data_ptr() for p in root.parameters()}
+        self._saved: dict[int, tuple[int, int]] = {}
+        self._back: dict[int, int] = {}
+        self._hooks = [
+            root.get_submodule(name).register_forward_pre_hook(partial(self._enter, block), with_kwargs=True)
+            for block, name in enumerate(names, start=1)
+        ]
+        self._laps = laps(device)
+        self._there = [self._laps.lap()]
+
+    def run_forward(self, run: Run) -> Tensor:
+        """The loss."""
+        try:
+            return run()
+        finally:
+            for hook in self._hooks:
+                hook.remove()  # what activation checkpointing runs again is backward
+            self._there.append(self._laps.lap())
+
+    def run(self, run: Run) -> None:
+        self.run_forward(run).backward()
+        self._end = self._laps.lap()
+
+    def watch_saved(self, run: Run) -> None:
+        """The forward, seeing what it saves for a backward."""
+        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            loss = self.run_forward(run)  # kept alive, so that no storage is freed and another counted in its place
+        del loss
+
+    def forward(self) -> Seconds:
+        """By block."""
+        at = self._laps.seconds()
+        stamps = [at[lap] for lap in self._there]
+        return [after - before for before, after in pairwise(stamps)]
+
+    def backward(self) -> Seconds:
+        """By block; a boundary that no gradient crosses ends with the whole."""
+        at = self._laps.seconds()
+        before, found = at[self._there[-1]], []
+        for block in range(len(self._there) - 2, -1, -1):
+            after = max(before, at[self._back.get(block, self._end)])
+            found.append(after - before)
+            before = after
+        return found[::-1]
+
+    def saved_bytes(self) -> list[int]:
+        """By block: storages that several operations save once, for the highest block that needs them; parameters,
+        which are there anyway, not."""
+        blocks = range(len(self._names) + 1)
+        return [sum(size for owner, size in self._saved.values() if owner == block) for block in blocks]
+
+    def refuse_another_order(self) -> None:
+        """ValueError where the forward doesn't pass the boundaries in their order, each once."""
+        if self.entered != list(range(1, len(self._names) + 1)):
+            passed = ", ".join(self._names[block - 1] for block in self.entered) or "none of them"
+            wanted = ", ".join(self._names)
+            raise ValueError(f"the forward doesn't pass {wanted} in this order, each once: it passes {passed}")
+
+    def _enter(self, block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.entered.append(block)
+        self._there.append(self._laps.lap())
+        for tensor in _followed(args, kwargs):
+            self.output_bytes[block] += tensor.nbytes
+            tensor.register_hook(partial(self._leave, block))
+
+    def _leave(self, block: int, _: Tensor) -> None:
+        self.block = min(self.block, block - 1)
+        self._back[block] = self._laps.lap()
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self._saved[storage.data_ptr()] = self.entered[-1] if self.entered else 0, storage.nbytes()
+        return tensor
+
+
+def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int], run: Run) -> tuple[BlockCost, ...]:
+    """A forward's costs: of what runs before the first named module (its input), between two, and behind the last.
+
+    Runs the forward a few times; each block's seconds are its shortest.
+
+    Raises:
+        ValueError: the forward doesn't pass the modules in this order, each once.
+    """
+    device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    passes: list[BlockPass] = []
+    for _ in range(1 + TIMED_RUNS):
+        passes.append(BlockPass(root, names, device))
+        passes[-1].watch_saved(run)
+        passes[-1].refuse_another_order()
+    seconds = [min(times) for times in zip(*(p.forward() for p in passes[1:]), strict=True)]
+    titles = ["inputs", *names] if names else ["all"]
+    rows = zip(titles, seconds, parameter_bytes, passes[-1].saved_bytes(), strict=True)
+    return tuple(BlockCost(n, forward_seconds=s, parameter_bytes=p, saved_bytes=b) for n, s, p, b in rows)
+
+
+def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Of distinct parameters."""
+    return sum(p.numel() * p.element_size() for p in dict.fromkeys(parameters))
+
+
+def _followed(*values: Any) -> list[Tensor]:
+    """Distinct tensors, parameters aside, through which a gradient flows."""
+    tensors = dict.fromkeys(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [t for t in tensors if t.requires_grad and not isinstance(t, nn.Parameter)]
