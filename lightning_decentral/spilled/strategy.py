@@ -1,4 +1,4 @@
-"""`Trainer(strategy="spilled")`: a model that is larger than its device."""
+"""CPU offload: `Trainer(strategy="spilled")`, for a model that is larger than its device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
