@@ -3,8 +3,8 @@
     sudo python benchmarks/cluster_speed.py --hosts 8
     sudo python benchmarks/predicted.py --hosts 8
 
-Measures the network of the hosts as a user would (`python -m lightning_decentral.profile` on all of them), a step of
-the sleeping model on hosts that train by themselves, and what rounds of gossip take the hosts beside the network, a
+Measures the network of the hosts as a user would (`python -m lightning_decentral.cli.network` on all), a step of the
+sleeping model on hosts that train by themselves, and what rounds of gossip take the hosts beside the network, a
 sleep between two as long as a step's; puts all into a profile, and asks the forecasts that `lightning-decentral plan`
 asks. What was measured comes from `cluster_speed.py`'s results with as many hosts at the same rates; where it has none
 for a setting, that is left out. Writes `results/predicted-<hardware>.json`, `.md` and `.png`.
@@ -36,7 +36,9 @@ from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, R
 HERE = Path(__file__).parent
 ALIKE = 0.05
 """Methods whose measured seconds differ by less have no order."""
-START = "RANK=$NODE_RANK WORLD_SIZE={size} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec {python} -m lightning_decentral.profile"
+START = (
+    "RANK=$NODE_RANK WORLD_SIZE={size} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec {python} -m lightning_decentral.cli.network"
+)
 
 
 def host_seconds(hosts: Cluster, measured: dict[str, Any], warm_up: int) -> float:

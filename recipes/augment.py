@@ -30,7 +30,6 @@ class Normalise:
     std: Sequence[float]
 
     def __call__(self, image: Tensor) -> Tensor:
-        """See the class."""
         return (image - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]
 
 
@@ -39,7 +38,6 @@ class RandomFlip:
     """The image or its mirror image, left to right, with equal chance."""
 
     def __call__(self, image: Tensor) -> Tensor:
-        """See the class."""
         return image.flip(-1) if _uniform(0, 1) < 0.5 else image
 
 
@@ -50,7 +48,6 @@ class RandomCrop:
     padding: int
 
     def __call__(self, image: Tensor) -> Tensor:
-        """See the class."""
         height, width = image.shape[-2:]
         padded = functional.pad(image, [self.padding] * 4)
         top, left = (int(torch.randint(2 * self.padding + 1, ())) for _ in range(2))
@@ -65,7 +62,6 @@ class RandomResizedCrop:
     smallest_area: float = 0.08
 
     def __call__(self, image: Tensor) -> Tensor:
-        """See the class."""
         height, width = image.shape[-2:]
         area = height * width * _uniform(self.smallest_area, 1)
         ratio = (4 / 3) ** _uniform(-1, 1)
@@ -83,7 +79,6 @@ class Resize:
     size: int
 
     def __call__(self, image: Tensor) -> Tensor:
-        """See the class."""
         height, width = image.shape[-2:]
         scale = self.size / min(height, width)
         return _resized(image, round(height * scale), round(width * scale))
@@ -96,7 +91,6 @@ class CenterCrop:
     size: int
 
     def __call__(self, image: Tensor) -> Tensor:
-        """See the class."""
         top, left = ((side - self.size) // 2 for side in image.shape[-2:])
         return image[:, top : top + self.size, left : left + self.size]
 

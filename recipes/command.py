@@ -1,4 +1,7 @@
-"""The console command `lightning-decentral` for these recipes: what it measures, cuts and schedules is `train.py`."""
+"""The console command `lightning-decentral` for these recipes: what it measures, cuts and schedules is `train.py`.
+
+A module of its own, however short: no other place may know both the commands and the recipes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ RECIPES = Application("lightning_decentral.conf", "train", train, build_model, u
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
     command.main(RECIPES, arguments)
 
 

@@ -1,4 +1,4 @@
-"""What comes from optional packages: the modules themselves and model configurations of `transformers`."""
+"""Optional packages (extras): the modules themselves and model configurations of `transformers`."""
 
 from __future__ import annotations
 

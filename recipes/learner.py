@@ -1,4 +1,4 @@
-"""How every recipe learns: mean cross-entropy, two groups of parameters, one schedule, one score per example."""
+"""Training loop of every recipe: mean cross-entropy, two groups of parameters, one schedule, one score per example."""
 
 from __future__ import annotations
 

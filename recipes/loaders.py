@@ -1,4 +1,4 @@
-"""Three fixed splits, served to each worker in equal batches."""
+"""Data loaders: three fixed splits, served to each worker in equal batches."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ class Loaders(LightningDataModule):
         return self._loader("validation")
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """In order."""
         return self._loader("test")
 
     def _loader(self, name: str, *, shuffle: bool = False, drop_last: bool = False) -> DataLoader[Any]:

@@ -119,7 +119,6 @@ def mistakes_in_one_line(verbose: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """The command."""
     # Lightning's own calls of what torch has deprecated, once per worker and stage.
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
     asked = os.environ.get(FULL_ERROR)

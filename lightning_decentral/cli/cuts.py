@@ -63,7 +63,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     command = commands.add_parser("cuts", help="where partial backprop would cut a recipe, and what that saves")
     command.add_argument("overrides", nargs="*", help="words of recipes/train.py: recipe=vit strategy.cuts=3")
     command.set_defaults(run=run)

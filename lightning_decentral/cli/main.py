@@ -6,6 +6,8 @@ lightning-decentral topology base_graph --workers 24
 lightning-decentral profile recipe=gpt
 lightning-decentral placement hosts.json --topology ring
 lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
+
+Short, as each command is a module of its own: here they are put together, and mistakes become one line.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`torchrun ... -m lightning_decentral.profile --model profile.json`: what messages cost on this network.
+"""`torchrun ... -m lightning_decentral.cli.network --model profile.json`: what messages cost on this network.
 
 Started on all hosts as a training is, it measures every collective, and exchanges with one and several neighbours, on
 groups inside a node and between nodes, one flow and parallel ones, and puts lines through them into the profile.
@@ -38,7 +38,7 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
     if missing:
         raise ValueError(
             f"{missing[0]} is not set: start it on every host with "
-            "`torchrun --nnodes=... --nproc-per-node=... -m lightning_decentral.profile`"
+            "`torchrun --nnodes=... --nproc-per-node=... -m lightning_decentral.cli.network`"
         )
     rank, size, local_rank, per_node = (int(environment[name]) for name in names)
     return rank, size, local_rank, per_node
@@ -159,8 +159,9 @@ def _with(profile: Profile, costs: Sequence[LinkCost], hosts: Mapping[str, str])
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    made = argparse.ArgumentParser(prog="lightning_decentral.cli.network", description=__doc__.partition("\n")[0])
+    made = argparse.ArgumentParser(
+        prog="python -m lightning_decentral.cli.network", description=__doc__.partition("\n")[0]
+    )
     made.add_argument(
         "--model", default="profile.json", help="what `lightning-decentral profile` wrote; worker 0's file"
     )
@@ -174,7 +175,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
     options = parser().parse_args(arguments)
     try:
         run(options)

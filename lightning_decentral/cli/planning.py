@@ -19,7 +19,6 @@ LATENCY = "100us"
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("plan", help="predicted seconds per step of every method on a cluster, the best first")
     parser.add_argument("profile", nargs="?", help="file that `lightning-decentral profile` wrote")
     parser.add_argument("--workers", type=int, help="devices in all")

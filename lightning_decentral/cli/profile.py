@@ -74,13 +74,12 @@ class StepProfile(Callback):
         self._laps.lap()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Stop it."""
         if self._laps is not None:
             self._laps.lap()
             self._done()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All moments are there."""
+        # Not before the last step: state may grow with steps.
         self.state_bytes = _state_bytes(trainer.optimizers)
 
     def _measure(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
@@ -187,7 +186,7 @@ def run(options: argparse.Namespace) -> None:
         f"the slowest {max(found.variation):.2f} times the mean"
     )
     console.print(
-        f"wrote {options.out}; its network: torchrun ... -m lightning_decentral.profile --model {options.out}"
+        f"wrote {options.out}; its network: torchrun ... -m lightning_decentral.cli.network --model {options.out}"
     )
 
 

@@ -37,7 +37,6 @@ AIM = 0.1  # of the simulated makespan
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("schedule", help="makespan of many jobs on few devices, simulated and for real")
     parser.add_argument("jobs", nargs="?", help="YAML file of jobs: pieces in seconds, profiles, trainings")
     parser.add_argument(

@@ -19,7 +19,6 @@ PRINTED_SIZE = 16  # workers whose matrices fit on a screen
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("topology", help="steps, matrices, spectral gap and consensus curve of a topology")
     parser.add_argument("name", help="as in strategy/topology=NAME: ring, base_graph, auto, ...")
     parser.add_argument("overrides", nargs="*", help="of its fields: max_degree=2")
@@ -30,7 +29,6 @@ def add(commands: Any) -> None:
 
 
 def names() -> list[str]:
-    """Of the group strategy/topology."""
     group = files("lightning_decentral.conf") / "strategy" / "topology"
     return sorted(file.name.removesuffix(".yaml") for file in group.iterdir() if file.name.endswith(".yaml"))
 

@@ -1,4 +1,4 @@
-"""What is compared: words of the command line of `recipes/train.py`, and the forecasts of the strategies they make.
+"""Candidates of a plan: words of the command line of `recipes/train.py`, and forecasts of the strategies they make.
 
 The words are the only place where a candidate is written. So whatever wins can be trained as printed, and any other
 words can join the comparison.

@@ -1,4 +1,4 @@
-"""Forecasts of all candidates side by side, and which one to train with."""
+"""Comparison of forecasts: all candidates side by side, and which one to train with."""
 
 import shlex
 from collections.abc import Iterable, Sequence

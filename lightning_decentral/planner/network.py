@@ -1,4 +1,4 @@
-"""Seconds of collectives and of messages between neighbours, measured.
+"""Network benchmark: seconds of collectives and of messages between neighbours, measured.
 
 seconds = median over repeats of the largest over workers of its own seconds
 

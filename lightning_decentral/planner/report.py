@@ -1,4 +1,4 @@
-"""The report's pictures as SVG: speed-up curves, where each method wins, timelines. Needs matplotlib (extra `plot`)."""
+"""Report page of a plan (HTML): speed-up curves, where each method wins, timelines. Needs matplotlib (extra `plot`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape

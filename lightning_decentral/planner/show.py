@@ -1,4 +1,4 @@
-"""A plan as a table, and what it says in words."""
+"""Printing a plan: its table, what it says in words, units such as 200mbit."""
 
 import re
 from collections.abc import Iterator
@@ -75,7 +75,6 @@ def _unmeasured(network: Network) -> str:
 
 
 def verdict(plan: Comparison) -> Iterator[str]:
-    """The recommendation."""
     if plan.best is None:
         yield "nothing fits into this memory: more workers, a smaller batch, or smaller pieces of the model"
         return

@@ -1,4 +1,4 @@
-"""What a topology does over steps: its matrices and how fast workers agree."""
+"""Curves of a topology: its matrices and how fast workers agree (consensus), step by step."""
 
 from dataclasses import dataclass
 from math import ceil

@@ -1,4 +1,4 @@
-"""The same comparison on other clusters: more or fewer workers, faster or slower network cards."""
+"""Variations of a plan (what if): other clusters, more or fewer workers, faster or slower network cards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

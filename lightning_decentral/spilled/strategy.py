@@ -1,4 +1,4 @@
-"""`Trainer(strategy="spilled")`: a model that is larger than its device."""
+"""CPU offload: `Trainer(strategy="spilled")`, for a model that is larger than its device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ USABLE = 0.9  # of what is free on a CUDA device: the allocator's rounding and t
 
 
 class SpilledStrategy(SingleDeviceStrategy):
-    """bytes on the device <= memory_bytes, the same training.
+    """CPU offload: bytes on the device <= memory_bytes, the same training.
 
     Parameters, gradients and the optimizer's state live on the host. Consecutive blocks form shards, whose parameters
     come to the device for their forward and again for their backward, the next shard while this one computes; the

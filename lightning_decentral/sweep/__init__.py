@@ -1,4 +1,4 @@
-"""Many trainings that share devices (`hydra/launcher=shard_parallel`), after Nagrecha's Hydra; JigSaw and SPASE.
+"""Hyperparameter sweeps whose trainings share devices (`hydra/launcher=shard_parallel`), after Nagrecha; JigSaw, SPASE.
 
 `launcher` makes members of Hydra's words, `server` runs them in `processes`, `time_slicing` gives each its device
 between batches, `eviction` takes it back, `progress` and `gantt` show it; `trainings` runs the jobs of a schedule.

@@ -1,4 +1,4 @@
-"""What a training keeps on its device, taken to the host and back without anybody noticing.
+"""Eviction (swapping): what a training keeps on its device, taken to the host and back without anybody noticing.
 
 Storages are emptied and refilled, not tensors replaced: parameters, views of flat buffers, tied weights and the
 optimizer's references stay the very objects that they were.

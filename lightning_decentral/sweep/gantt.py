@@ -1,4 +1,4 @@
-"""Who ran where and when, as a picture: one row per device, one colour per job. Needs matplotlib (extra `plot`)."""
+"""Gantt chart of a schedule: one row per device, one colour per job. Needs matplotlib (extra `plot`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What `hydra/launcher=shard_parallel` does: Hydra's words become entrants, a sweep runs them, its end is shown."""
+"""Hydra launcher `shard_parallel`: Hydra's words become members, a sweep runs them, its end is shown."""
 
 import logging
 import os

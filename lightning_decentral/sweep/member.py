@@ -1,4 +1,4 @@
-"""One member of a sweep: its words, its folder, and the record there of what became of it."""
+"""Member (job) of a sweep: its words, its folder, and the record there of what became of it."""
 
 import pickle
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ class Entrant:
 
     @property
     def log(self) -> Path:
-        """Everything that it prints."""
         return self.folder / LOG
 
     @property

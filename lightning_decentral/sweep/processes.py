@@ -1,4 +1,4 @@
-"""The processes of a sweep's members: how they start, and how they end with the sweep."""
+"""Processes of a sweep's members: how they start (fork or spawn), and how they end with the sweep."""
 
 import logging
 import multiprocessing
@@ -32,8 +32,6 @@ class Fork:
     def __call__(
         self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
-        """The started process."""
-
         def run() -> JobReturn:
             return run_entrant(self._hydra_context, self._task_function, entrant)
 
@@ -57,7 +55,6 @@ class Spawn:
     def __call__(
         self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
-        """The started process."""
         arguments = (self.packed(entrant), dict(environment), lifeline[0])
         process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
         process.start()

@@ -1,4 +1,4 @@
-"""A sweep as its user sees it: a live table while it runs, a ranking at its end."""
+"""Progress of a sweep as its user sees it: a live table while it runs, a ranking at its end."""
 
 import csv
 import logging
@@ -98,7 +98,6 @@ class LiveTable:
             self._live.update(picture(sweep), refresh=True)
 
     def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
-        """One line."""
         words = f"#{entrant.name} : {' '.join(entrant.words)}"
         if outcome.status is JobStatus.COMPLETED:
             self._say(f"\t{words} : done, {outcome.return_value}")

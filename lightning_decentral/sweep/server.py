@@ -1,4 +1,4 @@
-"""A sweep at work: members as processes, one arbiter that listens to them all, in one thread."""
+"""Scheduler of a sweep at work (server): members as processes, one arbiter that listens to them all, in one thread."""
 
 import os
 import selectors
@@ -67,7 +67,6 @@ class Sweep:
 
     @property
     def now(self) -> float:
-        """Seconds since it began."""
         return time.perf_counter() - self.began
 
     def run(self) -> dict[str, JobReturn]:

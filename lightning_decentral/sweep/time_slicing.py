@@ -54,7 +54,6 @@ class Gate(Callback):
         self._residence.leave()
 
     def enter(self) -> None:
-        """And back."""
         if self._residence is not None:
             self._residence.enter()
         self._residence = None
@@ -104,15 +103,12 @@ class Gate(Callback):
         self._batch_end = self._clock()
 
     def on_validation_batch_start(self, *_: Any) -> None:
-        """As in training."""
         self._take()
 
     def on_test_batch_start(self, *_: Any) -> None:
-        """As in training."""
         self._take()
 
     def on_predict_batch_start(self, *_: Any) -> None:
-        """As in training."""
         self._take()
 
     def on_train_epoch_end(self, *_: Any) -> None:
@@ -120,23 +116,18 @@ class Gate(Callback):
         self._rest()
 
     def on_validation_end(self, *_: Any) -> None:
-        """As after an epoch."""
         self._rest()
 
     def on_test_end(self, *_: Any) -> None:
-        """As after an epoch."""
         self._rest()
 
     def on_predict_end(self, *_: Any) -> None:
-        """As after an epoch."""
         self._rest()
 
     def on_train_end(self, *_: Any) -> None:
-        """As after an epoch."""
         self._rest()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Others go on."""
         if isinstance(exception, torch.OutOfMemoryError) and self._admission.memory_bytes is not None:
             raise ValueError(self._too_large(self._measured_bytes())) from exception
         self._leave_for_good()

@@ -1,4 +1,4 @@
-"""The trainings of a schedule for real: members of a sweep that take a device for each of their batches.
+"""Real trainings of a schedule (`schedule --run`): members of a sweep that take a device for each of their batches.
 
 What is timed, and what simulation and run are about, is training steps: evaluation is switched off, and a process's
 start is over before the clock starts.

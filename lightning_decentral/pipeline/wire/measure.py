@@ -1,4 +1,4 @@
-"""What every stage takes for its slices: a few real steps of all stages at once, in 1, 2, 4, 8 and 16 equal slices.
+"""Measuring stage costs: a few real steps of all stages at once, in 1, 2, 4, 8 and 16 equal slices.
 
     t = p w_S      p    processor seconds of a chunk among S slices, the mean of ROUNDS steps
                    w_S  with which the timeline of w_S p and the messages takes as long as such a step, the median

@@ -56,7 +56,6 @@ class Plans:
             self._measured = batch, length
 
     def make(self, slicing: Slicing, call: Call, pipe: Pipe) -> list[int]:
-        """Plan for such calls."""
         length = pipe.model.length(call)
         slices = list(slicing.slices(length, self.situation(pipe.size)))
         self.slices[_key(call, length)] = slices

@@ -1,4 +1,4 @@
-"""Delays and bandwidths between hosts, as a file: JSON matrices or a CSV list of links.
+"""Network between hosts: delays and bandwidths as a file, JSON matrices or a CSV list of links.
 
 seconds[source][target] = latency + bytes / bandwidth
 """

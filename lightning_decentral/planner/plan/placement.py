@@ -1,4 +1,4 @@
-"""Which host gets which rank, so that a plan of messages costs least.
+"""Placement of ranks: which host gets which, so that a plan of messages costs least.
 
 cost(order) = (mean over steps of the step's slowest message, mean over steps of the sum of its messages), in seconds
 
@@ -49,7 +49,6 @@ class Listed(Graph):
     plan: Callable[[int], Sequence[Step]]
 
     def steps(self, size: int) -> Sequence[Step]:
-        """The plan's."""
         return self.plan(size)
 
 
@@ -108,7 +107,6 @@ def held_karp(
 
 
 def cost(steps: Sequence[Step], seconds: Matrix, order: Sequence[int]) -> tuple[float, float]:
-    """Of one order."""
     slowest, total = costs(steps, seconds, np.array([order]))
     return float(slowest[0]), float(total[0])
 

@@ -1,4 +1,4 @@
-"""Which groups of workers are measured, and the line through what was measured.
+"""Network probes: which groups of workers are measured, and the line through what was measured.
 
 seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth > 0 of
     sum over points of (latency + bytes / bandwidth - seconds)^2 / seconds
@@ -30,7 +30,6 @@ class Probe:
 
     @property
     def workers(self) -> int:
-        """Of one group."""
         return len(self.groups[0])
 
     def __str__(self) -> str:

@@ -105,7 +105,7 @@ class Network:
         usable = [cost for cost in known if reach in (cost.reach, "inside")]
         if not usable:
             raise ValueError(
-                f"nothing was measured {reach} nodes: measure with `torchrun ... -m lightning_decentral.profile`, "
+                f"nothing was measured {reach} nodes: measure with `torchrun ... -m lightning_decentral.cli.network`, "
                 "or give --bandwidth 200mbit --latency 100us"
             )
         return min(usable, key=distance)

@@ -1,4 +1,4 @@
-"""Which modules of a model are loaded by themselves, and where each parameter stands."""
+"""Blocks of a model: which modules are loaded by themselves, and where each parameter stands."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

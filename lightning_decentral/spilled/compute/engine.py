@@ -1,4 +1,4 @@
-"""A module whose parameters live on the host, and steps of it within a budget of bytes on the device.
+"""Offloading engine: a module whose parameters live on the host, and its steps within a budget of bytes on the device.
 
 The first step of every kind is measured block by block and checked, the second one timed; from the third on the shards
 of a plan are loaded one ahead. Between steps the module is as it was: its parameters are the host's.
@@ -86,7 +86,6 @@ class Engine:
                 )
 
     def _refuse_large(self) -> None:
-        """Before anything is copied."""
         for block in self._blocks():
             if block.parameter_bytes > self._budget_bytes:
                 raise ValueError(

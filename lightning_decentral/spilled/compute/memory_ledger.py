@@ -1,5 +1,4 @@
-"""Bytes of tensors that live on a device which isn't there: every storage that an operation makes is counted until it
-dies.
+"""Memory tracker for a device which isn't there: bytes of every storage that an operation makes, until it dies.
 
 A result of host tensors only is on the host, any other one on the device, as on a real one.
 """

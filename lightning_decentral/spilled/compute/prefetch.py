@@ -1,4 +1,4 @@
-"""Which shards are on the device: the one that computes and the one that comes next."""
+"""Prefetch (double buffering): which shards are on the device, the one that computes and the one that comes next."""
 
 from __future__ import annotations
 

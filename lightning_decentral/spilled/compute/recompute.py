@@ -1,4 +1,4 @@
-"""What a call of a module depends on besides its inputs and parameters, so that a second one comes out the same."""
+"""Recomputation: what a call depends on besides inputs and parameters, so that a second one comes out the same."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""Running a block on copies of its parameters, which live on the host.
+"""Parameter offload (spilling): a block runs on copies of its parameters, which live on the host.
 
     forward    y = block(x; copy of w), no graph;    x and the random state go to the host
     backward   y = block(x; copy of w) again, with a graph, then  dx, dw = vjp(dy);    dw goes to the host
@@ -228,14 +228,12 @@ class Resident(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loader: Loader, host: Tensor) -> Tensor:
-        """The copy."""
         ctx.device = loader.device
         return loader.device.fetch([host]).ready()[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Landed."""
         return None, ctx.device.send([gradient]).land()[0]
 
 

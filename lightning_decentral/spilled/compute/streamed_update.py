@@ -1,4 +1,4 @@
-"""An optimizer's update on the device, a few parameters at a time: parameter, gradient and state come and go.
+"""Optimizer offload: an update on the device, a few parameters at a time; parameter, gradient and state come and go.
 
     present + sum over what travels together of (parameter + gradient + state + what the update makes) <= memory_bytes
 
@@ -136,7 +136,6 @@ class Trip:
         self._stayed = {key: value for key, value in tensors.items() if key not in self._left}
 
     def go(self) -> None:
-        """To the device."""
         hosts = [self._host, self._gradient, *self._left.values()]
         there, gradient, *states = self._device.fetch(hosts).ready()
         self._parameter.data = there
@@ -192,7 +191,6 @@ def _refuse_nested(state: Mapping[str, Any]) -> None:
 
 
 def _refuse_large(given: Iterable[Tensor], room: int, budget_bytes: int, named: Mapping[str, Tensor]) -> None:
-    """Before anything is updated."""
     for parameter in given:
         least = 2 * parameter.numel() * parameter.element_size()
         if least > room:

@@ -1,4 +1,4 @@
-"""Copies between the host and the device that computes: a CUDA device, or a stand-in on the CPU that counts bytes."""
+"""Host-device copies: the device that computes is a CUDA device, or a stand-in on the CPU that counts bytes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -123,27 +123,22 @@ class CpuTransfer(Device):
         self.place, self.ledger = torch.device("cpu"), Ledger()
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """As it is."""
         return tensor
 
     def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
-        """At once."""
         copies = [host.detach().clone() for host in hosts]
         self.ledger.add(copies, DEVICE)
         return PendingCopies(copies)
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
-        """At once."""
         copies = [_copy_like(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
         self.ledger.add(copies, HOST)
         return Leaving(copies, [])
 
     def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        """At once."""
         _copy_into(hosts, tensors)
 
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
-        """In the ledger."""
         self.ledger.add(hosts, HOST)
         self.ledger.add(present, DEVICE)
 
@@ -151,15 +146,12 @@ class CpuTransfer(Device):
         """It has."""
 
     def present_bytes(self) -> int:
-        """By the ledger."""
         return self.ledger.present_bytes
 
     def peak_bytes(self) -> int:
-        """By the ledger."""
         return self.ledger.peak_bytes
 
     def forget_peak(self) -> None:
-        """In the ledger."""
         self.ledger.forget_peak()
 
 
@@ -211,15 +203,12 @@ class Cuda(Device):
         torch.cuda.current_stream(self.place).synchronize()
 
     def present_bytes(self) -> int:
-        """By the allocator."""
         return torch.cuda.memory_allocated(self.place)
 
     def peak_bytes(self) -> int:
-        """By the allocator."""
         return torch.cuda.max_memory_allocated(self.place)
 
     def forget_peak(self) -> None:
-        """In the allocator."""
         torch.cuda.reset_peak_memory_stats(self.place)
 
     def random_state(self) -> list[Tensor]:
@@ -227,13 +216,11 @@ class Cuda(Device):
         return [torch.get_rng_state(), torch.cuda.get_rng_state(self.place)]
 
     def set_random_state(self, state: list[Tensor]) -> None:
-        """Both."""
         torch.set_rng_state(state[0])
         torch.cuda.set_rng_state(state[1], self.place)
 
 
 def device_of(place: torch.device) -> Device:
-    """The device there."""
     return Cuda(place) if place.type == "cuda" else CpuTransfer()
 
 

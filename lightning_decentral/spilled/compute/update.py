@@ -1,4 +1,4 @@
-"""Where the optimizer's update runs when parameters, gradients and state live on the host."""
+"""Optimizer update, on the host or streamed to the device: parameters, gradients and state live on the host."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -49,7 +49,6 @@ class OnHost(Update):
         """None."""
 
     def begin(self, device: Device, budget_bytes: int) -> Updating:
-        """Nothing moves."""
         return _Here()
 
 
@@ -63,5 +62,4 @@ class OnDevice(Update):
         refuse_joint(optimizer)
 
     def begin(self, device: Device, budget_bytes: int) -> Updating:
-        """Nothing is measured yet."""
         return Travelling(device, budget_bytes)

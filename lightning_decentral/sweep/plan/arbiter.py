@@ -1,4 +1,4 @@
-"""Which member of a sweep may use which device: events in, orders out. No clock, no socket, no process of its own.
+"""Arbiter (scheduler) of a sweep: which member may use which device. Events in, orders out; no clock, no socket.
 
 A member requests, is granted, and returns its grant within a quantum; between two grants it waits with its parameters
 on the device, until somebody else needs the room.
@@ -148,7 +148,6 @@ class Arbiter:
         self.members[name].resident = self.members[name].leaving = False
 
     def leave(self, name: str, now: float) -> None:
-        """The member has ended."""
         member = self.members.pop(name)
         member.close(now)
         self.ended[name] = member

@@ -1,4 +1,7 @@
-"""The devices of a sweep, by name: "cpu:0", "cuda:1"."""
+"""Device names of a sweep: "cpu:0", "cuda:1".
+
+A module of its own, however short: launcher, server and trainings all name devices, and a test of names needs no sweep.
+"""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Pieces of many jobs on few devices: who is loaded and who computes, decided one event at a time.
+"""Dispatch of many jobs to few devices: whose piece is loaded and whose computes, decided one event at a time.
 
 Knows no clock: the simulation feeds it events of a virtual time, a real run those of real processes, and both carry out
 the same orders.

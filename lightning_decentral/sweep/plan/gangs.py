@@ -1,4 +1,4 @@
-"""Jobs of several workers of unequal depth that share their devices iteration by iteration.
+"""Gang scheduling (JigSaw): jobs of several workers of unequal depth share their devices iteration by iteration.
 
     cycle = max_g sum_j t_j,d(j,g)        d(j, .) a permutation: which piece of job j device g runs
 
@@ -81,7 +81,6 @@ class Turns:
 
     @property
     def devices(self) -> int:
-        """How many."""
         return len(self.pieces[0])
 
     @property
@@ -169,7 +168,6 @@ class Unaware(Pairing):
     """d(j, g) = g: what workers get whose rank is their device, all deep ones on the same."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
-        """Of every job alike."""
         return [list(range(len(gang.seconds))) for gang in gangs]
 
 
@@ -199,7 +197,6 @@ class GreedyGangs(Pairing):
     """Jobs of the largest spread first: the longest piece to the device with the least so far, and so on."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
-        """Job by job."""
         loads = [0.0] * len(gangs[0].seconds)
         found: list[list[int]] = [[] for _ in gangs]
         for j in sorted(range(len(gangs)), key=lambda j: min(gangs[j].seconds) - max(gangs[j].seconds)):
@@ -221,7 +218,6 @@ class ExactGangs(Pairing):
     limit_seconds: float = 10.0
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
-        """Of the solution."""
         greedy = GreedyGangs().turns(gangs)
         if greedy.cycle_seconds <= lower_bound_seconds(gangs):
             return [list(row) for row in greedy.pieces]

@@ -1,4 +1,4 @@
-"""Who runs next on a free device: among the jobs that wait, the one with the smallest key."""
+"""Scheduling policies (LRTF, SRTF, round robin, FIFO, complementary): the waiting job of the smallest key is next."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,6 @@ class FIFO(Policy):
     """In order of arrival: who came first runs whenever it can."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """Its arrival"""
         return (job.arrived,)
 
 

@@ -1,4 +1,4 @@
-"""Arbiters of members that are the jobs of a schedule: one measures their steps, one carries the schedule out.
+"""Arbiters for `schedule --run`: one measures the steps of all jobs, one carries the schedule out.
 
 Every batch is a grant of its own, as every piece of a simulation is.
 """
@@ -25,7 +25,6 @@ class Steps:
     other_seconds: float
 
     def seconds(self, number: int) -> list[float]:
-        """Of so many steps."""
         first = self.first_seconds[:number]
         return [*first, *[self.other_seconds] * (number - len(first))]
 
@@ -49,7 +48,6 @@ class Gathered(Arbiter):
         self._asking: list[str] = []
 
     def request(self, name: str) -> Orders:
-        """It is there."""
         self._absent.discard(name)
         self._asking.append(name)
         return []

@@ -1,4 +1,4 @@
-"""How long many jobs take on few devices under a policy: an event-driven simulation, its measures and bounds.
+"""Simulation of a schedule, event by event: how long many jobs take on few devices under a policy; measures, bounds.
 
 One device, pieces 1..n in the order in which it computes them, each loaded while the one before computes:
 

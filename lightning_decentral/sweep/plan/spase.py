@@ -1,4 +1,4 @@
-"""How many devices each job gets, which, and when, so that all are done soonest (SPASE).
+"""SPASE (select parallelism, allocate, schedule): how many devices each job gets, which, and when.
 
     min max_j (s_j + sum_k t_jk x_jk)      x_jk: job j runs on k devices, for t_jk seconds, without a break
 
@@ -69,7 +69,6 @@ class SpasePlan:
 
     @property
     def makespan_seconds(self) -> float:
-        """The last end."""
         return max(job.start + job.seconds for job in self.granted)
 
     def spans(self) -> dict[tuple[str, int], Span]:
@@ -115,7 +114,6 @@ class GreedySpase(Allocation):
     """
 
     def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """See the class."""
         shortest = max(min(table.seconds.values()) for table in tables)
         thresholds = sorted({s for table in tables for s in table.seconds.values() if s >= shortest})
         plans = [_listed([_cheapest(table, t) for table in tables], devices) for t in thresholds]
@@ -133,7 +131,6 @@ class ExactSpase(Allocation):
     limit_seconds: float = 10.0
 
     def found(self, tables: Sequence[Table], devices: int) -> SpasePlan:
-        """See the class."""
         greedy = GreedySpase().found(tables, devices)
         if greedy.gap == 0:
             return greedy
@@ -190,7 +187,6 @@ class _Program:
             self._program.at_most(second, 2 * most)
 
     def solve(self, limit_seconds: float) -> Solution:
-        """See `Program.solve`."""
         return self._program.solve(limit_seconds)
 
     def granted(self, solution: Solution) -> tuple[Granted, ...]:

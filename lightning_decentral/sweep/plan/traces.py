@@ -1,4 +1,4 @@
-"""Public traces of jobs as queues: who arrived when and asked for how many devices and iterations.
+"""Public traces of jobs (Tiresias, Gavel) as queues: who arrived when and asked for how many devices and iterations.
 
     seconds of a piece = devices * iterations in it * step seconds of the model's profile * variation
 
@@ -164,7 +164,6 @@ def _profile(model: str, profiles: Mapping[str, Profile]) -> Profile:
 
 
 def _submitted(number: int, fields: Mapping[str, str]) -> Submitted:
-    """Checked."""
     devices = _whole(number, "devices", fields["devices"])
     iterations = _whole(number, "iterations", fields["iterations"])
     try:

@@ -1,4 +1,4 @@
-"""A member's place in its sweep: it asks the arbiter for its device, and waits until it has it."""
+"""Scheduler client of a sweep's member: it asks the arbiter for its device, and waits until it has it."""
 
 import json
 import os
@@ -146,7 +146,6 @@ Message = dict[str, Any]
 
 
 def write(connection: socket.socket, message: Message) -> None:
-    """One line."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
