@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import fresh, ports, world
+from tests import fresh, ports, quick, world
 
 torch.set_num_threads(1)
 
@@ -42,8 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Worlds of threads come last: whoever forks after one may inherit a lock that nobody holds any more, and wait for
     it for ever."""
     items.sort(key=lambda item: item.get_closest_marker("threads") is not None)
+    picked = quick.chosen([item.nodeid for item in items])
     for item in items:
-        if item.path.parent.name == "plan":  # the laws
+        if item.path.parent.name == "plan" or item.nodeid in picked:  # a law, or chosen
             item.add_marker(pytest.mark.quick)
 
 

@@ -69,7 +69,8 @@ def _ask(*question: object) -> Any:
 @cache
 def server() -> Connection:
     """Forked at the first call; it ends when nobody holds the other end of its pipe any more."""
-    import lightning_decentral.recipes.train  # noqa: F401  # what its children find imported
+    # What its children find imported.
+    from lightning_decentral import GossipStrategy, PartialBackpropStrategy, SpilledStrategy, TokenPipelineStrategy  # noqa: F401
 
     ours, its = multiprocessing.Pipe()
     pid = os.fork()
