@@ -23,7 +23,7 @@ from lightning_decentral.partial import (
     Staircase,
     Temporal,
 )
-from lightning_decentral.partial.plan.cost import total
+from lightning_decentral.partial.plan.cost import saved_bytes
 from tests.partial.towers import Batches, Scripted, Tower, Watch, batch_of, run
 from tests.tiny import QUIET, in_processes
 from tests.wandb_file import history
@@ -37,7 +37,7 @@ class Plan(Watch):
     def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
         driver = trainer.strategy.driver
         assert driver is not None
-        self.more["saved"] = [total(driver.plan.costs[-d:]).saved_bytes for d in (1, 2, 3, 4)]
+        self.more["saved"] = [saved_bytes(driver.plan.costs[-d:]) for d in (1, 2, 3, 4)]
         self.more["bar"] = sorted(trainer.progress_bar_metrics)
 
 
