@@ -1,6 +1,5 @@
 """The profile of one device: on a clock that the blocks themselves move, exactly; on the real one, roughly."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ from hydra import initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_decentral.cli import main as cli
+from lightning_decentral.cli import profile as command
 from lightning_decentral.cli.profile import StepProfile, profile, shown
 from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_blocks
@@ -211,22 +212,27 @@ def fit(module: Perceptron, watch: StepProfile) -> None:
     trainer.fit(module, DataLoader(torch.ones(256, 256), batch_size=32))  # type: ignore[arg-type]
 
 
-def test_blocks_add_up_to_a_step_of_a_plain_loop() -> None:
-    """Within a factor of 5, for machines that do other things meanwhile: it tells seconds from milliseconds, and
-    blocks that are counted twice eight times from those that aren't."""
+class Products(TorchDispatchMode):
+    """Moves the clock by a second for every product of matrices, wherever one is computed."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Clock.now += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_blocks_add_up_to_a_step_of_a_plain_loop(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left out or counted twice."""
+    monkeypatch.setattr(command, "laps", lambda device: Clock())
     module, watch = Perceptron(), StepProfile(lambda: None)
-    fit(module, watch)
-    times = []
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    for _ in range(9):
-        start = time.perf_counter()
+    with Products():
+        fit(module, watch)
+        start = Clock.now
         module.layers(torch.ones(32, 256)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    total = sum(b.forward_seconds + b.backward_seconds + b.update_seconds for b in watch.blocks)
-    assert len(watch.steps()) == 4
-    assert 0.2 < total / sorted(times)[4] < 5
+    step = Clock.now - start
+    assert step == 4 + 4 + 3, "forward, weights, inputs but the first layer's"
+    assert sum(block.forward_seconds for block in watch.blocks) == 4
+    assert sum(block.backward_seconds for block in watch.blocks) == 7
+    assert watch.steps() == [step] * 4
 
 
 def test_mistakes_are_one_line() -> None:
