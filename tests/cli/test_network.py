@@ -94,7 +94,8 @@ def test_the_profile_gets_a_network(tmp_path: Path, size: int, per_node: int) ->
 
 
 def test_mistakes_are_one_line_before_anyone_waits() -> None:
-    with pytest.raises(ValueError, match="RANK is not set: start it on every host with `torchrun"):
+    remedy = r"RANK is not set: start it on every host with `torchrun .* -m lightning_decentral\.cli\.network`"
+    with pytest.raises(ValueError, match=remedy):
         command.place({})
     for words, message in ((["--sizes", "9", "5"], "ascending"), (["--repeats", "0"], "at least 1, got 0")):
         with pytest.raises(ValueError, match=message):

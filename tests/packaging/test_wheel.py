@@ -146,3 +146,5 @@ def test_an_editable_install_has_the_launcher_too(tmp_path: Path) -> None:
 def test_the_console_command_starts_elsewhere(clean: Path, tmp_path: Path) -> None:
     output = run(clean / "bin" / "lightning-decentral-train", "--cfg", "job", "strategy=gossip", cwd=tmp_path)
     assert "_target_: lightning_decentral.GossipStrategy" in output
+    output = run(clean / "bin" / "lightning-decentral", "topology", "ring", "--workers", "4", cwd=tmp_path)
+    assert "period: 1 step" in output
