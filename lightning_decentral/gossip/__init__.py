@@ -15,14 +15,12 @@ from lightning_decentral.gossip.callbacks import (
 from lightning_decentral.gossip.compute.codec import (
     BFloat16,
     Codec,
-    Coding,
     DifferenceCompression,
     Float16,
     Float32,
     Int8,
     LowRank,
     Plain,
-    PowerGossip,
     TopK,
 )
 from lightning_decentral.gossip.compute.combine import (
@@ -78,7 +76,6 @@ __all__ = [
     "BFloat16",
     "BaseGraph",
     "Codec",
-    "Coding",
     "Combine",
     "CommunicationMonitor",
     "Complete",
@@ -114,7 +111,6 @@ __all__ = [
     "Own",
     "PeriodicAverage",
     "Plain",
-    "PowerGossip",
     "PushSum",
     "QuasiGlobalMomentum",
     "RandomMatching",

@@ -1,6 +1,6 @@
 """`Trainer(strategy="gossip")`: decentralized data-parallel training, one word away from `ddp`."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,27 +8,26 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral.gossip.compute.codec.codec import Coding
+from lightning_decentral.gossip.compute.codec.codec import Codec
 from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.islands import IslandStrategy
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Partition, all_reduce_copies, copies_through_card, partitions
+from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
-from lightning_decentral.gossip.wire.clique import CliqueExchange, ExchangeByStep
-from lightning_decentral.gossip.wire.consensus import Consensus, Gauge, squared_norm
-from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
+from lightning_decentral.gossip.wire.assembly import assembled
+from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of, squared_norm
+from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Trained
-from lightning_decentral.gossip.wire.overlap import beside
-from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared import registration as names
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.replica import Evaluate
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Wire
 
 
 class GossipStrategy(IslandStrategy):
@@ -66,9 +65,9 @@ class GossipStrategy(IslandStrategy):
         self,
         *,
         topology: Topology | None = None,
-        combine: Combine | None = None,
+        combine: Combine | ConsensusControl | None = None,
         weights: Weights | None = None,
-        codec: Coding | None = None,
+        codec: Codec | None = None,
         island: Island | None = None,
         delay: int = 1,
         evaluate: Evaluate = "mean",
@@ -99,7 +98,6 @@ class GossipStrategy(IslandStrategy):
         """Check the plan, then connect."""
         self._place()
         self.combine.check(self.topology, self.workers, self.weights, self.delay)
-        self.codec.check(self.topology, self.workers, self.weights, self.delay)
         super().setup_environment()
 
     def _place(self) -> None:
@@ -116,40 +114,15 @@ class GossipStrategy(IslandStrategy):
         """Of this optimizer; a new one where the optimizers were replaced, on all workers in the same step."""
         trained = next((t for t in self._trained if t.optimizer is optimizer), None)
         if trained is None:
-            mixer = Mixer([], self.combine, self._exchange(), self.delay, self._gauge())
-            trained = Trained(optimizer, mixer, self._taken, self._member, self.bucket_bytes)
+            trained = Trained(optimizer, self._mixer(), self._taken, self._member, self.bucket_bytes)
             self._trained.append(trained)
         return trained
 
-    def _exchange(self) -> Exchange:
-        cliques = partitions(self.topology, self.weights, self.workers) if self.codec == Plain() else None
-        if cliques is None:
-            return self._member.exchange(self._beside(self._peers()), encoded=self.codec != Plain())
-        if all(cliques):
-            by_clique = self._cliques([step for step in cliques if step])
-            return self._member.exchange(self._beside(by_clique), encoded=False)
-        alone = tuple((rank,) for rank in range(self.workers))
-        by_clique, by_peers = self._cliques([step or alone for step in cliques]), self._peers()
-        by_step = ExchangeByStep([by_clique if step else by_peers for step in cliques])
-        return self._member.exchange(self._beside(by_step), encoded=False)
-
-    def _beside(self, exchange: Exchange) -> Exchange:
-        return beside(exchange, self.root_device, self.delay)
-
-    def _gauge(self) -> Gauge:
+    def _mixer(self) -> Mixer:
         assert self._wire is not None
-        over = self._wire.group(None) if self.combine.lag else None
-        return Gauge(self.combine.lag, over.all_reduce if over else None)
-
-    def _peers(self) -> Exchange:
-        peers = self._member.peers(range(self.workers))
-        assert peers is not None
-        return PeerExchange(self.topology, self.weights, peers, self.root_device, self.codec)
-
-    def _cliques(self, cliques: Sequence[Partition]) -> Exchange:
-        groups = {c: self._member.peers(c) for c in dict.fromkeys(c for step in cliques for c in step) if len(c) > 1}
-        mine: dict[tuple[int, ...], Transport] = {c: t for c, t in groups.items() if t is not None}
-        return CliqueExchange(cliques, mine, self.worker, self.root_device)
+        plan = self.topology, self.weights, self.workers
+        exchange = assembled(*plan, self.worker, self._member, self.root_device, self.codec, self.delay)
+        return mixer_of(self.combine, exchange, self.delay, partial(self._wire.group, None))
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
@@ -234,7 +207,7 @@ class GossipStrategy(IslandStrategy):
     def mixing(self) -> dict[str, float]:
         """How this worker mixes now (by its first optimizer): only what rule and codec have. No communication."""
         ruled = self._trained[0].mixer.mixing() if self._trained else {}
-        errors = [e for t in self._trained if (e := t.mixer.exchange.codec_error()) is not None]
+        errors = [error for t in self._trained for error in t.mixer.codec_errors()]
         return {**ruled, "delay": float(self.delay), **({"codec_error": max(errors)} if errors else {})}
 
     @torch.no_grad()
@@ -253,11 +226,10 @@ class GossipStrategy(IslandStrategy):
         """The plan in words, for the start of a run."""
         size, steps = self.workers, consensus_steps(self.topology, self.workers, self.weights)
         model_bytes = sum(bucket.bytes for bucket in self._buckets)
-        message_bytes = sum(t.mixer.exchange.message_bytes([b.flat for b in t.mixer.buckets]) for t in self._trained)
-        period = self.topology.period(size)
-        exchanges = [trained.mixer.exchange for trained in self._trained[:1]]
-        copies = sum(exchange.copies_sent(step) for exchange in exchanges for step in range(period)) / period
-        sent_bytes = copies * message_bytes * self.combine.copies
+        device_bytes = sum(t.mixer.exchange.coder.bytes for t in self._trained)  # each sends a part of an island's
+        message_bytes = device_bytes * self.island.devices // self.island.shards
+        copies = copies_sent(self.topology, self.weights, self.worker, size, peers_only=self.codec.encodes)
+        sent_bytes = copies * device_bytes * self.combine.copies
         adams = {type(o).__name__ for o in self.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
         order = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
         summary = {
@@ -278,7 +250,7 @@ class GossipStrategy(IslandStrategy):
         if self.num_nodes == 1:
             return "none, there is one node"
         plan = self.topology, self.weights, self.workers, self.workers_per_node
-        steps = copies_through_card(*plan, peers_only=self.codec != Plain())
+        steps = copies_through_card(*plan, peers_only=self.codec.encodes)
         mean, most = sum(steps) / len(steps) * message_bytes, max(steps) * message_bytes
         reduced = all_reduce_copies(self.num_nodes * self.num_processes, self.num_processes) * model_bytes
         return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"
