@@ -43,7 +43,7 @@ from lightning_decentral.gossip import (
     Plain,
     TopK,
 )
-from lightning_decentral.gossip.compute.codec.codec import MessageLayout
+from lightning_decentral.gossip.compute.codec import MessageLayout
 from lightning_decentral.gossip.compute.codec.coded import Coded
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 
@@ -68,7 +68,7 @@ class Round:
         self._coder = Coded(codec, 0, {1: 0}, Pool())
         self._coder.admit([torch.zeros_like(weights)], [matrices], Gossip(rate=0.01))
         self._pool, self._healthy = Pool(), torch.ones((), dtype=torch.bool, device=weights.device)
-        self._heard: list[Tensor] = []
+        self._heard: dict[int, list[Tensor]] = {}
         self._step = 0
 
     def prepare(self) -> None:
@@ -81,13 +81,14 @@ class Round:
 
     def hear(self) -> None:
         buffers = [part.clone() for part in self._sent[1]]
-        self._heard = self._coder.decode(1, buffers, self._message, 0)
-        self._coder.remember(1, self._heard, self._healthy, 0)
+        self._heard = self._coder.decode({1: buffers}, self._message, 0)
+        if self._coder.estimates:
+            self._coder.remember(self._heard, {1: self._healthy}, 0)
 
     def finish(self) -> None:
         """Buffers go back, as at the end of a round; not timed."""
         self._coder.release(self._sent)
-        self._coder._pool.give(self._heard)
+        self._coder._pool.give(self._heard[1])
 
 
 def seconds(call: Callable[[], None], device: torch.device) -> float:

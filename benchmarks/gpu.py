@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import MetropolisHastings, Ring
-from lightning_decentral.gossip.wire.exchange import Land
+from lightning_decentral.gossip.wire.exchange import Started
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.device import duration, laps
 from lightning_decentral.shared.wire.transport import transport
@@ -149,11 +149,11 @@ def stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def started(exchange: PeerExchange, message: Sequence[Tensor], step: int) -> Land:
+def started(exchange: PeerExchange, message: Sequence[Tensor], step: int) -> Started:
     """A round under way."""
-    land = exchange.start(message, step)
-    exchange.depart()
-    return land
+    round_ = exchange.start(message, step)
+    exchange.depart([round_], step)
+    return round_
 
 
 def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[str, Any]:
@@ -171,16 +171,16 @@ def staging(elements: int, turns: int, side: int, device: torch.device) -> dict[
             return duration(call, device)
 
         def exchanged() -> None:
-            exchange.pool.give(started(exchange, message, next(steps))())
+            exchange.pool.give(started(exchange, message, next(steps)).land())
 
         def computed(times: int) -> None:
             for _ in range(times):
                 torch.mm(square, square)
 
         def both(times: int) -> None:
-            land = started(exchange, message, next(steps))
+            under_way = started(exchange, message, next(steps))
             computed(times)
-            exchange.pool.give(land())
+            exchange.pool.give(under_way.land())
 
         timed(exchanged)
         timed(lambda: computed(1))
@@ -210,11 +210,11 @@ def _copies(message: Sequence[Tensor], group: Any, device: torch.device) -> floa
     group.allreduce([meet]).wait()
     before = allocated(device)
     group.allreduce([meet]).wait()
-    land = started(exchange, message, 0)
+    under_way = started(exchange, message, 0)
     group.allreduce([meet]).wait()
     held = (allocated(device) - before) / 2 / message[0].nbytes
     group.allreduce([meet]).wait()
-    land()
+    under_way.land()
     return held
 
 

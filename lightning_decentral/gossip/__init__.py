@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.callbacks import WorkerLossMonitor as WorkerLossMonitor
     from lightning_decentral.gossip.compute.codec import BFloat16 as BFloat16
     from lightning_decentral.gossip.compute.codec import Codec as Codec
-    from lightning_decentral.gossip.compute.codec import Coding as Coding
     from lightning_decentral.gossip.compute.codec import DifferenceCompression as DifferenceCompression
     from lightning_decentral.gossip.compute.codec import Float16 as Float16
     from lightning_decentral.gossip.compute.codec import Float32 as Float32
     from lightning_decentral.gossip.compute.codec import Int8 as Int8
     from lightning_decentral.gossip.compute.codec import LowRank as LowRank
     from lightning_decentral.gossip.compute.codec import Plain as Plain
-    from lightning_decentral.gossip.compute.codec import PowerGossip as PowerGossip
     from lightning_decentral.gossip.compute.codec import TopK as TopK
     from lightning_decentral.gossip.compute.combine import Combine as Combine
     from lightning_decentral.gossip.compute.combine import ConsensusControl as ConsensusControl

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -9,28 +10,26 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.codec.codec import Coding
+from lightning_decentral.gossip.compute.codec.codec import Codec
 from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.islands import IslandModel, refuse_unsharded, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Partition, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import described
-from lightning_decentral.gossip.wire.clique import CliqueExchange, ExchangeByStep
-from lightning_decentral.gossip.wire.consensus import Consensus, Gauge, squared_norm
-from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
+from lightning_decentral.gossip.wire.assembly import assembled
+from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of, squared_norm
+from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
-from lightning_decentral.gossip.wire.overlap import beside
-from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Wire
 
 
 class GossipStrategy(ReplicaStrategy):
@@ -70,9 +69,9 @@ class GossipStrategy(ReplicaStrategy):
         self,
         *,
         topology: Topology | None = None,
-        combine: Combine | None = None,
+        combine: Combine | ConsensusControl | None = None,
         weights: Weights | None = None,
-        codec: Coding | None = None,
+        codec: Codec | None = None,
         island: Island | None = None,
         delay: int = 1,
         evaluate: Evaluate = "mean",
@@ -127,7 +126,6 @@ class GossipStrategy(ReplicaStrategy):
         """Check the plan, then connect."""
         self._place()
         self.combine.check(self.topology, self.workers, self.weights, self.delay)
-        self.codec.check(self.topology, self.workers, self.weights, self.delay)
         super().setup_environment()
 
     def _place(self) -> None:
@@ -152,37 +150,10 @@ class GossipStrategy(ReplicaStrategy):
         return Mixers(self._mixer, lambda parameters: self._member.pack(parameters, self.bucket_bytes))
 
     def _mixer(self) -> Mixer:
-        return Mixer([], self.combine, self._exchange(), self.delay, self._gauge())
-
-    def _exchange(self) -> Exchange:
-        cliques = partitions(self.topology, self.weights, self.workers) if self.codec == Plain() else None
-        if cliques is None:
-            return self._member.exchange(self._beside(self._peers()), encoded=self.codec != Plain())
-        if all(cliques):
-            by_clique = self._cliques([step for step in cliques if step])
-            return self._member.exchange(self._beside(by_clique), encoded=False)
-        alone = tuple((rank,) for rank in range(self.workers))
-        by_clique, by_peers = self._cliques([step or alone for step in cliques]), self._peers()
-        by_step = ExchangeByStep([by_clique if step else by_peers for step in cliques])
-        return self._member.exchange(self._beside(by_step), encoded=False)
-
-    def _beside(self, exchange: Exchange) -> Exchange:
-        return beside(exchange, self.root_device, self.delay)
-
-    def _gauge(self) -> Gauge:
         assert self.wire is not None
-        over = self.wire.group(None) if self.combine.lag else None
-        return Gauge(self.combine.lag, over.all_reduce if over else None)
-
-    def _peers(self) -> Exchange:
-        peers = self._member.peers(range(self.workers))
-        assert peers is not None
-        return PeerExchange(self.topology, self.weights, peers, self.root_device, self.codec)
-
-    def _cliques(self, cliques: Sequence[Partition]) -> Exchange:
-        groups = {c: self._member.peers(c) for c in dict.fromkeys(c for step in cliques for c in step) if len(c) > 1}
-        mine: dict[tuple[int, ...], Transport] = {c: t for c, t in groups.items() if t is not None}
-        return CliqueExchange(cliques, mine, self.worker, self.root_device)
+        plan = self.topology, self.weights, self.workers
+        exchange = assembled(*plan, self.worker, self._member, self.root_device, self.codec, self.delay)
+        return mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
 
     # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
 
@@ -296,7 +267,7 @@ class GossipStrategy(ReplicaStrategy):
     def mixing(self) -> dict[str, float]:
         """How this worker mixes now (by its first optimizer): only what rule and codec have. No communication."""
         ruled = next((of.mixer.mixing() for of in self._mixers), {})
-        errors = [e for of in self._mixers if (e := of.mixer.exchange.codec_error()) is not None]
+        errors = [error for of in self._mixers for error in of.mixer.codec_errors()]
         return {**ruled, "delay": float(self.delay), **({"codec_error": max(errors)} if errors else {})}
 
     @torch.no_grad()

@@ -5,11 +5,11 @@ from typing import Protocol
 
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral.gossip.compute.codec.codec import Coding
-from lightning_decentral.gossip.compute.codec.quantize import Plain
+from lightning_decentral.gossip.compute.codec.codec import Codec
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_through_card
+from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
@@ -22,9 +22,9 @@ class Planned(Protocol):
     """What is described: the constructor's values and the size of the run."""
 
     topology: Topology
-    combine: Combine
+    combine: Combine | ConsensusControl
     weights: Weights
-    codec: Coding
+    codec: Codec
     island: Island
     delay: int
     evaluate: Evaluate
@@ -32,6 +32,8 @@ class Planned(Protocol):
 
     @property
     def workers(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
     @property
     def workers_per_node(self) -> int: ...
     @property
@@ -43,12 +45,13 @@ class Planned(Protocol):
 def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]:
     """{what: in words}"""
     mixers, size = list(mixers), plan.workers
-    steps, period = consensus_steps(plan.topology, size, plan.weights), plan.topology.period(size)
+    steps = consensus_steps(plan.topology, size, plan.weights)
     model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets)
-    message_bytes = sum(of.mixer.exchange.message_bytes([b.flat for b in of.mixer.buckets]) for of in mixers)
-    message_bytes = message_bytes * plan.combine.copies
-    copies = sum(of.mixer.exchange.copies_sent(step) for of in mixers[:1] for step in range(period)) / period
-    sent_bytes = copies * message_bytes
+    # A device sends its part of an island's message.
+    device_bytes = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies
+    message_bytes = device_bytes * plan.island.devices // plan.island.shards
+    copies = copies_sent(plan.topology, plan.weights, plan.worker, size, peers_only=plan.codec.encodes)
+    sent_bytes = copies * device_bytes
     words = {
         "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
         "topology": describe(plan.topology, size, plan.weights),
@@ -69,7 +72,7 @@ def through_card(plan: Planned, message_bytes: float, model_bytes: float) -> str
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
-    steps = copies_through_card(*shape, peers_only=plan.codec != Plain())
+    steps = copies_through_card(*shape, peers_only=plan.codec.encodes)
     mean, most = sum(steps) / len(steps) * message_bytes, max(steps) * message_bytes
     reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * model_bytes
     return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"

@@ -15,9 +15,10 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_decentral.gossip.compute.codec.codec import Coding, MessageLayout
+from lightning_decentral.gossip.compute.codec.codec import Codec
+from lightning_decentral.gossip.compute.codec.coder import MessageLayout
 from lightning_decentral.gossip.compute.codec.compress import DifferenceCompression
-from lightning_decentral.gossip.compute.codec.quantize import BFloat16, Float16, Int8, Plain
+from lightning_decentral.gossip.compute.codec.quantize import BFloat16, Float16, Int8
 from lightning_decentral.gossip.plan.forecast import PLAIN, Encoding, GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
 from lightning_decentral.gossip.strategy import GossipStrategy
@@ -92,7 +93,7 @@ def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Cand
     yield Candidate("strategy=partial_backprop", "partial backprop", WHOLE_THEN_HALF)
 
 
-def _remark(codec: Coding, timed: Collection[str]) -> str:
+def _remark(codec: Codec, timed: Collection[str]) -> str:
     """On a profile that no round with this codec was measured for."""
     return "" if repr(codec) in timed else "the codec's seconds are those of one CPU thread: profile again for yours"
 
@@ -218,10 +219,10 @@ def _(island: FullyShard) -> Within:
     return Shards(island.devices)
 
 
-def encoding_of(codec: Coding, copies: float = 1) -> Encoding:
+def encoding_of(codec: Codec, copies: float = 1) -> Encoding:
     """Bytes by the codec's own formula for float32, matrices unknown; where the profile has no seconds of its own for
     the codec, those measured on a CPU on top of what messages as they are take, else none."""
-    if codec == Plain():
+    if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 
     def wire_bytes(size: float) -> float:

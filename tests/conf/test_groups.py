@@ -14,13 +14,13 @@ from lightning_decentral import gossip, optim, partial, pipeline, spilled
 from lightning_decentral.recipes import schedules
 from tests.conf.groups import CONF, FILES, choices, nodes, parameters, read, unowned
 
-# group: the faces whose public subclasses it lists, and their base class
-GROUPS: dict[str, tuple[tuple[ModuleType, ...], type]] = {
+# group: the faces whose public subclasses it lists, and their base class (and one that stands where it does)
+GROUPS: dict[str, tuple[tuple[ModuleType, ...], type | tuple[type, ...]]] = {
     "strategy/topology": ((gossip,), gossip.Topology),
-    "strategy/combine": ((gossip,), gossip.Combine),
+    "strategy/combine": ((gossip,), (gossip.Combine, gossip.ConsensusControl)),
     "strategy/combine/rate": ((gossip,), gossip.RateSchedule),
     "strategy/weights": ((gossip,), gossip.Weights),
-    "strategy/codec": ((gossip,), gossip.Coding),
+    "strategy/codec": ((gossip,), gossip.Codec),
     "strategy/island": ((gossip,), gossip.Island),
     "strategy/slicing": ((pipeline,), pipeline.Slicing),
     "strategy/schedule": ((pipeline,), pipeline.Schedule),
@@ -48,7 +48,7 @@ def adamw_style(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def public(face: ModuleType, kind: type) -> set[str]:
+def public(face: ModuleType, kind: type | tuple[type, ...]) -> set[str]:
     """Names of the concrete subclasses that a face exports."""
     exported = [getattr(face, name) for name in face.__all__]
     classes = [c for c in exported if inspect.isclass(c) and issubclass(c, kind) and c is not kind]

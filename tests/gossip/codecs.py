@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip import Codec, DifferenceCompression, Int8, LowRank, Plain, TopK
 from lightning_decentral.gossip.compute import codec as face
-from lightning_decentral.gossip.compute.codec.codec import Frame, MessageLayout
+from lightning_decentral.gossip.compute.codec import Frame, MessageLayout
 
 # More than the class without arguments, and classes that need some; small blocks, for small messages.
 INSTANCES: dict[type[Codec], list[Codec]] = {
@@ -26,7 +26,11 @@ INSTANCES: dict[type[Codec], list[Codec]] = {
 def classes() -> list[type[Codec]]:
     """Concrete codecs that the face exports, in alphabetical order."""
     members = [getattr(face, name) for name in face.__all__]
-    return [m for m in members if issubclass(m, Codec) and not inspect.isabstract(m) and not m.__name__.startswith("_")]
+    return [
+        m
+        for m in members
+        if inspect.isclass(m) and issubclass(m, Codec) and not inspect.isabstract(m) and not m.__name__.startswith("_")
+    ]
 
 
 def instances() -> list[Codec]:

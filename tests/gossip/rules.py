@@ -44,7 +44,8 @@ PLANS: list[tuple[Topology, int]] = [
 ]
 
 # More than the class without arguments, and classes that need some.
-INSTANCES: dict[type[Combine], list[Combine]] = {
+Rule = Combine | ConsensusControl
+INSTANCES: dict[type[Rule], list[Rule]] = {
     Gossip: [Gossip(), Gossip(rate=0.4), Gossip(rate=LinearRate(last=0.2, rounds=6)), Gossip(rate=LearningRatePower())],
     ExactDiffusion: [ExactDiffusion(), ExactDiffusion(rate=0.4, memory=0.3)],
     ConsensusControl: [
@@ -55,24 +56,24 @@ INSTANCES: dict[type[Combine], list[Combine]] = {
 }
 
 
-def classes() -> list[type[Combine]]:
+def classes() -> list[type[Rule]]:
     """Concrete rules that the package offers."""
     members = [getattr(module, name) for name in module.__all__]
-    found = [m for m in members if inspect.isclass(m) and issubclass(m, Combine)]
+    found = [m for m in members if inspect.isclass(m) and issubclass(m, (Combine, ConsensusControl))]
     return [cls for cls in found if not inspect.isabstract(cls)]
 
 
-def instances() -> list[Combine]:
+def instances() -> list[Rule]:
     return [rule for cls in classes() for rule in _instances(cls)]
 
 
-def _instances(cls: type[Combine]) -> list[Combine]:
+def _instances(cls: type[Rule]) -> list[Rule]:
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     assert cls in INSTANCES or not needed, f"{cls.__name__} needs {needed}: add an instance to INSTANCES"
     return INSTANCES.get(cls) or [cls()]
 
 
-def works(rule: Combine, topology: Topology, size: int, delay: int) -> bool:
+def works(rule: Rule, topology: Topology, size: int, delay: int) -> bool:
     try:
         rule.check(topology, size, rule.weights, delay)
     except ValueError:
@@ -80,9 +81,9 @@ def works(rule: Combine, topology: Topology, size: int, delay: int) -> bool:
     return True
 
 
-def covering(delays: tuple[int, ...]) -> list[tuple[Combine, Topology, int, int]]:
+def covering(delays: tuple[int, ...]) -> list[tuple[Rule, Topology, int, int]]:
     """A part of `every_rule` for runs that cost more: every rule with every plan, the delays dealt out in turn."""
-    found: list[tuple[Combine, Topology, int, int]] = []
+    found: list[tuple[Rule, Topology, int, int]] = []
     for number, rule in enumerate(instances()):
         for turn, (topology, size) in enumerate(PLANS):
             served = [delay for delay in delays if works(rule, topology, size, delay)]
@@ -90,7 +91,7 @@ def covering(delays: tuple[int, ...]) -> list[tuple[Combine, Topology, int, int]
     return found
 
 
-def every_rule(delays: tuple[int, ...]) -> list[tuple[Combine, Topology, int, int]]:
+def every_rule(delays: tuple[int, ...]) -> list[tuple[Rule, Topology, int, int]]:
     """(rule, topology, size, delay), all that work together."""
     return [
         (rule, topology, size, delay)

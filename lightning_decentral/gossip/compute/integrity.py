@@ -1,4 +1,4 @@
-"""What a worker thinks of the messages of a round: right round, finite numbers; and what follows."""
+"""Integrity of messages: a header check (right round, right size), NaN and infinity checks, and what follows."""
 
 import warnings
 from collections import deque
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Coding
 from lightning_decentral.shared.compute.device import AsyncRead
 
 LAG = 2
@@ -23,15 +22,35 @@ class Verdicts:
 
     Args:
         rank: of this worker, for the texts.
-        codec: of the messages, for the texts.
+        codec: of the messages, for the texts; empty where they travel as they are.
     """
 
-    def __init__(self, rank: int, codec: Coding | None = None) -> None:
+    def __init__(self, rank: int, codec: str = "") -> None:
         self.refused = 0
         self._rank = rank
-        self._beyond = f", or more than {codec} can express," if codec is not None else ""
+        self._beyond = f", or more than {codec} can express," if codec else ""
         self._open: deque[tuple[int, Sequence[int], AsyncRead]] = deque()
         self._refused_in: dict[int, int] = {}
+
+    def judge(
+        self,
+        round: int,
+        mine: Tensor,
+        headers: Mapping[int, Tensor],
+        heard: Mapping[int, Sequence[Tensor]],
+        message: Sequence[Tensor],
+    ) -> dict[int, Tensor]:
+        """{source: whether what it said is finite}; what isn't becomes this worker's own message. Errors as `add`.
+
+        Args:
+            mine: the `verdict` on this worker's own message.
+        """
+        healthy = {j: finite(tensors) for j, tensors in heard.items()}
+        rows = {j: torch.cat([headers[j], healthy[j].long().view(1)]) for j in headers}
+        self.add(round, {self._rank: mine, **rows})
+        for j, tensors in heard.items():
+            refuse(tensors, message, healthy[j])
+        return healthy
 
     def add(self, round: int, rows: Mapping[int, Tensor]) -> None:
         """Judge messages of a round by a row (round, elements, finite) of integers for this worker and each it heard.
@@ -40,16 +59,17 @@ class Verdicts:
             RuntimeError: a source is in another round, or its model has another size.
             FloatingPointError: this worker's own message is not finite.
         """
-        workers, flags = tuple(rows), AsyncRead(torch.stack(list(rows.values())))
-        if flags.on_host:
+        workers, flags = tuple(rows), torch.stack(list(rows.values()))
+        if not flags.is_cuda:
             self._judge(workers, flags)
             return
         while self._open and self._open[0][0] <= round - LAG:
-            self._judge(*self._open.popleft()[1:])
-        self._open.append((round, workers, flags))
+            _, workers_then, flags_then = self._open.popleft()
+            self._judge(workers_then, flags_then.read())
+        self._open.append((round, workers, AsyncRead(flags)))
 
-    def _judge(self, workers: Sequence[int], flags: AsyncRead) -> None:
-        rows = dict(zip(workers, flags.read().tolist(), strict=True))
+    def _judge(self, workers: Sequence[int], flags: Tensor) -> None:
+        rows = dict(zip(workers, flags.tolist(), strict=True))
         step, elements, finite = rows.pop(self._rank)
         for source, (other_step, other_elements, healthy) in rows.items():
             if other_step != step:
@@ -95,9 +115,12 @@ def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> N
         torch.where(healthy, tensor, mine, out=tensor)
 
 
-def header_of(step: int, elements: int, device: torch.device) -> Tensor:
-    """(round, elements of all buckets), filled on the device as `number` is."""
-    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (step, elements)])
+def verdict(step: int, elements: int, message: Sequence[Tensor]) -> Tensor:
+    """(round, elements of all buckets, whether the message is finite), int64 [3]; the first two are its header."""
+    device = message[0].device
+    # filled on the device: copying numbers there would make the host wait
+    header = [torch.full((), n, dtype=torch.int64, device=device) for n in (step, elements)]
+    return torch.stack([*header, finite(message).long()])
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:

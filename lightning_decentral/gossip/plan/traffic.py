@@ -133,6 +133,21 @@ def copies_through_card(
     return [max(sent.values(), default=0.0) for sent in by_node]
 
 
+def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, *, peers_only: bool = False) -> float:
+    """What one worker sends in a step, as a mean over a period, in units of its message's bytes: 1 for each that hears
+    it, 2 (c - 1) / c of an all-reduce over c workers."""
+    period = topology.period(size)
+    cliques = None if peers_only else partitions(topology, weights, size)
+    sent = 0.0
+    for step, partition in enumerate(cliques or [None] * period):
+        if partition is None:
+            sent += len(targets(topology, rank, size, step))
+        else:
+            clique = next(c for c in partition if rank in c)
+            sent += 2 * (len(clique) - 1) / len(clique)
+    return sent / period
+
+
 def mean_copies(
     topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
 ) -> float:

@@ -103,18 +103,23 @@ class Entries:
         return len(self.values) < DENSE_FRACTION * self.size**2
 
     @property
-    def identity(self) -> bool:
+    def silent(self) -> bool:
         """Whether nobody hears anybody."""
         return len(self.values) == self.size
 
     @cached_property
-    def diagonal(self) -> NDArray[np.float64]:
-        """w_ii, [size]."""
+    def own(self) -> NDArray[np.float64]:
+        """w_ii of every worker, [size, 1]."""
         rows = np.repeat(np.arange(self.size), np.diff(self.starts))
         own = rows == self.columns
-        found = np.zeros(self.size)
-        found[rows[own]] = self.values[own]
+        found = np.zeros((self.size, 1))
+        found[rows[own], 0] = self.values[own]
         return found
+
+    @property
+    def degree(self) -> NDArray[np.float64]:
+        """How many others each worker hears, [size, 1]."""
+        return np.diff(self.starts)[:, None] - 1.0
 
     def dense(self) -> Matrix:
         """W, float64 [size, size]."""
@@ -146,13 +151,41 @@ def targets(topology: Topology, rank: int, size: int, step: int) -> tuple[int, .
     return step_graph(topology, size, step).targets[rank]
 
 
-def links(
-    topology: Topology, weights: Weights, rank: int, size: int, step: int
-) -> tuple[dict[int, float], dict[int, float]]:
-    """({j: w_ij} of what i = `rank` hears, itself included; {k: w_ki} of those that hear it)."""
+@dataclass(frozen=True)
+class Neighbours:
+    """One worker's neighbours at one step: row = {j: w_ij}, i = rank included; heard_by = {k: w_ki} of those that hear
+    it."""
+
+    rank: int
+    row: Mapping[int, float]
+    heard_by: Mapping[int, float]
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Those that it hears, sorted."""
+        return tuple(sorted(set(self.row) - {self.rank}))
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether it neither sends nor hears anything."""
+        return not self.sources and not self.heard_by
+
+    @property
+    def own(self) -> float:
+        """w_ii."""
+        return self.row[self.rank]
+
+    @property
+    def degree(self) -> int:
+        """How many others it hears."""
+        return len(self.sources)
+
+
+def neighbours(topology: Topology, weights: Weights, rank: int, size: int, step: int) -> Neighbours:
+    """Of i = `rank` at this step."""
     heard_by = targets(topology, rank, size, step)
     row = weights.row(topology, rank, size, step)
-    return row, {k: weights.row(topology, k, size, step)[rank] for k in heard_by}
+    return Neighbours(rank, row, {k: weights.row(topology, k, size, step)[rank] for k in heard_by})
 
 
 def _products(topology: Topology, size: int, steps: int, weights: Weights | None) -> Iterator[Matrix]:

@@ -1,23 +1,82 @@
-"""How far the workers are apart, as a number that all of them share."""
+"""Consensus distance: how far the workers are apart, as a number that all of them share; and rounds counted by it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan, sqrt
+from functools import singledispatch
+from math import isnan, nan, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_decentral.gossip.compute.combine.combine import Combine, Turn
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.wire.exchange import Exchange
+from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.device import AsyncRead, beside
 from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Transport
+
+Meeting = Callable[[], Transport | None]
+
+
+@singledispatch
+def mixer_of(combine: Combine | ConsensusControl, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
+    """What a rule is mixed by, without buckets yet.
+
+    Args:
+        meeting: makes a group of all workers, for sums over them; returns None where an exchange is all workers'.
+    """
+    assert isinstance(combine, Combine)
+    return Mixer([], combine, exchange, delay)
+
+
+@mixer_of.register
+def _(combine: ConsensusControl, exchange: Exchange[Any], delay: int, meeting: Meeting) -> Mixer:
+    over = meeting()
+    return ControlledMixer(combine, exchange, delay, Gauge(combine.lag, over.all_reduce if over else None))
+
+
+class ControlledMixer(Mixer):
+    """As many rounds in a step as `ConsensusControl` wants; what lands is measured on the way."""
+
+    def __init__(self, control: ConsensusControl, exchange: Exchange[Any], delay: int, gauge: "Gauge") -> None:
+        super().__init__([], control.inner, exchange, delay)
+        self._control, self._gauge, self._idle = control, gauge, 0
+        self._squares: list[Tensor] = []
+
+    def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
+        rounds = self._control.rounds(self._gauge.distance, self._idle)
+        super().step(learning_rate, rounds)
+        self._idle = 0 if rounds else self._idle + 1
+        if self.buckets:
+            nothing = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].flat.device)
+            self._gauge.tell(torch.stack([nothing, *self._squares]).sum(0))
+            self._squares = []
+
+    def _apply(self, place: int, sent: Tensor, mixed: Tensor, turn: Turn) -> None:
+        self._squares.append(self._control.measure(sent, mixed, turn))
+        super()._apply(place, sent, mixed, turn)
+
+    def mixing(self) -> dict[str, float]:
+        told = {} if isnan(self._gauge.distance) else {"consensus_measured": self._gauge.distance}
+        return {**super().mixing(), "consensus_target": self._control.target, **told}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "idle": self._idle, "gauge": self._gauge.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._idle = state["idle"]
+        self._gauge.load_state_dict(state["gauge"])
 
 
 class Gauge:
     """The distance between the workers, known to all of them some steps after it was measured, and nobody waits.
 
     Args:
-        lag: steps between measuring and reading; 0 measures nothing.
+        lag: steps between measuring and reading, at least 1.
         total: starts to sum a tensor over the workers in place; None where it holds all workers'.
 
     Attributes:
@@ -31,8 +90,6 @@ class Gauge:
 
     def tell(self, squares: Tensor) -> None:
         """(squared distance, squared norm) of this worker in this step; reads what was told `lag` steps before."""
-        if not self._lag:
-            return
         self._told.append(_summed(squares, self._total(squares)) if self._total else _known(squares))
         if len(self._told) > self._lag:
             distance, norm = self._told.popleft()().tolist()

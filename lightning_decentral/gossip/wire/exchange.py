@@ -1,22 +1,122 @@
-"""What an exchange is: `start(message, step) -> land`, `depart()`, and `land()` waits and returns what was mixed."""
+"""What an exchange is: a message of a few buckets goes to the neighbours, a mixture of theirs comes back.
+
+    start  ->  Started     depart          land
+    encode     .           send, receive   wait, decode, mix
+
+Who launched a round keeps what `start` returned, hands it to `depart`, and lands it: nothing else remembers it.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import check_codec
-from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.wire.pending import Pending
 
-Land = Callable[[], list[Tensor]]
+Number = float | NDArray[np.float64]
+
+
+class Hearing(Protocol):
+    """Who hears whom at one step: a worker's `Neighbours`, or the `Entries` of all workers' matrix in a simulation,
+    where numbers are columns [size, 1]."""
+
+    @property
+    def silent(self) -> bool: ...
+    @property
+    def own(self) -> Number: ...
+    @property
+    def degree(self) -> Number: ...
+
+
+class Memory(Protocol):
+    """What is asked of a coder from outside: bytes of a message, the error as last measured, and what it remembers."""
+
+    @property
+    def encodes(self) -> bool: ...
+    @property
+    def bytes(self) -> int: ...
+    def error(self) -> float | None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Started(ABC):
+    """Buckets of one round between start and landing."""
+
+    @abstractmethod
+    def land(self) -> list[Tensor]:
+        """Wait for what was sent to this worker, and return the mixture, bucket by bucket. Once."""
+
+    def settle(self) -> None:
+        """Wait until the message is ready to leave: from then on it is what the others decode of it."""
+        return
+
+
+@dataclass
+class Landed(Started):
+    """What was mixed already."""
+
+    mixed: list[Tensor]
+
+    def land(self) -> list[Tensor]:
+        return self.mixed
+
+
+S = TypeVar("S", bound=Started)
+
+
+class Exchange(ABC, Generic[S]):
+    """One worker's share of every round (or all workers' at once, in a simulation)."""
+
+    pool: Pool
+    """Where message buffers come from, and where whoever used what landed gives them back."""
+
+    coder: Memory
+    """What both ends of a link remember of each other, and what of a message travels."""
+
+    @abstractmethod
+    def neighbours(self, step: int) -> Hearing:
+        """Who hears whom."""
+
+    @abstractmethod
+    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        """These buckets will be mixed, too, from the next start on. Every worker calls it at the same point.
+
+        Args:
+            matrices: those in each bucket, for codecs that see them.
+            combine: their rule, which says how much of a message no codec may touch.
+        """
+
+    @abstractmethod
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> S:
+        """Make the buckets of `message` ready to leave. They become what the others decode of them, by the end of
+        `settle`, and belong to the exchange until landed.
+
+        Args:
+            first: which of the admitted buckets `message` begins with. A round may be made ready in several calls, in
+                order.
+        """
+
+    def offer(self, started: Sequence[S], step: int) -> None:
+        """The first buckets of a round, which has more: those that gain by it may leave before the others."""
+        return
+
+    @abstractmethod
+    def depart(self, started: Sequence[S], step: int) -> None:
+        """The round is complete: send all of it that hasn't left, and begin to hear the others'."""
+
+    def traffic(self) -> "Traffic":
+        """Counters since construction."""
+        return Traffic()
 
 
 @dataclass(frozen=True)
@@ -36,152 +136,6 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Traffic(*(a + b for a, b in pairs))
-
-
-class Exchange(ABC):
-    """One worker's share of every round (or all workers' at once, in a simulation)."""
-
-    pool: Pool
-    """Where message buffers come from, and where whoever used what landed gives them back."""
-
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """These buckets will be mixed, too, from the next start on. Every worker calls it at the same point.
-
-        Args:
-            matrices: those in each bucket, for codecs that see them.
-            combine: their rule, which says how much of a message no codec may touch.
-        """
-        return
-
-    @abstractmethod
-    def silent(self, step: int) -> bool:
-        """Whether this worker neither sends nor hears anything at this step."""
-
-    @property
-    def learns(self) -> bool:
-        """Whether what lands changes what is made ready next, so that the one must not run ahead of the other."""
-        return False
-
-    @property
-    def encodes(self) -> bool:
-        """Whether messages travel otherwise than as they are."""
-        return False
-
-    def copies_sent(self, step: int) -> float:
-        """Bytes sent at this step in units of the message's."""
-        return 0.0
-
-    @abstractmethod
-    def own(self, step: int) -> Tensor:
-        """w_ii of this step: a scalar, or [size, 1] in a simulation."""
-
-    @abstractmethod
-    def degree(self, step: int) -> Tensor:
-        """How many others are heard at this step, likewise."""
-
-    @abstractmethod
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Make the buckets of `message` ready to leave, with `depart` at the latest. They become what the others decode
-        of them, by the end of `settle`, and belong to the exchange until landed.
-
-        Args:
-            first: which of the admitted buckets `message` begins with. A round may be made ready in several calls, in
-                order.
-        """
-
-    def depart(self) -> None:
-        """Send all that `start` made ready and hasn't left yet, and begin to hear the others'."""
-        return
-
-    def settle(self) -> None:
-        """Wait until all that was started is ready to leave."""
-        return
-
-    def message_bytes(self, message: Sequence[Tensor]) -> int:
-        """Bytes of one copy of such a message on the wire, without its header."""
-        return sum(m.numel() * m.element_size() for m in message)
-
-    def codec_error(self) -> float | None:
-        """||message - decoded|| / ||message - what was known of it|| as last measured; None for plain messages."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The codec, and what both ends of a link remember of each other."""
-        return {"codec": repr(Plain())}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            ValueError: it was taken under another codec.
-        """
-        check_codec(state, repr(Plain()))
-
-    def traffic(self) -> Traffic:
-        """Counters since construction."""
-        return Traffic()
-
-
-@dataclass
-class Around(Exchange):
-    """Another exchange and something more: what a subclass doesn't say is as the inner one does it."""
-
-    inner: Exchange
-
-    @property
-    def learns(self) -> bool:
-        """The inner one's."""
-        return self.inner.learns
-
-    @property
-    def encodes(self) -> bool:
-        """The inner one's."""
-        return self.inner.encodes
-
-    def silent(self, step: int) -> bool:
-        """The inner one's."""
-        return self.inner.silent(step)
-
-    def copies_sent(self, step: int) -> float:
-        """The inner one's."""
-        return self.inner.copies_sent(step)
-
-    def own(self, step: int) -> Tensor:
-        """The inner one's."""
-        return self.inner.own(step)
-
-    def degree(self, step: int) -> Tensor:
-        """The inner one's."""
-        return self.inner.degree(step)
-
-    def depart(self) -> None:
-        """The inner one's."""
-        self.inner.depart()
-
-    def settle(self) -> None:
-        """The inner one's."""
-        self.inner.settle()
-
-    def message_bytes(self, message: Sequence[Tensor]) -> int:
-        """The inner one's."""
-        return self.inner.message_bytes(message)
-
-    def codec_error(self) -> float | None:
-        """The inner one's."""
-        return self.inner.codec_error()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner one's."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """To the inner one."""
-        self.inner.load_state_dict(state)
-
-
-def number(value: float, device: torch.device) -> Tensor:
-    """A scalar, filled on the device: copying it there would make the host wait."""
-    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 class Tally:

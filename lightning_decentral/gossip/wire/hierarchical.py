@@ -1,21 +1,22 @@
-"""One worker of several devices with equal parameters: each exchanges a part, then they share what they heard."""
+"""Hierarchical all-gather exchange: each device of an island exchanges a part, then the island shares what it heard."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Around, Land, Traffic
+from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
 from lightning_decentral.shared.wire.transport import Transport
 
 
 @dataclass
-class GatherExchange(Around):
+class GatherExchange(Exchange["Parts"]):
     """mixed[p] = sum_j w_ij sent_j[p] for this device's part p; then every device gets every part.
 
     A bucket of n elements has L equal parts for L devices: every byte of a message crosses the network card of the
@@ -26,47 +27,53 @@ class GatherExchange(Around):
     Args:
         inner: exchanges between the devices at this one's place in every island.
         inside: the devices of this island, in order of place, for this alone.
-        encoded: what is sent isn't what was given: the devices share what was made of their parts.
 
     Source: the two-level scheme of the parameters' exchange, Wang et al. 2410.11998, section 4.
     """
 
+    inner: Exchange[Any]
     inside: Transport
     device: torch.device
-    encoded: bool = False
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
+        self.coder = self.inner.coder
         self._waited = stopwatch(self.device)
-        self._aside = aside(self.inside, self.device)
+        self._order = SideStream(self.device) if self.inside.queued else AtLanding()
+
+    def neighbours(self, step: int) -> Hearing:
+        return self.inner.neighbours(step)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """This device's parts. No codec sees matrices: a part cuts through them."""
         self.inner.admit([self._part(bucket) for bucket in buckets], [()] * len(buckets), combine)
 
-    def copies_sent(self, step: int) -> float:
-        """This device's part of the island's."""
-        return self.inner.copies_sent(step) / self.inside.size
-
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Parts":
         """This device's part. Memory until landed: what the inner exchange takes for the parts, and where the gather
         doesn't wait for the landing one copy of the message."""
-        return self._aside.begin(lambda: self._start(message, step, first), self.inner.depart, message, self.encoded)
+        return self._order.begin(lambda: self._start(message, step, first), self.inner, message, step)
 
-    def _start(self, message: Sequence[Tensor], step: int, first: int) -> Land:
-        inner_land = self.inner.start([self._part(m) for m in message], step, first)
-        if self.encoded:  # every device must believe what the island said
-            self.inner.settle()
+    def _start(self, message: Sequence[Tensor], step: int, first: int) -> "Parts":
+        started = self.inner.start([self._part(m) for m in message], step, first)
+        if self.coder.encodes:  # what is sent isn't what was given: every device must believe what the island said
+            started.settle()
             self._share(message, [self._part(m).clone() for m in message])
 
-        def land() -> list[Tensor]:
-            parts = inner_land()
+        def gather() -> list[Tensor]:
+            parts = started.land()
             mixed = [self.pool.take(m) for m in message]
             self._share(mixed, parts)
             self.inner.pool.give(parts)
             return mixed
 
-        return land
+        return Parts([started], gather)
+
+    def offer(self, started: Sequence["Parts"], step: int) -> None:
+        self.inner.offer([part for parts in started for part in parts.waiting], step)
+
+    def depart(self, started: Sequence["Parts"], step: int) -> None:
+        if waiting := [part for parts in started for part in parts.waiting]:
+            self.inner.depart(waiting, step)
 
     def _share(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """wholes <- every device's parts."""
@@ -79,31 +86,39 @@ class GatherExchange(Around):
             if not self._split(whole):
                 whole.copy_(part)
 
-    def message_bytes(self, message: Sequence[Tensor]) -> int:
-        """Of all devices' parts together, as if each had what this one has."""
-        return sum(
-            self.inner.message_bytes([self._part(m)]) * (self.inside.size if self._split(m) else 1) for m in message
-        )
+    def _part(self, message: Tensor) -> Tensor:
+        """This device's, a view."""
+        return message.view(self.inside.size, -1)[self.inside.rank] if self._split(message) else message
 
     def _split(self, message: Tensor) -> bool:
         return message.numel() % self.inside.size == 0
 
-    def _part(self, message: Tensor) -> Tensor:
-        return message.view(self.inside.size, -1)[self.inside.rank] if self._split(message) else message
-
     def traffic(self) -> Traffic:
         """The inner exchange's, and the seconds waited for the other parts: `bytes_sent` are those that left the
         island."""
-        return self._aside.traffic(self.inner.traffic() + Traffic(wait_seconds=self._waited.seconds()))
+        return self._order.traffic(self.inner.traffic() + Traffic(wait_seconds=self._waited.seconds()))
 
 
-Start = Callable[[], Land]
+@dataclass
+class Parts(Started):
+    """This device's parts of a few buckets.
+
+    Args:
+        waiting: what of them the inner exchange has started and has not left.
+        finish: waits for the wholes.
+    """
+
+    waiting: Sequence[Started]
+    finish: Callable[[], list[Tensor]]
+
+    def land(self) -> list[Tensor]:
+        return self.finish()
 
 
 class AtLanding:
-    """Where it lands, for transports whose wait is the host's: waiting sooner would block."""
+    """The gather happens where the round lands: the wait of its transport is the host's, so sooner would block."""
 
-    def begin(self, start: Start, depart: Callable[[], None], message: Sequence[Tensor], encoded: bool) -> Land:
+    def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
         """Start it; it departs with the others."""
         return start()
 
@@ -112,7 +127,7 @@ class AtLanding:
         return counted
 
 
-class Aside:
+class SideStream:
     """On a second stream, as soon as it starts; the caller's stream waits for the outcome where it lands.
 
         caller   message |     forward, backward, update     | mixed
@@ -129,26 +144,22 @@ class Aside:
         self._waited = DeviceStopwatch()
         self._in_flight_seconds = 0.0
 
-    def begin(self, start: Start, depart: Callable[[], None], message: Sequence[Tensor], encoded: bool) -> Land:
-        """Start, send and land it on this stream.
-
-        Args:
-            encoded: starting overwrites the message, which the caller reads next.
-        """
+    def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
+        """Start, send and land it on this stream."""
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)  # for the message, and for readers of the buffers that went back to a pool
         with torch.cuda.stream(self._stream):
-            land = start()
-            depart()
-            if encoded:
+            parts = start()
+            inner.depart(parts.waiting, step)
+            if inner.coder.encodes:  # starting overwrites the message, which the caller reads next
                 caller.wait_stream(self._stream)
-            mixed = land()
+            mixed = parts.land()
             done = self._stream.record_event()
         for tensor in message:
             tensor.record_stream(self._stream)
-        return self._landing(mixed, done)
+        return Parts([], self._landing(mixed, done))
 
-    def _landing(self, mixed: list[Tensor], done: torch.cuda.Event) -> Land:
+    def _landing(self, mixed: list[Tensor], done: torch.cuda.Event) -> Callable[[], list[Tensor]]:
         launched = perf_counter()
 
         def land() -> list[Tensor]:
@@ -166,8 +177,3 @@ class Aside:
     def traffic(self, counted: Traffic) -> Traffic:
         """With the seconds that the caller's stream waited: this one's are hidden."""
         return replace(counted, wait_seconds=self._waited.seconds(), in_flight_seconds=self._in_flight_seconds)
-
-
-def aside(transport: Transport, device: torch.device) -> AtLanding | Aside:
-    """What rounds over such a transport allow."""
-    return Aside(device) if transport.queued else AtLanding()

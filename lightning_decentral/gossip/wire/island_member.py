@@ -42,8 +42,8 @@ class IslandMember:
         assert self._wire is not None
         return _mine(self._wire.group, [[w * self.devices + p for w in workers] for p in range(self.devices)])
 
-    def exchange(self, peers: Exchange, encoded: bool) -> Exchange:
-        """What a mixer of whole buckets talks to, given an exchange between the peers, by a codec or without."""
+    def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
+        """What a mixer of whole buckets talks to, given an exchange between the peers."""
         return peers
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
@@ -102,9 +102,9 @@ class Averaging(IslandMember):
         over, hosts = _inside(wire.group, size, devices), _inside(wire.hosts, size, devices)
         self._gradients = GradientAverage(over, hosts, meet, bucket_bytes)
 
-    def exchange(self, peers: Exchange, encoded: bool) -> Exchange:
+    def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
         """This device exchanges its part, then the island gathers. Gradients don't queue behind that."""
-        return GatherExchange(peers, self._gathering, self._device, encoded)
+        return GatherExchange(peers, self._gathering, self._device)
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         """Divisible into the parts of the devices."""

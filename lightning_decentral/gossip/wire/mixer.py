@@ -1,18 +1,17 @@
-"""When rounds are launched and landed: buckets x combine x exchange."""
+"""Mixer: when rounds of gossip are launched and landed, bucket by bucket: buckets x combine x exchange."""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import isnan
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
-from lightning_decentral.gossip.wire.consensus import Gauge
-from lightning_decentral.gossip.wire.exchange import Exchange, Land
+from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Number, Started
 from lightning_decentral.shared.compute.buckets import Matrix
 
 
@@ -27,17 +26,17 @@ class Flat(Protocol):
 
 @dataclass
 class Flight:
-    """One round between launch and landing, bucket by bucket; each of `lands` may be called once, what it returned is
-    kept for a checkpoint."""
+    """One round between launch and landing, bucket by bucket: the one place that knows what was started. Each is landed
+    once; what it brought is kept for a checkpoint."""
 
     round: int
     step: int
     sent: list[Tensor] = field(default_factory=list)
-    lands: list[Land] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
 
 
 class Mixer:
-    """Runs one exchange round per optimizer step, or as many as the rule asks for.
+    """Runs one exchange round per optimizer step.
 
     After update t:   land the round launched after update t - delay;   launch round t.
     delay 0 (ATC)     x(t+1) = W (x + u)            launched and landed after the same update
@@ -47,9 +46,7 @@ class Mixer:
     A rule that corrects the update itself (`Combine.adapt`) does so between landing and launch.
 
     Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that the links rest
-    for the last bucket's mixing at most and not for that of the whole model. When they leave is the exchange's affair,
-    by `depart` at the latest: what went to a new neighbour long before the old one's message is complete would take the
-    half of its link.
+    for the last bucket's mixing at most and not for that of the whole model.
 
     Memory beyond the model: one copy of the message for every one in flight, the sent one and each heard one; and the
     rule's state.
@@ -57,7 +54,6 @@ class Mixer:
     Args:
         buckets: the parameters; more may be appended while training (all workers in the same round).
         delay: rounds between launch and landing, at least 0.
-        gauge: tells the rule how far the workers are apart; by default one for a simulation.
 
     Attributes:
         round: rounds taken so far.
@@ -67,15 +63,10 @@ class Mixer:
     Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `weights.largest_stable_rate`.
     """
 
-    def __init__(
-        self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange, delay: int, gauge: Gauge | None = None
-    ) -> None:
+    def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange[Any], delay: int) -> None:
         self.buckets: list[Flat] = []
         self.round, self.steps = 0, 0
         self.wanted = 0
-        self._idle = 0
-        self._gauge = gauge or Gauge(combine.lag, None)
-        self._squares: list[Tensor] = []
         self.exchange = exchange
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
@@ -89,45 +80,40 @@ class Mixer:
         self.buckets += buckets
         self._states += [self._combine.init(bucket.flat) for bucket in buckets]
 
-    def step(self, learning_rate: float = 1.0) -> None:
-        """One round, or as many as the rule wants. Call after the user's update, on every worker equally often.
+    def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
+        """Call after the user's update, on every worker equally often.
 
         Args:
             learning_rate: of that update.
+            rounds: to take; those beyond the first block, there is nothing to hide them behind.
         """
         self._learning_rate, self._peak = learning_rate, max(self._peak, learning_rate)
         for bucket in self.buckets:
             bucket.adopt()
-        rounds = self._combine.rounds(self._gauge.distance, self._idle)
-        due, turn = self._due(self.round - self._delay), self.turn(self.round)
-        leaving = self._leaving() if rounds else None
+        turn = self.turn(self.round)
+        due, leaving = self._due(self.round - self._delay), self._leaving() if rounds else None
         for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
             self._land(due, place)
             self._combine.adapt(bucket.flat, state, turn)
-            self._launch(leaving, place)
-        self.exchange.depart()
-        for another in range(rounds):
-            self._take_round(launched=not another)
-        self._idle = 0 if rounds else self._idle + 1
+            self._launch(leaving, place, turn)
+        if rounds:
+            self._taken()
+        for _ in range(1, rounds):
+            self._take_another()
         self.steps += 1
-        self._measure()
 
-    def _take_round(self, launched: bool) -> None:
-        if not launched:
-            due, leaving = self._due(self.round - self._delay), self._leaving()
-            for place in range(len(self.buckets)):
-                self._land(due, place)
-                self._launch(leaving, place)
-            self.exchange.depart()
+    def _take_another(self) -> None:
+        due, leaving, turn = self._due(self.round - self._delay), self._leaving(), self.turn(self.round)
+        for place in range(len(self.buckets)):
+            self._land(due, place)
+            self._launch(leaving, place, turn)
+        self._taken()
+
+    def _taken(self) -> None:
+        """What was launched is on its way; without a delay it lands at once."""
         if not self._delay:
             self._land_until(self.round)
         self.round += 1
-
-    def _measure(self) -> None:
-        if self._combine.lag and self.buckets:
-            nothing = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].flat.device)
-            self._gauge.tell(torch.stack([nothing, *self._squares]).sum(0))
-            self._squares = []
 
     def drain(self) -> None:
         """Land all that is in flight."""
@@ -139,35 +125,55 @@ class Mixer:
         return [share for share in shares if share is not None]
 
     def mixing(self) -> dict[str, float]:
-        """What users watch: the rule's of the last round, and the distance that it was told last, if any."""
-        told = {} if isnan(self._gauge.distance) else {"consensus_measured": self._gauge.distance}
-        return {**self._combine.mixing(self.turn(max(0, self.round - 1))), **told}
+        """What users watch of the last round: only what the rule has."""
+        return self._combine.mixing(self.turn(max(0, self.round - 1)))
+
+    def codec_errors(self) -> list[float]:
+        """What codecs lost, as last measured; nothing where messages travel as they are."""
+        coder = self.exchange.coder
+        for flight in self._flights if coder.encodes else ():  # elsewhere nobody waits to hear that
+            for started in flight.started:
+                started.settle()
+        error = coder.error()
+        return [] if error is None else [error]
 
     def turn(self, round: int) -> Turn:
         """What the rule may know of a round."""
-        own, degree = partial(self.exchange.own, round), partial(self.exchange.degree, round)
-        return Turn(round, self._learning_rate, self._peak, own, degree)
+        return Turn(round, self._learning_rate, self._peak, partial(self._own, round), partial(self._degree, round))
+
+    def _own(self, round: int) -> Tensor:
+        return self._number(self.exchange.neighbours(round).own)
+
+    def _degree(self, round: int) -> Tensor:
+        return self._number(self.exchange.neighbours(round).degree)
+
+    def _number(self, value: Number) -> Tensor:
+        """A scalar, filled on the device: copying it there would make the host wait; a simulation's column."""
+        if isinstance(value, np.ndarray):
+            return torch.from_numpy(value)
+        return torch.full((), value, dtype=torch.float64, device=self.buckets[0].flat.device)
 
     def _leaving(self) -> Flight | None:
         """The round that is launched now, in flight from its first bucket on."""
-        if not self.buckets or self.exchange.silent(self.round):
+        if not self.buckets or self.exchange.neighbours(self.round).silent:
             return None
         self._flights.append(Flight(self.round, self.steps))
         return self._flights[-1]
 
-    def _launch(self, flight: Flight | None, place: int) -> None:
+    def _launch(self, flight: Flight | None, place: int, turn: Turn) -> None:
         if flight is None:
             return
         x, state = self.buckets[place].flat, self._states[place]
         message = self._combine.message(x, state)
         sent = self.exchange.pool.take(message).copy_(message)
+        started = self.exchange.start([sent], flight.round, place)
         flight.sent.append(sent)
-        flight.lands.append(self.exchange.start([sent], flight.round, place))
-        self._combine.launched(x, partial(self._settled, sent), state, self.turn(flight.round))
-
-    def _settled(self, sent: Tensor) -> Tensor:
-        self.exchange.settle()
-        return sent
+        flight.started.append(started)
+        # By `depart` at the latest: what went to a new neighbour long before the old one's message is complete would
+        # take the half of its link.
+        go = self.exchange.depart if place == len(self.buckets) - 1 else self.exchange.offer
+        go(flight.started, flight.round)
+        self._combine.launched(x, partial(_settled, sent, started), state, turn)
 
     def _due(self, last: int) -> list[Flight]:
         """Those launched in round `last` or before, no longer in flight."""
@@ -178,14 +184,16 @@ class Mixer:
 
     def _land(self, due: Sequence[Flight], place: int) -> None:
         for flight in due:
-            if place >= len(flight.lands):
+            if place >= len(flight.started):
                 continue  # a bucket that was taken in after the launch
             self.wanted = flight.step + 1
-            (mixed,), turn, sent = flight.lands[place](), self.turn(flight.round), flight.sent[place]
-            if self._combine.lag:
-                self._squares.append(self._combine.measure(sent, mixed, turn))
-            self._combine.apply(self.buckets[place].flat, sent, mixed, self._states[place], turn)
+            turn, sent = self.turn(flight.round), flight.sent[place]
+            (mixed,) = flight.started[place].land()
+            self._apply(place, sent, mixed, turn)
             self.exchange.pool.give([sent, mixed])
+
+    def _apply(self, place: int, sent: Tensor, mixed: Tensor, turn: Turn) -> None:
+        self._combine.apply(self.buckets[place].flat, sent, mixed, self._states[place], turn)
 
     def _land_until(self, last: int) -> None:
         due = self._due(last)
@@ -196,18 +204,16 @@ class Mixer:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
         flights = []
         for flight in self._flights:
-            mixed = [tensor for land in flight.lands for tensor in land()]
-            flight.lands = list(map(_landed, mixed))
+            mixed = [tensor for started in flight.started for tensor in started.land()]
+            flight.started = [Landed([tensor]) for tensor in mixed]
             flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": mixed})
         return {
             "round": self.round,
             "steps": self.steps,
-            "idle": self._idle,
-            "gauge": self._gauge.state_dict(),
             "peak": self._peak,
             "states": [dict(state) for state in self._states],
             "flights": flights,
-            "exchange": self.exchange.state_dict(),
+            "exchange": self.exchange.coder.state_dict(),
             "elements": [bucket.flat.numel() for bucket in self.buckets],
         }
 
@@ -224,19 +230,19 @@ class Mixer:
                 "resume with the same version and bucket_bytes, or delete the checkpoint's .workers folder to start "
                 "from the mean"
             )
-        self.exchange.load_state_dict(state["exchange"])
+        self.exchange.coder.load_state_dict(state["exchange"])
         like = [bucket.flat for bucket in self.buckets]
-        self.round, self.steps, self._idle, self._peak = (state[k] for k in ("round", "steps", "idle", "peak"))
-        self._gauge.load_state_dict(state["gauge"])
+        self.round, self.steps, self._peak = (state[k] for k in ("round", "steps", "peak"))
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
         self._flights = deque(
-            Flight(f["round"], f["step"], _copies(f["sent"], like), list(map(_landed, _copies(f["mixed"], like))))
+            Flight(f["round"], f["step"], _copies(f["sent"], like), [Landed([m]) for m in _copies(f["mixed"], like)])
             for f in state["flights"]
         )
 
 
-def _landed(mixed: Tensor) -> Land:
-    return lambda: [mixed]
+def _settled(sent: Tensor, started: Started) -> Tensor:
+    started.settle()
+    return sent
 
 
 def _copies(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""The host's share of a round (encode, send, wait, decode, mix), done beside the training and not within it."""
+"""Communication overlap: a round is encoded, sent, awaited, decoded and mixed on threads beside the training."""
 
 import atexit
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
@@ -15,65 +15,19 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Around, Exchange, Land, Traffic
-from lightning_decentral.shared.compute.buckets import Matrix, Pool, is_short
-from lightning_decentral.shared.compute.device import HostStopwatch
+from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started, Traffic
+from lightning_decentral.shared.compute.buckets import Matrix, is_short
 
 Result = TypeVar("Result")
 
 
-class Future(Generic[Result]):
-    """A call under way on a lane."""
-
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self._call: Callable[[], Result] | None = call
-        self._done = threading.Event()
-        self._result: Result
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """On the lane."""
-        assert self._call is not None
-        try:
-            with torch.no_grad():  # a new thread would have it on
-                self._result = self._call()
-        except BaseException as error:
-            self._error = error
-        self._call = None  # and the tensors that it holds
-        self._done.set()
-
-    def wait(self) -> None:
-        """Until it's done, however it ended."""
-        self._done.wait()
-
-    def done(self) -> bool:
-        """Whether it is."""
-        return self._done.is_set()
-
-    def result(self) -> Result:
-        """What it returned, or its error."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
+def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
+    """The same exchange beside the training, where there is something beside which it could be done: at delay 0 a round
+    lands where it's launched, and a device queues the work of a round by itself."""
+    return OverlapExchange(exchange) if delay and device.type == "cpu" else exchange
 
 
-@dataclass
-class _Part:
-    """Buckets between `start` and landing."""
-
-    started: Future[Land]
-    first: int
-    landed: Future[list[Tensor]] | None = None
-    departed: float = 0.0
-
-    def land(self) -> list[Tensor]:
-        """On the lane of arrivals."""
-        return self.started.result()()
-
-
-@dataclass
-class OverlapExchange(Around):
+class OverlapExchange(Exchange["Overlapped"]):
     """Another exchange on two threads of the host: one makes messages ready and sends them, one hears and mixes.
 
         training    copy |      forward, backward, update         | correct x
@@ -83,149 +37,129 @@ class OverlapExchange(Around):
     The step pays for a copy of the parameters and for the correction that landed; torch lets go of the interpreter
     within its operations. The order of operations on every bucket is the inner exchange's own, so are the bits.
 
-    Two threads, since a round is to be encoded while the one before is still awaited. It leaves when that has landed:
-    rounds that go to different neighbours at once would meet on the links of hosts that still hear another, and from
-    then on no two hosts finish together. On a link that is what a step waits for they take longer than one after the
-    other; elsewhere the round before has landed long ago. Encoding the next one waits with it, so a rule that asks what
-    it sent (`PushSum`) waits until the last round but one has landed.
-
-    Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is missing,
-    so that the links don't rest while it is mixed and the next neighbours find each other.
-
     Args:
         inner: on the host, with nobody else on its transport.
     """
 
-    _open: list[_Part] = field(default_factory=list, init=False)
-    _last: Future[Land] | None = field(default=None, init=False)
-    _departed: Future[None] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, inner: Exchange[Any]) -> None:
+        self.inner = inner
+        self.pool, self.coder = inner.pool, inner.coder
+        # Two threads, since a round is to be encoded while the one before is still awaited.
         self._leaving, self._arriving = WorkerThread("gossip leaves"), WorkerThread("gossip arrives")
-        self._before: list[Future[list[Tensor]]] = []
-        self._departing: list[Future[list[Tensor]]] = []
+        self._before: list[Future[list[Tensor]]] = []  # the landings of the round before
+        self._departed: Future[None] | None = None
         self._admitted: list[int] = []
-        self._waited, self._in_flight_seconds = HostStopwatch(), 0.0
-        self._rounds = 0
-
-    @property
-    def pool(self) -> Pool:  # type: ignore[override]
-        """The inner exchange's."""
-        return self.inner.pool
+        self._last_overlaps = False
+        self._rounds, self._wait_seconds, self._in_flight_seconds = 0, 0.0, 0.0
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """Once what is under way has left."""
-        if self._departed is not None:
+        if self._departed is not None:  # the inner exchange is the leaving thread's until that has sent what it has
             self._departed.result()
         self._admitted += [bucket.numel() * bucket.element_size() for bucket in buckets]
+        self._last_overlaps = is_short(self._admitted[-1], sum(self._admitted)) if self._admitted else False
         self.inner.admit(buckets, matrices, combine)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+    def neighbours(self, step: int) -> Hearing:
+        return self.inner.neighbours(step)
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Overlapped":
         """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""
-        part = _Part(self._leaving.send(lambda: self.inner.start(message, step, first)), first)
-        self._open.append(part)
-        self._last = part.started
-        nearly = all(landed.done() for landed in self._before[:-1])
-        if nearly and self._overlaps and first + len(message) == len(self._admitted) - 1:
-            self._leave(self._open, self._before[:-1])
-            self._open = []
+        return Overlapped(self, self._leaving.send(partial(self.inner.start, message, step, first)), first)
 
-        def land() -> list[Tensor]:
-            assert part.landed is not None, "land only what has departed"
-            self._waited.start()
-            part.landed.wait()
-            self._waited.stop()
-            if not first:
-                self._in_flight_seconds += perf_counter() - part.departed
-                self._rounds += 1
-            return part.landed.result()
+    def offer(self, started: Sequence["Overlapped"], step: int) -> None:
+        # Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is
+        # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
+        if self._last_overlaps and len(started) == len(self._admitted) - 1:
+            before = self._before[:-1]
+            if all(landed.done() for landed in before):
+                self._leave([*started], before, step)  # more are to come into the caller's list
 
-        return land
+    def depart(self, started: Sequence["Overlapped"], step: int) -> None:
+        waiting = [part for part in started if part.landed is None]
+        if self._last_overlaps:
+            self._leave(waiting[:-1], self._before[:-1], step)
+            waiting = waiting[-1:]
+        # A round leaves when the one before has landed: rounds that go to different neighbours at once would meet on
+        # the links of hosts that still hear another, and from then on no two hosts finish together. On a link that is
+        # what a step waits for they take longer than one after the other; elsewhere the round before has landed long
+        # ago. Encoding the next one waits with it, so a rule that asks what it sent (`PushSum`) waits until the last
+        # round but one has landed.
+        self._leave(waiting, self._before, step)
+        self._before = [part.landed for part in started if part.landed is not None]
 
-    def depart(self) -> None:
-        """Send and hear, once what was started is ready and the round before has landed, the last bucket of each for
-        itself where it overlaps; nothing from what couldn't be made ready on."""
-        if self._overlaps:
-            self._leave(self._open[:-1], self._before[:-1])
-            self._open = self._open[-1:]
-        self._leave(self._open, self._before)
-        self._before, self._departing, self._open = self._departing or self._before, [], []
-
-    @property
-    def _overlaps(self) -> bool:
-        return bool(self._admitted) and is_short(self._admitted[-1], sum(self._admitted))
-
-    def _leave(self, parts: Sequence[_Part], before: Sequence[Future[list[Tensor]]]) -> None:
+    def _leave(self, parts: Sequence["Overlapped"], before: Sequence["Future[list[Tensor]]"], step: int) -> None:
         if not parts:
             return
-        self._departed = departed = self._leaving.send(partial(_send, parts, before, self._departed, self.inner))
+        self._departed = self._leaving.send(partial(self._send, parts, before, self._departed, step))
         for part in parts:
             part.departed = perf_counter()
-            part.landed = self._arriving.send(_after(departed, part))
-            self._departing.append(part.landed)
+            part.landed = self._arriving.send(partial(part.arrive, self._departed))
 
-    def settle(self) -> None:
-        """Wait for what was started last, or raise its error."""
-        if self._last is not None:
-            self._waited.start()
-            self._last.wait()
-            self._waited.stop()
-            self._last.result()
+    def _send(
+        self,
+        parts: Sequence["Overlapped"],
+        before: Sequence["Future[list[Tensor]]"],
+        last: "Future[None] | None",
+        step: int,
+    ) -> None:
+        """On the leaving thread."""
+        started = [part.started.result() for part in parts]
+        for landed in before:
+            landed.wait()
+        if last is not None:
+            last.result()  # where something couldn't leave, nothing may leave after it
+        self.inner.depart(started, step)
 
-    def codec_error(self) -> float | None:
-        """Of all that was started; where nothing is encoded nobody waits to hear that."""
-        if not self.encodes:
-            return None
-        self.settle()
-        return self.inner.codec_error()
+    def awaited(self, future: "Future[Result]") -> Result:
+        """What it returned, or its error; the training waits for it meanwhile."""
+        began = perf_counter()
+        future.wait()
+        self._wait_seconds += perf_counter() - began
+        return future.result()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner one's; call it when all has landed."""
-        self.settle()
-        return self.inner.state_dict()
+    def landed(self, part: "Overlapped") -> list[Tensor]:
+        """Wait for the arriving thread."""
+        assert part.landed is not None, "land only what has departed"
+        mixed = self.awaited(part.landed)
+        if not part.first:
+            self._in_flight_seconds += perf_counter() - part.departed
+            self._rounds += 1
+        return mixed
 
     def traffic(self) -> Traffic:
         """Bytes that have left so far; rounds that have landed, and the seconds that the training waited: those of the
         threads are hidden."""
-        left, waited = self.inner.traffic(), self._waited.seconds()
+        left, waited = self.inner.traffic(), self._wait_seconds
         return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
 
 
-def _send(
-    parts: Sequence[_Part], before: Sequence[Future[list[Tensor]]], last: Future[None] | None, inner: Exchange
-) -> None:
-    for part in parts:
-        part.started.result()
-    for landed in before:
-        landed.wait()
-    if last is not None:
-        last.result()  # where something couldn't leave, nothing may leave after it
-    inner.depart()
+@dataclass
+class Overlapped(Started):
+    """Buckets between start and landing: being made ready, then sent and heard."""
 
+    exchange: OverlapExchange
+    started: "Future[Started]"
+    first: int
+    landed: "Future[list[Tensor]] | None" = None
+    departed: float = 0.0
 
-def _after(departed: Future[None], part: _Part) -> Land:
-    def land() -> list[Tensor]:
+    def settle(self) -> None:
+        self.exchange.awaited(self.started)
+
+    def land(self) -> list[Tensor]:
+        return self.exchange.landed(self)
+
+    def arrive(self, departed: "Future[None]") -> list[Tensor]:
+        """On the arriving thread."""
         departed.result()
-        return part.land()
-
-    return land
-
-
-def beside(exchange: Exchange, device: torch.device, delay: int) -> Exchange:
-    """The same, beside the training where there is something beside which it could be done.
-
-    At delay 0 a round lands where it's launched. A device queues the work of a round by itself. With a delay over 1 a
-    round may arrive before others are encoded that leave before it lands: not where it would change them.
-    """
-    early = delay > 1 and exchange.learns
-    return OverlapExchange(exchange) if delay and device.type == "cpu" and not early else exchange
+        return self.started.result().land()
 
 
 END_SECONDS = 1.0
 
 
 class WorkerThread:
-    """Begins with its first errand and ends when nobody holds it any more.
+    """Begins with its first call and ends when nobody holds it any more.
 
     A daemon: at the end of a program that failed, a transfer that never ends doesn't keep it alive for more than a
     second. That is why it's no `ThreadPoolExecutor`, which joins its threads.
@@ -233,19 +167,48 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._errands: SimpleQueue[Future[Any] | None] | None = None
+        self._calls: SimpleQueue[Future[Any] | None] | None = None
 
-    def send(self, call: Callable[[], Result]) -> Future[Result]:
+    def send(self, call: Callable[[], Result]) -> "Future[Result]":
         """Do it after all that was sent before."""
-        if self._errands is None:
-            self._errands = SimpleQueue()
-            thread = threading.Thread(target=_work, args=(self._errands,), name=self._name, daemon=True)
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
             thread.start()
-            _alive[thread] = self._errands
-            weakref.finalize(self, self._errands.put, None)
-        errand = Future(call)
-        self._errands.put(errand)
-        return errand
+            _alive[thread] = self._calls
+            weakref.finalize(self, self._calls.put, None)
+        future = Future(call)
+        self._calls.put(future)
+        return future
+
+
+class Future(Generic[Result]):
+    """A call under way on a worker thread."""
+
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._call: Callable[[], Result] | None = call
+        self._done = threading.Event()
+        self._result: Result
+        self._error: BaseException | None = None
+        self.wait, self.done = self._done.wait, self._done.is_set
+
+    def run(self) -> None:
+        """On the worker thread."""
+        assert self._call is not None
+        try:
+            with torch.no_grad():  # a new thread would have it on
+                self._result = self._call()
+        except BaseException as error:
+            self._error = error
+        self._call = None  # and the tensors that it holds
+        self._done.set()
+
+    def result(self) -> Result:
+        """What it returned, or its error, once it's done."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 _alive: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Future[Any] | None]] = weakref.WeakKeyDictionary()
@@ -254,15 +217,15 @@ _alive: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Future[Any] | No
 @atexit.register
 def _end() -> None:
     """A thread that comes back from torch when the interpreter is gone would end the program by a signal."""
-    lanes = list(_alive.items())
-    for _, errands in lanes:
-        errands.put(None)
+    threads = list(_alive.items())
+    for _, calls in threads:
+        calls.put(None)
     end = time.monotonic() + END_SECONDS
-    for thread, _ in lanes:
+    for thread, _ in threads:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def _work(errands: "SimpleQueue[Future[Any] | None]") -> None:
-    while (errand := errands.get()) is not None:
-        errand.run()
-        del errand  # with its result
+def _work(calls: "SimpleQueue[Future[Any] | None]") -> None:
+    while (future := calls.get()) is not None:
+        future.run()
+        del future  # with its result

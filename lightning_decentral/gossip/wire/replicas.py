@@ -8,13 +8,14 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
-from lightning_decentral.gossip.wire.overlap import beside
+from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.wire.replicas import Bond, Group, Replicas
@@ -43,7 +44,7 @@ class GossipReplicas(Replicas):
     drifts: ClassVar[bool] = True
 
     topology: Topology = field(default_factory=Auto)
-    combine: Combine = field(default_factory=Gossip)
+    combine: Combine | ConsensusControl = field(default_factory=Gossip)
     weights: Weights | None = None
     delay: int = 1
 
@@ -55,7 +56,7 @@ class GossipReplicas(Replicas):
 
     def check(self, size: int, per_node: int) -> None:
         """See `Replicas.check`."""
-        if self.combine.lag:
+        if isinstance(self.combine, ConsensusControl):
             raise ValueError(
                 f"{self.combine} counts rounds by a distance that each stage would measure for itself, so copies of "
                 f"one parameter on two stages would part: use a rule without a distance, such as {Gossip()}"
@@ -73,7 +74,8 @@ class GossipReplicas(Replicas):
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:
         """One optimizer's, over a group of its own. Collective."""
         exchange = PeerExchange(self.topology.placed(per_node), self._weights, group(), device)
-        return Mixer([], self.combine, beside(exchange, device, self.delay), self.delay)
+        assert isinstance(self.combine, Combine)
+        return Mixer([], self.combine, overlapped(exchange, device, self.delay), self.delay)
 
 
 class _Mixing(Bond):

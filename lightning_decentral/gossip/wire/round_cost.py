@@ -1,4 +1,4 @@
-"""What a round of gossip takes a device beside the wire, measured: a worker whose neighbours are its own echo.
+"""Round cost: what a round of gossip takes a device beside the wire, measured on a loopback of its own messages.
 
     seconds(heard) = median over repeats of one round: correct by the last one's mixture, copy or encode, decode, mix
     heard_seconds_per_byte = (seconds(3) - seconds(1)) / 2 bytes        own_seconds_per_byte = seconds(1) / bytes - that
@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.gossip.compute.codec.codec import Coding
+from lightning_decentral.gossip.compute.codec.codec import Codec
 from lightning_decentral.gossip.compute.codec.quantize import BFloat16, Float16, Float32, Int8, Plain
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.static import Exponential
@@ -28,7 +28,7 @@ from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
-CODECS: tuple[Coding, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8())
+CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8())
 FEW, MANY = 1, 3
 WARM_UP, REPEATS = 9, 5  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error
 ROUNDS = len(CODECS) * 2 * (WARM_UP + REPEATS)
@@ -104,13 +104,13 @@ def round_works(
     return tuple(_work(codec, size, device, pause) for codec in CODECS)
 
 
-def _work(codec: Coding, size: int, device: torch.device, pause: Callable[[], None]) -> RoundWork:
+def _work(codec: Codec, size: int, device: torch.device, pause: Callable[[], None]) -> RoundWork:
     few, many = (_seconds(codec, heard, size, device, pause) / size for heard in (FEW, MANY))
     heard = min(few / FEW, max(0.0, (many - few) / (MANY - FEW)))
     return RoundWork(repr(codec), few - FEW * heard, heard)
 
 
-def _seconds(codec: Coding, heard: int, size: int, device: torch.device, pause: Callable[[], None]) -> float:
+def _seconds(codec: Codec, heard: int, size: int, device: torch.device, pause: Callable[[], None]) -> float:
     echo = LoopbackTransport(1 << heard)
     mixer = Mixer(_buckets(size, device), Gossip(), PeerExchange(Exponential(), Own(), echo, device, codec), delay=1)
     taken = []

@@ -1,4 +1,4 @@
-"""All workers in one process: the same rule and mixer over the matrix exchange."""
+"""Simulation: all workers in one process, the same rule and mixer over the matrix W_t instead of a wire."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Coding, check_codec
-from lightning_decentral.gossip.compute.codec.coded import coder
+from lightning_decentral.gossip.compute.codec.codec import Codec
+from lightning_decentral.gossip.compute.codec.coder import Coder, Direct, check_codec
 from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
-from lightning_decentral.gossip.plan.weights import Entries, Weights, compressed, entries, links
-from lightning_decentral.gossip.wire.exchange import Exchange, Land
-from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
+from lightning_decentral.gossip.wire.consensus import mixer_of
+from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 
 Gradient = Callable[[Tensor, int], Tensor]
@@ -33,14 +34,14 @@ class _Rows:
 
 def simulate(
     topology: Topology,
-    combine: Combine,
+    combine: Combine | ConsensusControl,
     gradient: Gradient,
     x0: Tensor,
     steps: int,
     learning_rate: float | Callable[[int], float],
     delay: int = 1,
     weights: Weights | None = None,
-    codec: Coding | None = None,
+    codec: Codec | None = None,
     matrices: Sequence[Matrix] = (),
     every: int = 1,
 ) -> Tensor:
@@ -66,7 +67,8 @@ def simulate(
     at_least_one("every", every, "1 keeps the parameters after each step, k after each k-th")
     size = x0.shape[0]
     rows = _Rows(x0.detach().clone())
-    mixer = Mixer([], combine, _exchange(topology, weights or combine.weights, size, codec or Plain()), delay)
+    exchange = _exchange(topology, weights or combine.weights, size, codec or Plain())
+    mixer = mixer_of(combine, exchange, delay, lambda: None)
     mixer.extend([rows], [matrices])
     trajectory = [x0.detach().clone()]
     for step in range(steps):
@@ -78,73 +80,93 @@ def simulate(
     return torch.stack(trajectory)
 
 
-def _exchange(topology: Topology, weights: Weights, size: int, codec: Coding) -> Exchange:
-    if codec == Plain():
-        return MatrixExchange(topology, weights, size)
-    return LinkExchange(topology, weights, size, codec)
+def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec) -> Exchange[Any]:
+    if codec.encodes:
+        return LinkExchange(topology, weights, size, codec)
+    return MatrixExchange(topology, weights, size)
+
+
+class _Everyone:
+    """The coders of all workers, as one."""
+
+    encodes = True
+    bytes = 0
+
+    def __init__(self, codec: Codec, coders: Sequence[Coder]) -> None:
+        self._codec, self._coders = repr(codec), coders
+
+    def error(self) -> float | None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"codec": self._codec, "workers": [worker.state_dict() for worker in self._coders]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_codec(state, self._codec)
+        for worker, own in zip(self._coders, state["workers"], strict=True):
+            worker.load_state_dict(own)
 
 
 @dataclass
-class LinkExchange(Exchange):
+class LinkExchange(Exchange["LinkMessages"]):
     """What `MatrixExchange` is for messages as they are: every link of every worker in turn."""
 
     topology: Topology
     weights: Weights
     size: int
-    codec: Coding
+    codec: Codec
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
-        everyone = range(self.size)
-        self._coders = [coder(self.codec, self.topology, rank, self.size, self.pool) for rank in everyone]
+        self.coders = [self.codec.coder(self.topology, rank, self.size, self.pool) for rank in range(self.size)]
+        self.coder = _Everyone(self.codec, self.coders)
+        self._mixings = Mixings(self.topology, self.weights, self.size)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         """Estimates start at worker 0's parameters."""
-        for worker in self._coders:
+        for worker in self.coders:
             worker.admit([bucket[0].clone() for bucket in buckets], matrices, combine)
 
-    def silent(self, step: int) -> bool:
-        """Whether nobody talks at this step."""
-        return not any(self.topology.sources(rank, self.size, step) for rank in range(self.size))
+    def neighbours(self, step: int) -> Entries:
+        return self._mixings.at(step).entries
 
-    def own(self, step: int) -> Tensor:
-        """The diagonal of W_t as a column."""
-        return own_column(self.topology, self.weights, self.size, step)
-
-    def degree(self, step: int) -> Tensor:
-        """Of every worker, as a column."""
-        return degree_column(self.topology, self.size, step)
-
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Encode at once, decode and mix when it lands; nothing travels."""
-        plans = [links(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "LinkMessages":
+        """Encode at once, decode and mix when it lands."""
+        everyone = [neighbours(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
         sent = [[m[rank] for m in message] for rank in range(self.size)]
-        coders = list(zip(self._coders, sent, plans, strict=True))
-        packets = [worker.encode(own, heard_by, step, first) for worker, own, (_, heard_by) in coders]
+        links = zip(self.coders, sent, everyone, strict=True)
+        packets = [worker.encode(own, at.heard_by, step, first) for worker, own, at in links]
+        return LinkMessages(self, first, message, everyone, packets)
 
-        def land() -> list[Tensor]:
-            mixed = [self.pool.take(m) for m in message]
-            for rank, (worker, own, (row, _)) in enumerate(coders):
-                for total, m in zip(mixed, own, strict=True):
-                    torch.mul(m, row[rank], out=total[rank])
-                for j in sorted(set(row) - {rank}):
-                    heard = worker.decode(j, [t.clone() for t in packets[j][rank]], own, first)
-                    worker.remember(j, heard, torch.ones((), dtype=torch.bool), first)
-                    for total, tensor in zip(mixed, heard, strict=True):
-                        total[rank].add_(tensor, alpha=row[j])
-            return mixed
+    def depart(self, started: "Sequence[LinkMessages]", step: int) -> None:
+        return  # nothing travels
 
-        return land
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of every worker."""
-        return {"codec": repr(self.codec), "workers": [worker.state_dict() for worker in self._coders]}
+@dataclass
+class LinkMessages(Started):
+    """Messages of all workers on all links."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """ValueError where they had another codec."""
-        check_codec(state, repr(self.codec))
-        for worker, own in zip(self._coders, state["workers"], strict=True):
-            worker.load_state_dict(own)
+    exchange: LinkExchange
+    first: int
+    message: Sequence[Tensor]
+    everyone: Sequence[Neighbours]
+    packets: Sequence[Mapping[int, list[Tensor]]]
+
+    def land(self) -> list[Tensor]:
+        mixed = [self.exchange.pool.take(m) for m in self.message]
+        healthy = torch.ones((), dtype=torch.bool)
+        for at, worker in zip(self.everyone, self.exchange.coders, strict=True):
+            own = [m[at.rank] for m in self.message]
+            heard = worker.decode(
+                {j: [t.clone() for t in self.packets[j][at.rank]] for j in at.sources}, own, self.first
+            )
+            if worker.estimates:
+                worker.remember(heard, dict.fromkeys(at.sources, healthy), self.first)
+            for place, total in enumerate(mixed):
+                torch.mul(own[place], at.own, out=total[at.rank])
+                for j in at.sources:
+                    total[at.rank].add_(heard[j][place], alpha=at.row[j])
+        return mixed
 
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -163,7 +185,7 @@ class Mixing:
     @property
     def silent(self) -> bool:
         """Whether nobody hears anybody."""
-        return self.entries.identity
+        return self.entries.silent
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Write W @ x to `out`, both [size, dim], and return it."""
@@ -207,7 +229,7 @@ class Mixings:
 
 
 @dataclass
-class MatrixExchange(Exchange):
+class MatrixExchange(Exchange[Started]):
     """mixed = W_t @ message, the workers as the first axis: the simulator's exchange."""
 
     topology: Topology
@@ -216,33 +238,18 @@ class MatrixExchange(Exchange):
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
+        self.coder = Direct(self.pool)
         self._mixings = Mixings(self.topology, self.weights, self.size)
 
-    def silent(self, step: int) -> bool:
-        """Whether nobody talks at this step."""
-        return self._mixings.at(step).silent
+    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        return
 
-    def own(self, step: int) -> Tensor:
-        """The diagonal of W_t as a column."""
-        return torch.from_numpy(self._mixings.at(step).entries.diagonal).unsqueeze(1)
+    def neighbours(self, step: int) -> Entries:
+        return self._mixings.at(step).entries
 
-    def degree(self, step: int) -> Tensor:
-        """Of every worker, as a column."""
-        return degree_column(self.topology, self.size, step)
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
+        """Multiply at once."""
+        return Landed([self._mixings.at(step)(m, out=self.pool.take(m)) for m in message])
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
-        """Multiply at once; nothing travels."""
-        mixed = [self._mixings.at(step)(m, out=self.pool.take(m)) for m in message]
-        return lambda: mixed
-
-
-def own_column(topology: Topology, weights: Weights, size: int, step: int) -> Tensor:
-    """[size, 1]: w_ii of every worker, the diagonal of W_t."""
-    diagonal = [weights.row(topology, rank, size, step)[rank] for rank in range(size)]
-    return torch.tensor(diagonal, dtype=torch.float64).unsqueeze(1)
-
-
-def degree_column(topology: Topology, size: int, step: int) -> Tensor:
-    """[size, 1]: how many others each worker hears."""
-    degrees = [len(topology.sources(rank, size, step)) for rank in range(size)]
-    return torch.tensor(degrees, dtype=torch.float64).unsqueeze(1)
+    def depart(self, started: Sequence[Started], step: int) -> None:
+        return  # nothing travels

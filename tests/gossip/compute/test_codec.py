@@ -19,7 +19,7 @@ from lightning_decentral.gossip import (
     Plain,
     TopK,
 )
-from lightning_decentral.gossip.compute.codec.codec import Frame, MessageLayout
+from lightning_decentral.gossip.compute.codec import Frame, MessageLayout
 from lightning_decentral.gossip.compute.codec.counter_rng import (
     MIDPOINTS,
     _gathered,

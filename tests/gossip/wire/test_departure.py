@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.gossip import Gossip, Own, Ring
-from lightning_decentral.gossip.wire.exchange import Land
+from lightning_decentral.gossip.wire.exchange import Landed, Started
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, pack
@@ -28,18 +28,22 @@ class Told(MatrixExchange):
 
     calls: list[str] = field(default_factory=list)
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
         self.calls.append(f"start {first} of {step}")
-        inner = super().start(message, step, first)
+        return ToldLanding(super().start(message, step, first).land(), self.calls, f"land {first} of {step}")
 
-        def land() -> list[Tensor]:
-            self.calls.append(f"land {first} of {step}")
-            return inner()
-
-        return land
-
-    def depart(self) -> None:
+    def depart(self, started: Sequence[Started], step: int) -> None:
         self.calls.append("depart")
+
+
+@dataclass
+class ToldLanding(Landed):
+    calls: list[str]
+    name: str
+
+    def land(self) -> list[Tensor]:
+        self.calls.append(self.name)
+        return super().land()
 
 
 def calls(delay: int, steps: int) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import (
-    Combine,
     Complete,
     Every,
     Gossip,
@@ -25,14 +24,14 @@ from lightning_decentral.gossip.compute.integrity import LAG
 from lightning_decentral.gossip.plan.traffic import partitions
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.clique import CliqueExchange
-from lightning_decentral.gossip.wire.consensus import Gauge
+from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.overlap import beside
+from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend, every_backend
-from tests.gossip.rules import covering
+from tests.gossip.rules import Rule, covering
 from tests.gossip.topologies import every_topology
 
 pytestmark = pytest.mark.threads
@@ -60,21 +59,22 @@ def gradient(x: Tensor, step: int) -> Tensor:
 def exchange_of(
     transport: Transport, device: torch.device, topology: Topology, weights: Weights | None = None, delay: int = 0
 ) -> Exchange:
-    return beside(PeerExchange(topology, weights or Own(), transport, device), device, delay)
+    return overlapped(PeerExchange(topology, weights or Own(), transport, device), device, delay)
 
 
 def clique_exchange_of(transport: Transport, device: torch.device, topology: Topology, delay: int = 0) -> Exchange:
     cliques = partitions(topology, Own(), transport.size)
     assert cliques is not None
     exchange = CliqueExchange(cliques, {tuple(range(transport.size)): transport}, transport.rank, device)
-    return beside(exchange, device, delay)
+    return overlapped(exchange, device, delay)
 
 
-def descend(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any, transport: Transport) -> Tensor:
+def descend(backend: Backend, x0: Tensor, delay: int, rule: Rule, build: Any, transport: Transport) -> Tensor:
     """One worker's trajectory [steps + 1, dim], with three buckets where the simulation has one."""
     rank, device = transport.rank, backend.device(transport.rank)
     buckets = [Row(x0[rank, a:b].to(device)) for a, b in pairwise(PLACES)]
-    mixer = Mixer(buckets, rule, build(transport, device), delay, Gauge(rule.lag, transport.all_reduce))
+    mixer = mixer_of(rule, build(transport, device), delay, lambda: transport)
+    mixer.extend(buckets)
     trajectory = [x0[rank].clone()]
     for step in range(STEPS):
         rows = torch.zeros_like(x0)
@@ -88,7 +88,7 @@ def descend(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any,
     return torch.stack(trajectory)
 
 
-def run(backend: Backend, x0: Tensor, delay: int, rule: Combine, build: Any) -> Tensor:
+def run(backend: Backend, x0: Tensor, delay: int, rule: Rule, build: Any) -> Tensor:
     """Every worker on a wire of its own, in the simulation's terms: [steps + 1, size, dim]."""
     return torch.stack(backend.world(len(x0), partial(descend, backend, x0, delay, rule, build)), dim=1)
 
@@ -113,7 +113,7 @@ def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int,
 @every_backend
 @pytest.mark.parametrize(("rule", "topology", "size", "delay"), covering((0, 1, 3)), ids=str)
 def test_wire_equals_simulation_for_every_rule(
-    backend: Backend, rule: Combine, topology: Topology, size: int, delay: int
+    backend: Backend, rule: Rule, topology: Topology, size: int, delay: int
 ) -> None:
     x0 = start(size, DIM)
     expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)

@@ -4,16 +4,19 @@ import gc
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip import Gossip
-from lightning_decentral.gossip.wire.exchange import Exchange, Land, number
+from lightning_decentral.gossip import Combine, Gossip
+from lightning_decentral.gossip.compute.codec.coder import Direct
+from lightning_decentral.gossip.plan.weights import Neighbours
+from lightning_decentral.gossip.wire.exchange import Exchange, Started
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.overlap import OverlapExchange, WorkerThread, beside
-from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.gossip.wire.overlap import OverlapExchange, WorkerThread, overlapped
+from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from tests.gossip.wire.test_exchange import Row
 
 pytestmark = pytest.mark.threads
@@ -22,48 +25,53 @@ SECONDS = 10.0
 CPU = torch.device("cpu")
 
 
-class Slow(Exchange):
+class Slow(Exchange[Started]):
     """Encodes as 10 times the message once `encode` is set, and has heard as much once `arrive` is, the bucket `held`
     once `release` is."""
 
     def __init__(self, error: Exception | None = None, held: int | None = None) -> None:
         self.pool = Pool()
+        self.coder = Direct(self.pool)
         self.encode, self.arrive, self.release = threading.Event(), threading.Event(), threading.Event()
         self.calls: list[str] = []
         self._error, self._held = error, held
 
-    def silent(self, step: int) -> bool:
-        return False
+    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        return
 
-    def own(self, step: int) -> Tensor:
-        return number(0.5, CPU)
+    def neighbours(self, step: int) -> Neighbours:
+        return Neighbours(0, {0: 0.5, 1: 0.5}, {1: 0.5})
 
-    def degree(self, step: int) -> Tensor:
-        return number(1, CPU)
-
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Land:
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
         assert self.encode.wait(SECONDS)
         if self._error and first == (self._held or 0):
             raise self._error
         self.calls.append(f"start {first}")
         message[0].mul_(10)
+        return Slowly(self, message, first, self.release if first == self._held else self.arrive)
 
-        def land() -> list[Tensor]:
-            assert (self.release if first == self._held else self.arrive).wait(SECONDS)
-            self.calls.append(f"land {first}")
-            return [message[0] + 1]
-
-        return land
-
-    def depart(self) -> None:
+    def depart(self, started: Sequence[Started], step: int) -> None:
         self.calls.append("depart")
+
+
+@dataclass
+class Slowly(Started):
+    exchange: Slow
+    message: Sequence[Tensor]
+    first: int
+    heard: threading.Event
+
+    def land(self) -> list[Tensor]:
+        assert self.heard.wait(SECONDS)
+        self.exchange.calls.append(f"land {self.first}")
+        return [self.message[0] + 1]
 
 
 def test_a_step_waits_for_nothing_but_what_it_lands() -> None:
     """x <- x + (mixed - sent) = x + 1 one step later; encoding and hearing happen after the step has returned."""
     inner = Slow()
     rows = [Row(torch.ones(33)), Row(torch.ones(2))]
-    mixer = Mixer(rows, Gossip(), beside(inner, CPU, 1), 1)
+    mixer = Mixer(rows, Gossip(), overlapped(inner, CPU, 1), 1)
     mixer.step()
     assert inner.calls == [], "nothing was encoded yet, and the step is over"
     inner.encode.set()
@@ -79,14 +87,14 @@ def test_a_step_waits_for_nothing_but_what_it_lands() -> None:
 def test_a_round_leaves_when_the_one_before_has_landed() -> None:
     """It is ready long before; two on the links at once would meet other hosts' rounds there."""
     inner = Slow()
-    mixer = Mixer([Row(torch.ones(3))], Gossip(), beside(inner, CPU, 2), 2)
+    mixer = Mixer([Row(torch.ones(3))], Gossip(), overlapped(inner, CPU, 2), 2)
     inner.encode.set()
     mixer.step()
     mixer.step()
     seen(inner, "start 0", 2)
     time.sleep(0.05)
     assert inner.calls == ["start 0", "depart", "start 0"]
-    assert mixer.exchange.codec_error() is None, "nothing is encoded: nobody waits to hear that"
+    assert mixer.codec_errors() == [], "nothing is encoded: nobody waits to hear that"
     inner.arrive.set()
     mixer.drain()
     assert inner.calls == ["start 0", "depart", "start 0", "land 0", "depart", "land 0"]
@@ -96,7 +104,7 @@ def test_a_round_leaves_when_the_one_before_has_landed() -> None:
 def test_all_but_the_last_bucket_leave_while_the_last_one_is_awaited(delay: int) -> None:
     """Bucket 2 of the first round is held back: 0 and 1 of the second one leave, 2 doesn't, nor the third round."""
     inner = Slow(held=2)
-    mixer = Mixer(rows(), Gossip(rate=0.6), beside(inner, CPU, delay), delay)
+    mixer = Mixer(rows(), Gossip(rate=0.6), overlapped(inner, CPU, delay), delay)
     inner.encode.set()
     inner.arrive.set()
     training = threading.Thread(target=lambda: [mixer.step() for _ in range(delay + 1)])
@@ -115,7 +123,7 @@ def test_all_but_the_last_bucket_leave_while_the_last_one_is_awaited(delay: int)
 def test_a_long_last_bucket_leaves_with_the_others() -> None:
     """Two neighbours' messages at once would fill the queues on the way."""
     inner = Slow()
-    mixer = Mixer([Row(torch.ones(2)), Row(torch.ones(20))], Gossip(), beside(inner, CPU, 1), 1)
+    mixer = Mixer([Row(torch.ones(2)), Row(torch.ones(20))], Gossip(), overlapped(inner, CPU, 1), 1)
     inner.encode.set()
     inner.arrive.set()
     mixer.step()
@@ -137,36 +145,36 @@ def seen(inner: Slow, call: str, times: int) -> None:
 def test_settled_is_what_the_others_decode() -> None:
     exchange = OverlapExchange(inner := Slow())
     message = torch.ones(2)
-    exchange.start([message], 0)
+    started = exchange.start([message], 0)
     threading.Timer(0.05, inner.encode.set).start()
-    exchange.settle()
+    started.settle()
     assert message.tolist() == [10.0, 10.0]
 
 
 def test_an_error_beside_the_training_surfaces_where_the_round_lands() -> None:
     exchange = OverlapExchange(inner := Slow(ConnectionError("lost neighbour 3")))
-    land = exchange.start([torch.ones(2)], 0)
-    exchange.depart()
+    started = exchange.start([torch.ones(2)], 0)
+    exchange.depart([started], 0)
     inner.encode.set()
     with pytest.raises(ConnectionError, match="lost neighbour 3"):
-        land()
+        started.land()
 
 
 def test_nothing_leaves_when_a_bucket_could_not_be_made_ready() -> None:
     """The others would take the next bucket for it."""
     exchange = OverlapExchange(inner := Slow(MemoryError("no room")))
-    exchange.start([torch.ones(2)], 0)
-    exchange.depart()
+    started = exchange.start([torch.ones(2)], 0)
+    exchange.depart([started], 0)
     inner.encode.set()
     with pytest.raises(MemoryError, match="no room"):
-        exchange.settle()
+        started.settle()
     assert inner.calls == []
 
 
 def test_nothing_leaves_after_a_bucket_that_could_not() -> None:
     """Of a round whose first buckets are under way: whoever would hear a later one would take it for the missing."""
     inner = Slow(MemoryError("no room"), held=2)
-    mixer = Mixer(rows(), Gossip(rate=0.6), beside(inner, CPU, 2), 2)
+    mixer = Mixer(rows(), Gossip(rate=0.6), overlapped(inner, CPU, 2), 2)
     inner.encode.set()
     inner.arrive.set()
     mixer.step()
@@ -180,18 +188,9 @@ def test_nothing_leaves_after_a_bucket_that_could_not() -> None:
 
 def test_at_delay_zero_and_on_a_device_the_exchange_stays_as_it_is() -> None:
     inner = Slow()
-    assert beside(inner, CPU, 0) is inner
-    assert beside(inner, torch.device("cuda"), 1) is inner
-    assert beside(inner, CPU, 2) is not inner
-
-
-def test_what_learns_by_landing_does_not_land_early() -> None:
-    class Learning(Slow):
-        learns = True
-
-    inner = Learning()
-    assert beside(inner, CPU, 2) is inner
-    assert beside(inner, CPU, 1) is not inner
+    assert overlapped(inner, CPU, 0) is inner
+    assert overlapped(inner, torch.device("cuda"), 1) is inner
+    assert overlapped(inner, CPU, 2) is not inner
 
 
 def test_a_lane_keeps_the_order_records_no_graph_and_ends_with_its_owner() -> None:

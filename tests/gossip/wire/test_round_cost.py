@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_decentral.gossip import Coding, Exponential, Gossip, Int8, Own, Plain
+from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
 from lightning_decentral.gossip.wire import round_cost as echo
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
@@ -32,7 +32,7 @@ def test_a_worker_that_hears_itself_stays_where_it_is(heard: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_what_was_said_once_is_heard_on_without_a_copy(codec: Coding) -> None:
+def test_what_was_said_once_is_heard_on_without_a_copy(codec: Codec) -> None:
     silent = LoopbackTransport(8)
     exchange = PeerExchange(Exponential(), Own(), silent, CPU, codec)
     mixer = Mixer([Row(torch.full((1000,), 2.0))], Gossip(), exchange, delay=1)

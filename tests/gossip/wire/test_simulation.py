@@ -31,7 +31,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.plan.weights import compressed, entries, mixing_matrix, spectrum
-from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.simulation import MatrixExchange, Mixing, Mixings
 from tests.gossip.topologies import directed_circulant, every_topology
 
@@ -86,7 +86,7 @@ def test_other_weights_are_used() -> None:
 @pytest.mark.parametrize("topology", [Ring(), Complete()], ids=str)
 def test_the_message_keeps_its_type_and_is_rounded_once(topology: Topology, dtype: torch.dtype) -> None:
     x = random(MANY).to(dtype)
-    (mixed,) = MatrixExchange(topology, Own(), MANY).start([x], 0)()
+    (mixed,) = MatrixExchange(topology, Own(), MANY).start([x], 0).land()
     exact = written(topology, MANY, 0, Own()).to(torch.complex128) @ x.to(torch.complex128)
     assert mixed.dtype == dtype
     error = (mixed.to(torch.complex128) - exact).abs().max()
@@ -161,9 +161,10 @@ class Rows:
         """Nothing else holds them."""
 
 
-def after(combine: Combine, learning_rates: list[float]) -> dict[str, float]:
+def after(combine: Combine | ConsensusControl, learning_rates: list[float]) -> dict[str, float]:
     """What a mixer says after a step with each of these learning rates; the distance doesn't change."""
-    mixer = Mixer([Rows(random(4))], combine, MatrixExchange(Ring(), Own(), 4), 0)
+    mixer = mixer_of(combine, MatrixExchange(Ring(), Own(), 4), 0, lambda: None)
+    mixer.extend([Rows(random(4))])
     for learning_rate in learning_rates:
         mixer.step(learning_rate)
     return mixer.mixing()
@@ -198,4 +199,4 @@ def test_the_diagonal_is_each_workers_weight_of_itself(topology: Topology, size:
     matrix = MatrixExchange(topology, Own(), size)
     for step in range(min(topology.period(size), 8)):
         expected = written(topology, size, step, Own()).diagonal().unsqueeze(1)
-        torch.testing.assert_close(matrix.own(step), expected, rtol=0, atol=0)
+        torch.testing.assert_close(torch.from_numpy(matrix.neighbours(step).own), expected, rtol=0, atol=0)

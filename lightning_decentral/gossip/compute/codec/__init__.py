@@ -9,11 +9,13 @@ from lightning_decentral.shared.face import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.codec.codec import Codec as Codec
-    from lightning_decentral.gossip.compute.codec.codec import Coding as Coding
+    from lightning_decentral.gossip.compute.codec.coder import Frame as Frame
+    from lightning_decentral.gossip.compute.codec.coder import MessageLayout as MessageLayout
+    from lightning_decentral.gossip.compute.codec.coder import Payload as Payload
+    from lightning_decentral.gossip.compute.codec.coder import PayloadPart as PayloadPart
     from lightning_decentral.gossip.compute.codec.compress import DifferenceCompression as DifferenceCompression
     from lightning_decentral.gossip.compute.codec.compress import TopK as TopK
     from lightning_decentral.gossip.compute.codec.low_rank import LowRank as LowRank
-    from lightning_decentral.gossip.compute.codec.power_gossip import PowerGossip as PowerGossip
     from lightning_decentral.gossip.compute.codec.quantize import BFloat16 as BFloat16
     from lightning_decentral.gossip.compute.codec.quantize import Float16 as Float16
     from lightning_decentral.gossip.compute.codec.quantize import Float32 as Float32

@@ -1,4 +1,4 @@
-"""What travels: how a message becomes the tensors of a payload, and what its hearers make of them.
+"""What a codec is: message compression as a value, from a message to the tensors of a payload and back.
 
     payload = encode(message, estimate)        decoded = decode(payload, estimate)
 
@@ -8,77 +8,27 @@ stochastic the mean of the workers is kept to rounding under every codec, howeve
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.shared.compute.buckets import Matrix
-
-Payload = Sequence[Tensor]
-
-
-class PayloadPart(NamedTuple):
-    """One tensor of a payload."""
-
-    elements: int
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """On the wire."""
-        return self.elements * self.dtype.itemsize
+from lightning_decentral.gossip.compute.codec.coded import Coded
+from lightning_decentral.gossip.compute.codec.coder import Coder, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
+from lightning_decentral.shared.compute.buckets import Pool
 
 
-@dataclass(frozen=True)
-class MessageLayout:
-    """A message of `length` numbers, some of which form matrices: message[offset : offset + rows * columns]."""
-
-    length: int
-    matrices: tuple[Matrix, ...] = ()
-
-    @classmethod
-    def of(cls, length: int, matrices: Sequence[Matrix], bucket: int) -> "MessageLayout":
-        """Of a message that holds the bucket's `bucket` elements, or several such pieces one behind the other."""
-        starts = range(0, length - length % bucket, bucket)
-        return cls(length, tuple(m._replace(offset=start + m.offset) for start in starts for m in matrices))
-
-
-class Frame(NamedTuple):
-    """What encoding and decoding may use beside the message.
-
-    `key` is the sender's, for rounding at random; `estimate` what was decoded last on this link, for codecs that
-    remember.
-    """
-
-    layout: MessageLayout
-    key: int = 0
-    estimate: Tensor | None = None
-
-
-class Coding(ABC):
-    """What `GossipStrategy(codec=...)` takes: how messages travel on links. A value: equal on all workers."""
+class Codec(ABC):
+    """What `GossipStrategy(codec=...)` takes: it encodes real floating-point messages [n]. A frozen value, equal on all
+    workers. `parts`, `encode` and `decode` must be written."""
 
     remembers: ClassVar[bool] = False
-    """Whether both ends of a link keep something about it."""
+    """Whether both ends of a link keep an estimate of what the hearer knows."""
     complete: ClassVar[bool] = True
     """Whether every element arrives. Where not, the codec compresses differences only (`DifferenceCompression`)."""
-
-    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """ValueError, before any worker talks, where links are needed that the plan doesn't have."""
-        return
-
-    @abstractmethod
-    def bytes(self, layout: "MessageLayout", dtype: torch.dtype) -> int:
-        """Bytes of a payload on the wire."""
-
-
-class Codec(Coding):
-    """Encodes real floating-point messages [n], whatever the hearer has."""
+    encodes: ClassVar[bool] = True
+    """Whether messages travel otherwise than as they are. Where not, groups of equals may all-reduce them."""
 
     @abstractmethod
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
@@ -97,6 +47,10 @@ class Codec(Coding):
         self.encode(message, payload, frame)
         self.decode(payload, message, frame)
 
+    def coder(self, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
+        """One worker's ends of its links."""
+        return Coded(self, rank, audiences(topology, rank, size) if self.remembers else {}, pool)
+
     def bytes(self, layout: MessageLayout, dtype: torch.dtype) -> int:
         """Bytes of a payload on the wire; errors as `checked_parts`."""
         return sum(part.bytes for part in self.checked_parts(layout, dtype))
@@ -110,38 +64,3 @@ class Codec(Coding):
         if not dtype.is_floating_point:
             raise ValueError(f"{type(self).__name__} encodes real floating-point numbers, got {dtype}: use Plain()")
         return self.parts(layout, dtype)
-
-
-def check_codec(state: Mapping[str, Any], codec: str) -> None:
-    """ValueError unless the state was saved under this codec."""
-    if state["codec"] != codec:
-        raise ValueError(
-            f"the checkpoint's messages were encoded by {state['codec']}, this run has {codec}: resume with the same "
-            "codec, or delete the checkpoint's .workers folder to start from the mean"
-        )
-
-
-LARGEST_BLOCK = 2**16
-PIECES_ON_DEVICE = 64
-"""Worked on at once: a launch costs a device more than memory that is no cache."""
-
-
-def check_block(block: int, remedy: str) -> None:
-    """ValueError unless it is in 1 .. 65536."""
-    if not 1 <= block <= LARGEST_BLOCK:
-        raise ValueError(f"a codec's block must be in 1 .. {LARGEST_BLOCK}, got {block}: {remedy}")
-
-
-def piece_length(block: int) -> int:
-    """Elements of as many whole blocks as are good to work on at once on a host."""
-    return LARGEST_BLOCK - LARGEST_BLOCK % block
-
-
-def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
-    whole = len(message) - len(message) % block
-    most = piece_length(block) * (1 if message.device.type == "cpu" else PIECES_ON_DEVICE)
-    for start in range(0, whole, most):
-        yield start, min(start + most, whole), block
-    if whole < len(message):
-        yield whole, len(message), len(message) - whole

@@ -1,29 +1,37 @@
-"""One bucket on the links of one worker: what a codec needs beside the numbers."""
+"""Error-feedback state of a codec: one worker's estimates, link by link, and how they are encoded and decoded."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import (
-    Codec,
-    Coding,
+from lightning_decentral.gossip.compute.codec.coder import (
+    Buffers,
+    Coder,
     Frame,
     MessageLayout,
     Payload,
     PayloadPart,
     check_codec,
 )
-from lightning_decentral.gossip.compute.codec.coder import Buffers, Coder, Direct
 from lightning_decentral.gossip.compute.codec.counter_rng import key
-from lightning_decentral.gossip.compute.codec.power_gossip import Paired, PowerGossip
-from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import AsyncRead
+
+
+class LinkCodec(Protocol):
+    """What the ends of a link use of a `codec.Codec`."""
+
+    remembers: ClassVar[bool]
+
+    def checked_parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]: ...
+    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None: ...
+    def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None: ...
+    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None: ...
 
 
 class BucketCodec:
@@ -34,17 +42,18 @@ class BucketCodec:
         exact: elements at a message's end that aren't encoded.
     """
 
-    def __init__(self, codec: Codec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
+    def __init__(self, codec: LinkCodec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
         self._codec, self._matrices, self._exact = codec, matrices, exact
         self._reference = _real(reference)
-        self._layouts: dict[int, MessageLayout] = {}
+        self._parts: dict[tuple[int, torch.dtype], tuple[MessageLayout, list[PayloadPart]]] = {}
+        exact_bytes = exact * reference.element_size()
+        self.bytes = sum(part.bytes for part in self._laid_out(self._reference)[1]) + exact_bytes
 
     def parts(self, message: Tensor) -> list[PayloadPart]:
         """The payload's, and the exact tail."""
         coded, tail = self._split(message)
-        parts = self._codec.checked_parts(self._layout(coded), coded.dtype)
-        return [*parts, PayloadPart(tail.numel(), tail.dtype)] if self._exact else list(parts)
+        return [*self._laid_out(coded)[1], *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
 
     def encode(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
         """Fill the payload."""
@@ -57,7 +66,7 @@ class BucketCodec:
     def decode(self, payload: Buffers, out: Tensor, link: str) -> None:
         """Fill `out`."""
         coded, tail = self._split(out)
-        self._codec.decode(self._coded(payload), coded, self._frame(link, coded, 0))
+        self._codec.decode(payload[:-1] if self._exact else payload, coded, self._frame(link, coded, 0))
         if self._exact:
             tail.copy_(payload[-1])
 
@@ -90,7 +99,7 @@ class BucketCodec:
         self, code: Callable[[Tensor, Payload, Frame], None], message: Tensor, payload: Buffers, link: str, key: int
     ) -> None:
         coded, tail = self._split(message)
-        code(coded, self._coded(payload), self._frame(link, coded, key))
+        code(coded, payload[:-1] if self._exact else payload, self._frame(link, coded, key))
         if self._exact:
             payload[-1].copy_(tail)
 
@@ -98,19 +107,18 @@ class BucketCodec:
         end = len(message) - self._exact
         return _real(message[:end]), message[end:]
 
-    def _coded(self, payload: Buffers) -> Buffers:
-        return payload[:-1] if self._exact else payload
-
-    def _layout(self, coded: Tensor) -> MessageLayout:
-        if len(coded) not in self._layouts:
-            self._layouts[len(coded)] = MessageLayout.of(len(coded), self._matrices, len(self._reference))
-        return self._layouts[len(coded)]
+    def _laid_out(self, coded: Tensor) -> tuple[MessageLayout, list[PayloadPart]]:
+        """Worked out once for each length and type; a message may hold more than the parameters."""
+        if (len(coded), coded.dtype) not in self._parts:
+            layout = MessageLayout.of(len(coded), self._matrices, len(self._reference))
+            self._parts[len(coded), coded.dtype] = layout, list(self._codec.checked_parts(layout, coded.dtype))
+        return self._parts[len(coded), coded.dtype]
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
         if self._codec.remembers and link not in self.estimates:
-            self.estimates[link] = torch.zeros_like(coded)  # a message may hold more than the parameters
+            self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
-        return Frame(self._layout(coded), key, self.estimates.get(link))
+        return Frame(self._laid_out(coded)[0], key, self.estimates.get(link))
 
 
 def _squared(tensor: Tensor) -> Tensor:
@@ -119,18 +127,6 @@ def _squared(tensor: Tensor) -> Tensor:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-def coder(codec: Coding, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
-    """Of one worker; what encodes nothing where nothing is to be encoded."""
-    match codec:
-        case Plain():
-            return Direct(pool)
-        case PowerGossip():
-            return Paired(codec, rank, pool)
-        case Codec():
-            return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)
-    raise TypeError(f"{codec} is no Codec: subclass lightning_decentral.gossip.coding.Codec")
 
 
 class Coded(Coder):
@@ -142,7 +138,7 @@ class Coded(Coder):
             that aren't named are one.
     """
 
-    def __init__(self, codec: Codec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
+    def __init__(self, codec: LinkCodec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
         self._codec, self._rank, self._pool = codec, rank, pool
         self.estimates = codec.remembers
         self._audiences = audiences
@@ -152,12 +148,15 @@ class Coded(Coder):
         self._open: tuple[AsyncRead, int] | None = None
         self._sums: list[Tensor] = []
         self._warned = False
+        self._healthy = torch.ones(
+            (), dtype=torch.bool
+        )  # one's own message is what the others decode, whatever it holds
 
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """One channel for each bucket."""
         self._rate = combine.largest_rate
         pairs = zip(references, matrices, strict=True)
         self._channels += [BucketCodec(self._codec, r, m, combine.exact) for r, m in pairs]
+        self.bytes = sum(channel.bytes for channel in self._channels)
 
     def encode(
         self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
@@ -173,8 +172,7 @@ class Coded(Coder):
         gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(channels, watched, strict=False)]
         for bucket, (channel, m) in enumerate(zip(channels, message, strict=True), first):
             keys = {audience: key(self._rank, step, bucket, audience) for audience in shares}
-            parts = self._encode(channel, m, keys, shares)
-            for audience, payload in parts.items():
+            for audience, payload in self._encode(channel, m, keys, shares).items():
                 payloads[audience] += payload
         if watched:
             errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
@@ -185,7 +183,7 @@ class Coded(Coder):
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
 
     def error(self) -> float | None:
-        """||message - decoded|| / ||message - estimate|| as last measured: in rounds 0, 1, 2, 4, 8 and so on."""
+        """As last measured: in rounds 0, 1, 2, 4, 8 and so on."""
         self._read()
         return self._error
 
@@ -220,11 +218,13 @@ class Coded(Coder):
         self, channel: BucketCodec, message: Tensor, keys: Mapping[int, int], shares: Mapping[int, float]
     ) -> dict[int, Buffers]:
         """{audience: payload};  message <- sum over audiences of share * what it decodes."""
-        parts = {audience: self._payload(channel, message) for audience in keys}
+        layout = channel.parts(message)
+        parts = {audience: self._taken(layout, message.device) for audience in keys}
         if len(parts) == 1:
             ((audience, payload),) = parts.items()
             channel.replace(message, payload, f"to {audience}", keys[audience])
-            self._remember_own(channel, message, audience)
+            if self.estimates:
+                channel.remember(message, f"to {audience}", self._healthy)
         elif parts:
             for audience, payload in parts.items():
                 channel.encode(message, payload, f"to {audience}", keys[audience])
@@ -245,58 +245,44 @@ class Coded(Coder):
 
     def _decode_own(self, channel: BucketCodec, payload: Buffers, out: Tensor, audience: int) -> None:
         channel.decode(payload, out, f"to {audience}")
-        self._remember_own(channel, out, audience)
+        if self.estimates:
+            channel.remember(out, f"to {audience}", self._healthy)
 
-    def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
-        if self._codec.remembers:
-            channel.remember(decoded, f"to {audience}", torch.ones((), dtype=torch.bool))
+    def _taken(self, parts: Sequence[PayloadPart], device: torch.device) -> Buffers:
+        return [self._pool.take_new(torch.Size([p.elements]), p.dtype, device) for p in parts]
 
-    def _payload(self, channel: BucketCodec, message: Tensor) -> Buffers:
-        parts = channel.parts(message)
-        return [self._pool.take_new(torch.Size([p.elements]), p.dtype, message.device) for p in parts]
-
-    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
+    def buffers(self, sources: Iterable[int], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
         """The payload of each bucket in turn."""
-        pairs = zip(self._channels[first:], message, strict=False)
-        return [part for channel, m in pairs for part in self._payload(channel, m)]
+        parts = [part for channel, m in zip(self._channels[first:], message, strict=False) for part in channel.parts(m)]
+        return {j: self._taken(parts, message[0].device) for j in sources}
 
-    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
-        """By the link's estimate."""
-        rest, decoded = list(buffers), []
-        for channel, m in zip(self._channels[first:], message, strict=False):
-            number = len(channel.parts(m))
-            out = self._pool.take(m)
-            channel.decode(rest[:number], out, f"from {source}")
-            rest = rest[number:]
-            decoded.append(out)
-        self._pool.give(buffers)
-        return decoded
+    def decode(self, received: Mapping[int, Buffers], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
+        """By the links' estimates."""
+        channels = [
+            (channel, len(channel.parts(m))) for channel, m in zip(self._channels[first:], message, strict=False)
+        ]
+        heard = {source: [self._pool.take(m) for m in message] for source in received}
+        for source, buffers in received.items():
+            rest = iter(buffers)
+            for (channel, number), out in zip(channels, heard[source], strict=True):
+                channel.decode([*islice(rest, number)], out, f"from {source}")
+        self._pool.give(chain(*received.values()))
+        return heard
 
-    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
-        """Nothing where the codec doesn't."""
-        for channel, d in zip(self._channels[first:] if self._codec.remembers else [], decoded, strict=False):
-            channel.remember(d, f"from {source}", healthy)
+    def remember(self, heard: Mapping[int, Buffers], healthy: Mapping[int, Tensor], first: int) -> None:
+        for source, decoded in heard.items():
+            for channel, d in zip(self._channels[first:], decoded, strict=False):
+                channel.remember(d, f"from {source}", healthy[source])
 
     def release(self, sent: Mapping[int, Buffers]) -> None:
-        """Back to the pool, each once."""
+        """Back to the pool, each once: the targets of an audience share a payload."""
         for payload in {id(payload): payload for payload in sent.values()}.values():
             self._pool.give(payload)
 
-    def bytes(self, message: Sequence[Tensor]) -> int:
-        """By the codec's formula, and the exact tails."""
-        pairs = zip(self._channels, message, strict=False)
-        return sum(part.bytes for channel, m in pairs for part in channel.parts(m))
-
     def state_dict(self) -> dict[str, Any]:
-        """The codec and the estimates of each bucket."""
         return {"codec": repr(self._codec), "estimates": [dict(channel.estimates) for channel in self._channels]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Estimates on this device.
-
-        Raises:
-            ValueError: they were made by another codec.
-        """
         check_codec(state, repr(self._codec))
         for channel, estimates in zip(self._channels, state["estimates"], strict=True):
             channel.load(estimates)

@@ -1,31 +1,73 @@
-"""One worker's ends of all its links: what it sends to each target, and what it makes of what each source sent."""
+"""What travels on a link (payloads, layouts) and the interface of a worker's ends of its links: encode, decode, forget.
+
+A coder turns messages, lists of buckets, into payloads and back. `Direct` sends them as they are; `coded.Coded` holds a
+codec's error-feedback state.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import check_codec
-from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 
+Payload = Sequence[Tensor]
 Buffers = list[Tensor]
 
 
-class Coder(ABC):
-    """Turns messages, a list of buckets, into what travels and back. Estimates, where a codec has them, live here.
+class PayloadPart(NamedTuple):
+    """One tensor of a payload."""
 
-    `first` is the place of a message's first bucket among those admitted.
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """On the wire."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """A message of `length` numbers, some of which form matrices: message[offset : offset + rows * columns]."""
+
+    length: int
+    matrices: tuple[Matrix, ...] = ()
+
+    @classmethod
+    def of(cls, length: int, matrices: Sequence[Matrix], bucket: int) -> "MessageLayout":
+        """Of a message that holds the bucket's `bucket` elements, or several such pieces one behind the other."""
+        starts = range(0, length - length % bucket, bucket)
+        return cls(length, tuple(m._replace(offset=start + m.offset) for start in starts for m in matrices))
+
+
+class Frame(NamedTuple):
+    """What encoding and decoding may use beside the message.
+
+    `key` is the sender's, for rounding at random; `estimate` what was decoded last on this link, for codecs that
+    remember.
     """
+
+    layout: MessageLayout
+    key: int = 0
+    estimate: Tensor | None = None
+
+
+class Coder(ABC):
+    """A worker's ends of all its links. `first` is the place of a message's first bucket among those admitted."""
+
+    encodes: ClassVar[bool] = True
+    """Whether messages travel otherwise than as they are."""
 
     estimates: bool = False
     """Whether it keeps estimates, which start at the references."""
 
-    learns: bool = False
-    """Whether landing changes what is encoded next."""
+    bytes: int = 0
+    """Of one message of all admitted buckets on the wire, without headers."""
 
     @abstractmethod
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
@@ -42,75 +84,74 @@ class Coder(ABC):
         """
 
     @abstractmethod
-    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
-        """Where what the source sends is received."""
+    def buffers(self, sources: Iterable[int], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
+        """{source: where what it sends is received}"""
 
     @abstractmethod
-    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
-        """The buckets that the source meant; the buffers are used up."""
+    def decode(self, received: Mapping[int, Buffers], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
+        """{source: the buckets that it meant}; what was received is used up."""
 
-    @abstractmethod
-    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
-        """Keep what was decoded as the estimate of the source, if it is healthy."""
+    def remember(self, heard: Mapping[int, Buffers], healthy: Mapping[int, Tensor], first: int) -> None:
+        """Where there are estimates: keep what was decoded as that of each source whose message is healthy."""
+        return
 
     @abstractmethod
     def release(self, sent: Mapping[int, Buffers]) -> None:
         """What `encode` returned has left."""
 
     def error(self) -> float | None:
-        """How much of what was to be sent got lost, relative; None where nothing is encoded or was measured."""
+        """||message - decoded|| / ||message - estimate||, relative; None where nothing is encoded or was measured."""
         return None
 
     @abstractmethod
-    def bytes(self, message: Sequence[Tensor]) -> int:
-        """Of one message on the wire."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The estimates."""
+        """The codec, and what both ends of a link remember of each other."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: it was taken under another codec.
+        """
 
 
-@dataclass
 class Direct(Coder):
     """The buckets travel as they are: no copy is made."""
 
-    pool: Pool
+    encodes = False
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """Nothing to know."""
+        self.bytes += sum(r.numel() * r.element_size() for r in references)
 
     def encode(
         self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
     ) -> dict[int, Buffers]:
-        """The message itself."""
         return {target: list(message) for target in targets}
 
-    def buffers(self, source: int, message: Sequence[Tensor], first: int) -> Buffers:
-        """One like each bucket."""
-        return [self.pool.take(m) for m in message]
+    def buffers(self, sources: Iterable[int], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
+        return {j: [self._pool.take(m) for m in message] for j in sources}
 
-    def decode(self, source: int, buffers: Buffers, message: Sequence[Tensor], first: int) -> Buffers:
-        """The buffers themselves."""
-        return buffers
-
-    def remember(self, source: int, decoded: Sequence[Tensor], healthy: Tensor, first: int) -> None:
-        """Nothing."""
+    def decode(self, received: Mapping[int, Buffers], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
+        return dict(received)
 
     def release(self, sent: Mapping[int, Buffers]) -> None:
-        """The mixer gives the message back."""
-
-    def bytes(self, message: Sequence[Tensor]) -> int:
-        """Of the buckets."""
-        return sum(m.numel() * m.element_size() for m in message)
+        return  # what was sent is the message itself, which the mixer gives back
 
     def state_dict(self) -> dict[str, Any]:
-        """The codec's name."""
-        return {"codec": repr(Plain())}
+        return {"codec": "Plain()"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore; another codec's messages are refused."""
-        check_codec(state, repr(Plain()))
+        check_codec(state, "Plain()")
+
+
+def check_codec(state: Mapping[str, Any], codec: str) -> None:
+    """ValueError unless the state was saved under this codec."""
+    if state["codec"] != codec:
+        raise ValueError(
+            f"the checkpoint's messages were encoded by {state['codec']}, this run has {codec}: resume with the same "
+            "codec, or delete the checkpoint's .workers folder to start from the mean"
+        )

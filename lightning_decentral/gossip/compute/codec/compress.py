@@ -1,4 +1,4 @@
-"""What can travel: types, small integers, the largest elements, low rank, differences (`coding`: what a codec is)."""
+"""Sparsification (the largest elements) and difference compression (CHOCO: error feedback by estimates)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,16 +7,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import (
-    LARGEST_BLOCK,
-    Codec,
-    Frame,
-    MessageLayout,
-    Payload,
-    PayloadPart,
-    check_block,
-    pieces,
-)
+from lightning_decentral.gossip.compute.codec.codec import Codec
+from lightning_decentral.gossip.compute.codec.coder import Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.gossip.compute.codec.quantize import LARGEST_BLOCK, check_block, pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +56,6 @@ class TopK(Codec):
             places.copy_(largest - LARGEST_BLOCK // 2)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """Zero but for what was sent."""
         out.zero_()
         for start, stop, (values, places) in self._blocks(out, payload):
             out[start:stop].view(len(values), -1).scatter_(1, places.long() + LARGEST_BLOCK // 2, values)
@@ -108,16 +100,13 @@ class DifferenceCompression(Codec):
             raise ValueError(f"DifferenceCompression's inner codec remembers by itself, got {self.inner}: unwrap it")
 
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """The inner codec's."""
         return self.inner.parts(layout, dtype)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """What the hearer lacks."""
         assert frame.estimate is not None
         self.inner.encode(message - frame.estimate, payload, frame)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """The estimate and what came."""
         assert frame.estimate is not None
         self.inner.decode(payload, out, frame)
         out.add_(frame.estimate)

@@ -1,4 +1,4 @@
-"""Where the factors of a message's matrices lie in a payload."""
+"""Low-rank compression: the matrices of a message as products of two factors, and where these lie in a payload."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.gossip.compute.codec.codec import Codec
+from lightning_decentral.gossip.compute.codec.coder import Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.gossip.compute.codec.counter_rng import uniform
 from lightning_decentral.shared.compute.buckets import Matrix
 
@@ -70,9 +71,8 @@ class LowRank(Codec):
     """decoded = P P^T M for each matrix M [m, c] of the message;  P [m, rank] = orthonormal(M S), S [c, rank] random.
 
     Sent are P and P^T M: rank (m + c) elements for m c. Vectors, and matrices that are no larger than that, are sent as
-    they are. Of a message only part arrives, so this codes differences: wrap it. PowerGossip (2008.01425) has the two
-    ends of a link iterate on the difference of their matrices; here the difference is that from what the hearer knows
-    already, which needs no answer from it, so directed graphs are served, too.
+    they are. Of a message only part arrives, so this codes differences: wrap it. The difference is that from what the
+    hearer knows already, which needs no answer from it, so directed graphs are served, too.
 
     Args:
         rank: columns of P.
@@ -108,7 +108,6 @@ class LowRank(Codec):
             sent.copy_(rest)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """P (P^T M)."""
         plan = factors(frame.layout, self.rank)
         for matrix, left, right in plan.views(out, payload[0]):
             torch.mm(left, right, out=matrix)

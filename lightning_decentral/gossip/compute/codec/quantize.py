@@ -1,4 +1,4 @@
-"""Eight bits an element, rounded at random."""
+"""Quantization: eight bits an element, rounded at random; smaller types; and messages as they are."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,17 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import (
-    Codec,
-    Frame,
-    MessageLayout,
-    Payload,
-    PayloadPart,
-    check_block,
-    piece_length,
-    pieces,
-)
+from lightning_decentral.gossip.compute.codec.codec import Codec
+from lightning_decentral.gossip.compute.codec.coder import Coder, Direct, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.gossip.compute.codec.counter_rng import dither
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.shared.compute.buckets import Pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +73,6 @@ class Int8(Codec):
             yield rows, rounded, shared
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """q scale."""
         quantized, scales = payload
         for start, stop, columns in pieces(out, self.block):
             scale = scales[start // self.block :][: (stop - start) // columns].unsqueeze(1)
@@ -94,11 +87,9 @@ class _Copied(Codec):
     """A copy of the message in some type."""
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """A copy, rounded to the payload's type."""
         payload[0].copy_(message)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
-        """A copy."""
         out.copy_(payload[0])
 
 
@@ -106,11 +97,15 @@ class _Copied(Codec):
 class Plain(_Copied):
     """decoded = message, in its own type, whatever that is; nothing is copied. Bytes: n * itemsize."""
 
+    encodes = False
+
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """The message."""
         return (PayloadPart(layout.length, dtype),)
 
     checked_parts = parts
+
+    def coder(self, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
+        return Direct(pool)
 
 
 class _Cast(_Copied):
@@ -119,7 +114,6 @@ class _Cast(_Copied):
     narrow: ClassVar[torch.dtype]
 
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """The message in the smaller type."""
         return (PayloadPart(layout.length, self.narrow if self.narrow.itemsize < dtype.itemsize else dtype),)
 
 
@@ -145,3 +139,29 @@ class Float16(_Cast):
     """
 
     narrow = torch.float16
+
+
+LARGEST_BLOCK = 2**16
+PIECES_ON_DEVICE = 64
+"""Worked on at once: a launch costs a device more than memory that is no cache."""
+
+
+def check_block(block: int, remedy: str) -> None:
+    """ValueError unless it is in 1 .. 65536."""
+    if not 1 <= block <= LARGEST_BLOCK:
+        raise ValueError(f"a codec's block must be in 1 .. {LARGEST_BLOCK}, got {block}: {remedy}")
+
+
+def piece_length(block: int) -> int:
+    """Elements of as many whole blocks as are good to work on at once on a host."""
+    return LARGEST_BLOCK - LARGEST_BLOCK % block
+
+
+def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
+    whole = len(message) - len(message) % block
+    most = piece_length(block) * (1 if message.device.type == "cpu" else PIECES_ON_DEVICE)
+    for start in range(0, whole, most):
+        yield start, min(start + most, whole), block
+    if whole < len(message):
+        yield whole, len(message), len(message) - whole

@@ -1,4 +1,4 @@
-"""What a rule is: the one equation of decentralized averaging, in correction form, and what may be added to it.
+"""Combine rules: the one equation of decentralized averaging, in correction form, and what a rule may add to it.
 
     mixed_i = sum_j w_ij sent_j
     x_i    <- x_i + rate * (mixed_i - sent_i)
@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.plan.checks import check
@@ -108,24 +107,6 @@ class Combine(ABC):
     def mixing(self, turn: Turn) -> dict[str, float]:
         """What users watch of a round, by name: only what the rule has."""
         return {}
-
-    @property
-    def lag(self) -> int:
-        """Steps after which `rounds` is told what `measure` measured; 0: nothing is measured."""
-        return 0
-
-    def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
-        """What this worker adds to (squared distance, squared norm), over all workers in a simulation."""
-        return torch.zeros(2, dtype=torch.float64, device=sent.device)
-
-    def rounds(self, distance: float, idle: int) -> int:
-        """Rounds to take in this step.
-
-        Args:
-            distance: sqrt(squared distance / squared norm) of all workers, `lag` steps ago; nan before the first.
-            idle: steps since the last one with a round.
-        """
-        return 1
 
     def share(self, state: State) -> Tensor | None:
         """This worker's weight in the mean of the workers; None: all equal."""

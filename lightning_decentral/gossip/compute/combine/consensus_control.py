@@ -1,19 +1,18 @@
-"""As many rounds as the distance between the workers asks for."""
+"""Consensus control: as many rounds in a step as the distance between the workers asks for."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, Turn
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConsensusControl(Combine):
+class ConsensusControl:
     """`most` rounds in a step while theta > target, none else, but one at least in every `probe` steps.
 
         theta^2 = sum_i ||mixed_i - sent_i||^2 / sum_i ||sent_i||^2     over those that heard somebody
@@ -24,7 +23,8 @@ class ConsensusControl(Combine):
     `lag` steps behind, and all decide by the same bits. Rounds beyond the first in a step block: there is nothing to
     hide them behind.
 
-    State and bytes: the inner rule's, once for each round.
+    State and bytes: the inner rule's, once for each round. No rule itself, but what counts the rounds of one: it stands
+    where a rule does, and a mixer of its own takes the rounds (`wire.consensus.ControlledMixer`).
 
     Args:
         target: relative distance above which to mix more; positive.
@@ -65,60 +65,24 @@ class ConsensusControl(Combine):
         """The inner rule's."""
         return self.inner.copies
 
-    @property
-    def largest_rate(self) -> float:
-        """The inner rule's."""
-        return self.inner.largest_rate
-
-    @property
-    def exact(self) -> int:
-        """The inner rule's."""
-        return self.inner.exact
-
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         """As the inner rule: rounds in one step are rounds of the same plan."""
         self.inner.check(topology, size, weights, delay)
 
-    def init(self, x: Tensor) -> State:
-        """The inner rule's."""
-        return self.inner.init(x)
-
-    def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        """The inner rule's."""
-        self.inner.adapt(x, state, turn)
-
-    def message(self, x: Tensor, state: State) -> Tensor:
-        """The inner rule's."""
-        return self.inner.message(x, state)
-
-    def values(self, message: Tensor) -> Tensor:
-        """The inner rule's."""
-        return self.inner.values(message)
-
-    def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
-        """The inner rule's."""
-        self.inner.launched(x, sent, state, turn)
-
-    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """The inner rule's."""
-        self.inner.apply(x, sent, mixed, state, turn)
-
-    def mixing(self, turn: Turn) -> dict[str, float]:
-        """The inner rule's, and the target."""
-        return {**self.inner.mixing(turn), "consensus_target": self.target}
-
-    def share(self, state: State) -> Tensor | None:
-        """The inner rule's."""
-        return self.inner.share(state)
-
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
-        """(||mixed - sent||^2, ||sent||^2) of the parameters; nothing of who heard nobody."""
+        """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation; nothing of who heard
+        nobody."""
         listens = (turn.own() < 1).to(sent)
-        said, heard = self.values(sent) * listens, self.values(mixed) * listens
+        said, heard = self.inner.values(sent) * listens, self.inner.values(mixed) * listens
         return torch.stack([t.abs().double().square().sum() for t in (heard - said, said)])
 
     def rounds(self, distance: float, idle: int) -> int:
-        """`most`, or none."""
+        """To take in this step: `most`, or none.
+
+        Args:
+            distance: sqrt(squared distance / squared norm) of all workers, `lag` steps ago; nan before the first.
+            idle: steps since the last one with a round.
+        """
         if distance > self.target:
             return self.most
         return 1 if idle + 1 >= self.probe else 0

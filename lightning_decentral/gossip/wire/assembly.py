@@ -1,0 +1,109 @@
+"""Assembly of a gossip step: which exchange a mixer talks to (peers, cliques, overlap, islands)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.codec.codec import Codec
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Partition, partitions
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.wire.clique import CliqueExchange
+from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started, Traffic
+from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.wire.overlap import overlapped
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.compute.buckets import Matrix
+
+# One round with delay 1, from top to bottom; time goes to the right:
+#
+#   training           update t | forward, backward t+1      | update t+1
+#   Mixer              launch t:                             | land t:
+#                      copy, start, depart                   | apply, then launch t+1
+#   GatherExchange     this device's part                    | gather the parts          in an island of several devices
+#   OverlapExchange    hand over                             | take over                 on a host, with a delay:
+#     leaving          | encode, send    \                                               two threads
+#     arriving                            wait, decode, mix
+#   ExchangeByStep     of step t, whatever that is:
+#     CliqueExchange     all-reduce, where the step's graph is groups of equals
+#     PeerExchange       send and receive, elsewhere and wherever messages are encoded
+#   Transport          gloo or NCCL
+#
+# A device queues the work of a round by itself: no threads, and in an island the whole round goes to a side stream.
+
+
+def assembled(
+    topology: Topology,
+    weights: Weights,
+    workers: int,
+    worker: int,
+    member: IslandMember,
+    device: torch.device,
+    codec: Codec,
+    delay: int,
+) -> Exchange[Any]:
+    """The exchange of one mixer. Every device of every worker calls it at the same point: it makes groups.
+
+    Args:
+        worker: of all `workers`, the one that this device belongs to.
+        member: this device's part in its worker.
+    """
+
+    def by_peers() -> Exchange[Any]:
+        over = member.peers(range(workers))
+        assert over is not None
+        return PeerExchange(topology, weights, over, device, codec)
+
+    def by_cliques(steps: Sequence[Partition]) -> Exchange[Any]:
+        groups = {c: member.peers(c) for c in dict.fromkeys(c for step in steps for c in step) if len(c) > 1}
+        return CliqueExchange(steps, {c: over for c, over in groups.items() if over is not None}, worker, device)
+
+    # An all-reduce adds up inside the network, which encoded messages can't do.
+    cliques = None if codec.encodes else partitions(topology, weights, workers)
+    if cliques is None:
+        exchange = by_peers()
+    elif all(cliques):
+        exchange = by_cliques([step for step in cliques if step])
+    else:
+        alone = tuple((rank,) for rank in range(workers))
+        reduced, sent = by_cliques([step or alone for step in cliques]), by_peers()
+        exchange = ExchangeByStep([reduced if step else sent for step in cliques])
+    return member.exchange(overlapped(exchange, device, delay))
+
+
+class ExchangeByStep(Exchange[Started]):
+    """Step t is exchange t mod period's. None of them encodes.
+
+    Args:
+        steps: the exchange of each step of a period; one may stand for several.
+    """
+
+    def __init__(self, steps: Sequence[Exchange[Any]]) -> None:
+        self._steps = tuple(steps)
+        self._parts = tuple({id(exchange): exchange for exchange in steps}.values())
+        self.pool, self.coder = steps[0].pool, steps[0].coder
+        for part in self._parts:
+            part.pool = self.pool  # what one has landed serves the other
+
+    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        for part in self._parts:
+            part.admit(buckets, matrices, combine)
+
+    def _of(self, step: int) -> Exchange[Any]:
+        return self._steps[step % len(self._steps)]
+
+    def neighbours(self, step: int) -> Hearing:
+        return self._of(step).neighbours(step)
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
+        started: Started = self._of(step).start(message, step, first)
+        return started
+
+    def depart(self, started: Sequence[Started], step: int) -> None:
+        self._of(step).depart(started, step)
+
+    def traffic(self) -> Traffic:
+        return sum((part.traffic() for part in self._parts), Traffic())
