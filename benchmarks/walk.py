@@ -1,4 +1,4 @@
-"""What somebody reads who follows one round of gossip from the mixer to the bytes: files, functions, moves between files.
+"""What one reads who follows a round of gossip from the mixer to the bytes: files, functions, moves between files.
 
     python benchmarks/walk.py
 

@@ -28,8 +28,7 @@ from lightning_decentral.pipeline.wire.slice_planner import Plans
 from lightning_decentral.shared.checkpoint import Checkpoints, Worker
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.mean_model import MeanModel
-from lightning_decentral.shared.wire.mean import mean_of_states
+from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 from lightning_decentral.shared.wire.replicas import Bond
 from lightning_decentral.shared.wire.transport import Wire, collect_objects, gather_objects
 

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint import Checkpoints
 from lightning_decentral.shared.coordination import Coordination, Uncoordinated
-from lightning_decentral.shared.mean_model import MeanModel
 from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
-from lightning_decentral.shared.wire.mean import floating
+from lightning_decentral.shared.wire.mean import MeanModel, floating
 from lightning_decentral.shared.wire.transport import Wire, connect, connected
 
 

@@ -14,7 +14,7 @@ from lightning_decentral.shared import checkpoint as module
 from lightning_decentral.shared.checkpoint import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.mean_model import MeanModel
+from lightning_decentral.shared.wire.mean import MeanModel
 
 
 class Worker:

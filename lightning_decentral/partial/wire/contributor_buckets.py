@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
-from lightning_decentral.shared.wire.gradient_bucket import GradientBucket, flag, pack, used
+from lightning_decentral.shared.wire.gradients import GradientBucket, flag, pack, used
 from lightning_decentral.shared.wire.pending import Together
 
 Kind = tuple[torch.dtype, torch.device]

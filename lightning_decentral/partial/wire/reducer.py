@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
 from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
-from lightning_decentral.shared.wire.gradient_bucket import Launcher, parts
+from lightning_decentral.shared.wire.gradients import Launcher, parts
 from lightning_decentral.shared.wire.transport import Transport, gather_objects
 
 Group = Callable[[Sequence[int] | None], Transport | None]

@@ -1,17 +1,161 @@
-"""Gradient averaging in buckets over the devices of an island, overlapped with the backward (as DDP's reducer)."""
+"""Gradient averaging in buckets: who has a gradient, packed and launched when complete, as DDP's reducer does.
+
+    message = [g_p for p in parameters]     0 where this worker has no gradient
+    flag_p  = 1 where it has one, else 0    summed over the workers: how many have
+
+What a mean divides by and over whom it goes is left to those who use it: `GradientAverage` (all devices of an island,
+while the backward runs), `replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each segment's
+contributors, while it runs).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.shared.compute.buckets import chunked
-from lightning_decentral.shared.wire.gradient_bucket import GradientBucket, Launcher, flag, pack, used
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
+
+
+@torch.no_grad()
+def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor) -> None:
+    """flat <- the tensors one behind the other, zeros in the place of None; sparse ones as dense ones."""
+    rows = [flat.new_zeros(other.numel()) if t is None else _dense(t) for t, other in zip(tensors, like, strict=True)]
+    torch.cat(rows, out=flat)
+
+
+def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of what `pack` packed."""
+    rows = flat.split([other.numel() for other in like])
+    return [row.view(other.shape) for row, other in zip(rows, like, strict=True)]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
+
+
+def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
+    """flags <- 1 where there is a gradient, else 0."""
+    flags.fill_(1)  # not a tensor from a list, which a device would wait for
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            flags[index] = 0
+    return flags
+
+
+def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[bool]:
+    """Of which some worker has a gradient, from the sum of the flags.
+
+    Only who lacks one waits for the others, and reads what may lie on a device.
+    """
+    if all(gradient is not None for gradient in gradients):
+        return [True] * len(gradients)
+    pending.wait()
+    return [bool(workers) for workers in flags.tolist()]
+
+
+class GradientBucket:
+    """Gradients of parameters of one type on one device, which travel together.
+
+    Attributes:
+        waiting: parameters whose gradient the backward hasn't made yet.
+        pending: the message under way.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        self.elements = sum(p.numel() for p in parameters)
+        self.waiting = set(parameters)
+        self.pending: Pending | None = None
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        return [p.grad for p in self.parameters]
+
+    @torch.no_grad()
+    def store(self, means: Tensor, used: Sequence[bool]) -> None:
+        """.grad <- its mean, where some worker has a gradient."""
+        for parameter, mean, some in zip(self.parameters, parts(means, self.parameters), used, strict=True):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad.copy_(mean)
+            elif some:
+                parameter.grad = torch.empty_like(parameter).copy_(mean)
+
+
+Kind = TypeVar("Kind", bound=GradientBucket)
+
+
+class Launcher(Generic[Kind]):
+    """Starts buckets in their order, each as soon as the backward has made all gradients of it and of those before it.
+
+    In the same order on every worker, so that workers with unequal graphs still pair the right ones.
+
+    Args:
+        launch: starts a bucket's message.
+        first: called at the first gradient since `begin`.
+
+    Attributes:
+        paused: gradients are only accumulated meanwhile.
+
+    Raises:
+        RuntimeError: in the backward, where a gradient grows again after it was sent.
+    """
+
+    def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
+        self.paused = False
+        self._launch, self._first = launch, first
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self.begin(())
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """See the gradients of these and of no others; whether that is new. Without any, all hooks are gone."""
+        if set(parameters) == self._hooks.keys():
+            return False
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for p in parameters}
+        return True
+
+    @property
+    def watched(self) -> frozenset[nn.Parameter]:
+        return frozenset(self._hooks)
+
+    def begin(self, buckets: Sequence[Kind]) -> None:
+        """Before the backward whose gradients travel in these."""
+        self.buckets = tuple(buckets)
+        self._of = {p: index for index, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._launched, self._begun = 0, False
+        for bucket in buckets:
+            bucket.waiting, bucket.pending = set(bucket.parameters), None
+
+    def rest(self) -> None:
+        """After the backward: start those that aren't complete."""
+        for bucket in self.buckets[self._launched :]:
+            self._launched += 1
+            self._launch(bucket)
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        index = self._of.get(parameter)
+        if self.paused or index is None:
+            return
+        if not self._begun:
+            self._begun = True
+            self._first()
+        if index < self._launched:
+            raise RuntimeError(
+                "a gradient grew again after it was sent to the other workers: "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self.buckets[index].waiting.discard(parameter)
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
+            self._launched += 1
+            self._launch(self.buckets[self._launched - 1])
 
 
 class GradientAverage:

@@ -1,4 +1,4 @@
-"""The exact mean of tensors over workers by all-reduce, and putting it in a model's place for a while."""
+"""The mean model: exact mean of tensors over workers by all-reduce, in a model's place for a while or for good."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.wire.fsdp import local
-from lightning_decentral.shared.wire.gradient_bucket import pack, parts
+from lightning_decentral.shared.wire.gradients import pack, parts
 from lightning_decentral.shared.wire.transport import Transport
 
 CHUNK_BYTES = 64 * 2**20
@@ -100,3 +100,42 @@ def floating(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Distinct floating-point parameters and buffers of the modules: what a mean model is made of."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     return [t for t in dict.fromkeys(tensors) if t.is_floating_point() or t.is_complex()]
+
+
+class MeanModel:
+    """mean = sum_i share_i x_i, shown for a while or taken for good; showing doesn't touch a worker's own trajectory.
+
+    Args:
+        mean_of: the exact mean over the workers; collective.
+
+    Attributes:
+        apart: whether the workers differ.
+    """
+
+    def __init__(self, mean_of: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        self.mean_of = mean_of
+        self.apart = False
+        self._swap: Swap | None = None
+
+    def show(self, tensors: Sequence[Tensor]) -> None:
+        """Put the mean in the place of these tensors until `hide`. Collective."""
+        self._swap = Swap(tensors, self.mean_of(tensors))
+
+    def hide(self) -> None:
+        """Put back, bit for bit, what `show` found."""
+        if self._swap is not None:
+            self._swap.undo()
+            self._swap = None
+
+    def forget(self) -> None:
+        """The tensors are given back to their owners: what they hold now stays."""
+        self._swap = None
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """x_i <- mean, on all workers. Collective."""
+        Swap(tensors, self.mean_of(tensors))
+        self.apart = False
+
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This worker's own part of a state_dict, also while the mean is shown."""
+        return state if self._swap is None else self._swap.paused(state)

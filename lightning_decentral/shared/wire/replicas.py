@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.wire.gradient_bucket import flag, used
+from lightning_decentral.shared.wire.gradients import flag, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 

@@ -27,7 +27,7 @@ from lightning_decentral.gossip import (
     Torus,
 )
 from lightning_decentral.gossip.plan.checks import check
-from lightning_decentral.gossip.plan.topology.base_graph import base_graph
+from lightning_decentral.gossip.plan.topology.one_peer import base_graph
 from lightning_decentral.gossip.plan.weights import consensus_steps, describe, mixing_matrix, targets
 from tests.gossip.topologies import classes, directed_circulant, every_topology, instances, serves
 

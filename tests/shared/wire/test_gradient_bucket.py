@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_decentral.shared.compute.buckets import chunked
-from lightning_decentral.shared.wire.gradient_bucket import GradientBucket, Launcher, flag, pack, parts, used
+from lightning_decentral.shared.wire.gradients import GradientBucket, Launcher, flag, pack, parts, used
 from lightning_decentral.shared.wire.pending import Together
 
 

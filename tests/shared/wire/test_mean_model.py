@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.mean_model import MeanModel
+from lightning_decentral.shared.wire.mean import MeanModel
 
 
 def worker(*others: float) -> tuple[MeanModel, nn.Module]:
