@@ -1,4 +1,4 @@
-"""What one reads who follows a round of gossip from the mixer to the bytes: files, functions, moves between files.
+"""What somebody reads who follows one round of gossip from the mixer to the bytes: files, functions, moves.
 
     python benchmarks/walk.py
 
@@ -11,6 +11,7 @@ on to another thread is one, too. Comprehensions are no functions to a reader.
 import sys
 import threading
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ class Walk(NamedTuple):
 
     @property
     def moves(self) -> int:
-        within = sum(a[0] != b[0] for thread in self.entered.values() for a, b in zip(thread, thread[1:], strict=False))
+        within = sum(a[0] != b[0] for thread in self.entered.values() for a, b in pairwise(thread))
         return within + len(self.entered) - 1
 
 

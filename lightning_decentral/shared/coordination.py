@@ -1,8 +1,8 @@
 """Stopping together and ending epochs together (SIGTERM, unequal batches) though no step waits for all workers.
 
 Where Lightning's own loops would make the workers wait for each other, or leave one behind, their methods are replaced
-on the instance for the time of one fit (`LoopPatches`). A version of Lightning without such a method gets a warning that
-says what is lost.
+on the instance for the time of one fit (`LoopPatches`). A version of Lightning without such a method gets a warning
+that says what is lost.
 """
 
 import functools
