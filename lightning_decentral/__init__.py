@@ -4,8 +4,8 @@ Importing this package registers the strategies' names (`Trainer(strategy="gossi
 read when it is asked for: who gossips doesn't load the pipeline.
 """
 
+import functools
 import sys
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,9 @@ def __getattr__(name: str) -> Any:
 
 def _register() -> None:
     for name, (strategy, what) in _NAMES.items():
-        registration.register(StrategyRegistry, name, partial(_made, strategy), what)
+        registration.register(StrategyRegistry, name, functools.partial(_made, strategy), what)
     what = "CPU offload: parameters on the host, in shards to the device"
-    StrategyRegistry.register("spilled", partial(_made, "SpilledStrategy"), description=what, override=True)
+    StrategyRegistry.register("spilled", functools.partial(_made, "SpilledStrategy"), description=what, override=True)
     other = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in (*_NAMES, "spilled"):

@@ -7,7 +7,7 @@ users watch. Below: `plan` (who hears whom: values without torch), `compute` (ru
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.gossip.callbacks import CommunicationMonitor as CommunicationMonitor

@@ -73,7 +73,6 @@ class _EveryNSteps(Callback, ABC):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure where it's time."""
         before, self._steps = self._steps, _steps_taken(trainer)
         due = self._steps // self.every_n_steps > before // self.every_n_steps
         if due and isinstance(trainer.strategy, Watched):
@@ -122,7 +121,6 @@ class CommunicationMonitor(_EveryNSteps):
         self._before = Traffic()
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
-        """This worker alone."""
         before, now = self._before, strategy.traffic()
         self._before = now
         metrics: dict[str, float] = {
@@ -150,7 +148,6 @@ class MixingMonitor(_EveryNSteps):
         super().__init__(every_n_steps=every_n_steps)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
-        """This worker alone."""
         metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
         _publish(trainer, pl_module, metrics, on_bar="gossip/mixing_rate")
 
@@ -169,7 +166,6 @@ class WorkerLossMonitor(_EveryNSteps):
         self._logged: list[int] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier fit."""
         super().on_train_start(trainer, pl_module)
         self._losses.clear()
         self._recent.clear()
@@ -217,7 +213,6 @@ class StartSummary(Callback):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On worker 0."""
         strategy = trainer.strategy
         if not isinstance(strategy, Watched) or not trainer.is_global_zero:
             return

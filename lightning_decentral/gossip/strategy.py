@@ -107,7 +107,6 @@ class GossipStrategy(ReplicaStrategy):
 
     @property
     def workers(self) -> int:
-        """Islands."""
         return self.island.workers(self.num_nodes * self.num_processes, self.num_processes)
 
     @property

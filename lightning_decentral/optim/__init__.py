@@ -5,7 +5,7 @@ They are ordinary torch optimizers, for any strategy. Public: all names below.
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.optim.accum import AccumAdam as AccumAdam

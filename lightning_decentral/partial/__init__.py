@@ -6,7 +6,7 @@ Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradient
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.partial.callbacks import PartialBackpropMonitor as PartialBackpropMonitor

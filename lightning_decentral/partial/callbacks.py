@@ -80,7 +80,6 @@ class PartialBackpropMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log where it's time."""
         before, self._step = self._step, trainer.global_step
         strategy = trainer.strategy
         due = self._step // self.every_n_steps > before // self.every_n_steps
@@ -172,7 +171,6 @@ class PartialBackward(Callback):
         return {} if self.driver is None else warm_up_state(self.depth, self.driver.assignment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """For the next fit."""
         self._saved = state_dict
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,7 +210,6 @@ class PartialBackward(Callback):
             settle(self.absent, optimizer, self.driver.own_absent(trainer.global_step))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Everything as it was."""
         self._undo()
         self._undo = lambda: None
         if self.driver is not None:

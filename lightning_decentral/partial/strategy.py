@@ -150,14 +150,12 @@ class PartialBackpropStrategy(ReplicaStrategy):
         return int(self._trainer.global_step)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's, cut."""
         driver = self.driver or self._find_cuts(*args, **kwargs)
         with driver.together(self._step):
             return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients are only accumulated."""
         self._blocked = True
         try:
             yield
@@ -213,7 +211,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def rounds(self) -> list[int]:
-        """Updates since fit began."""
         return [self._rounds]
 
     def wanted(self) -> list[int]:
@@ -240,7 +237,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
         return {**cuts, **depth, **warm_up_state(self.depth, self.driver.assignment)}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        """For the first batch."""
         self._saved = state or None
 
     def save_checkpoint(
@@ -251,7 +247,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
         super().save_checkpoint({**checkpoint, **({KEY: state} if state else {})}, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """See `save_checkpoint`."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self.load_progress_state(checkpoint.get(KEY, {}) if self.checkpoints.fitting else {})
         return checkpoint

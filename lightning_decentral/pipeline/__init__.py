@@ -7,7 +7,7 @@ send). Public: all names below.
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.pipeline.compute.activation_codec import Bfloat16Activations as Bfloat16Activations

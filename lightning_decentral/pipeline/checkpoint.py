@@ -158,7 +158,6 @@ class PipelineCheckpoints(Checkpoints):
             _optimizer_to_device(optimizer, self._stage.root_device)
 
     def resume(self) -> None:
-        """After set-up: the plans."""
         if self._restored is not None:
             self._stage.plans.slices = dict(self._restored["plans"])
             self._random = self._restored["random"][self._worker.global_rank], self._restored["mid_epoch"]

@@ -112,7 +112,6 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     @property
     def num_stages(self) -> int:
-        """P."""
         return self.layout.stages
 
     @property
@@ -294,7 +293,6 @@ class TokenPipelineStrategy(WorkersStrategy):
         return 0.0 if self._stage is None else self._stage.seconds
 
     def summary(self) -> dict[str, str]:
-        """The plan in words."""
         together = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""
         return {"pipelines": f"{self.layout.pipelines} of {self.num_stages} stages{together}", **self.plans.summary()}
 

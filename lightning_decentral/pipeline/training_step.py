@@ -45,7 +45,6 @@ class Logs:
         self.values: list[list[float]] = []
 
     def begin(self) -> None:
-        """Forget the step before."""
         self._calls, self.values = [], []
 
     def recording(self, keep: bool) -> "_Recording":

@@ -31,7 +31,6 @@ class StageLayout:
 
     @property
     def pipelines(self) -> int:
-        """Replicas of the pipeline."""
         return self.workers // self.stages
 
     @property

@@ -51,7 +51,6 @@ class Comparison:
 
     @property
     def baseline(self) -> Row:
-        """ddp's."""
         return next(row for row in self.rows if row.candidate.words == BASELINE)
 
     def speedup(self, row: Row) -> float:

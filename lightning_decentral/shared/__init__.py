@@ -1,15 +1,38 @@
-"""What the methods share: the strategy below all, checkpoints, the mean model, registration, loggers.
+"""What the methods share: the strategy base, checkpoints, the mean model, registration, loggers; and lazy exports.
 
-Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement). Public: all names
-below.
+Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public: all
+names below. `lazy_exports` makes the faces of all folders: its `if TYPE_CHECKING:` block says where each public name
+lives, asking for one loads it. So a process reads what it uses (`from lightning_decentral.gossip import GossipStrategy`
+doesn't read the report, the simulation and the rules that nobody asked for); type checkers and readers see imports.
 """
 
-from typing import TYPE_CHECKING
-
-from lightning_decentral.shared.face import lazy_exports
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_decentral.shared.loggers import Rows as Rows
     from lightning_decentral.shared.loggers import WandbPerWorker as WandbPerWorker
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """(`__getattr__`, `__all__`) of a package (PEP 562), whose face imports as `from MODULE import NAME as NAME`."""
+    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # asked for once
+        return value
+
+    return load, sorted(homes)
+
 
 __getattr__, __all__ = lazy_exports(__name__)

@@ -182,7 +182,6 @@ class Checkpoints(ABC):
     # ---- random numbers ---------------------------------------------------------------------------------------------
 
     def _resume_random(self) -> None:
-        """After set-up: between epochs."""
         if self._random is not None and not self._random[1]:
             worker_state.set_random_state(self._random[0])
 

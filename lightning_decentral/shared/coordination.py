@@ -146,7 +146,6 @@ class LoopPatches:
         self._replace(trainer.fit_loop, "on_advance_end", self._end_epoch)
 
     def restore(self) -> None:
-        """Lightning's own methods again."""
         for undo in self._undo:
             undo()
         self._undo = []

@@ -52,7 +52,6 @@ class WandbPerWorker(Logger):
 
     @property
     def version(self) -> str:
-        """The group."""
         return self.group
 
     @property
@@ -106,17 +105,14 @@ class Rows(Logger):
 
     @property
     def name(self) -> str:
-        """None."""
         return ""
 
     @property
     def version(self) -> str:
-        """None."""
         return ""
 
     @property
     def save_dir(self) -> str:
-        """The directory."""
         return str(self._directory)
 
     @property

@@ -48,7 +48,6 @@ class StepWatch:
         self._inside = False
 
     def close(self) -> None:
-        """Watch no longer."""
         for hook in self._hooks:
             hook.remove()
 

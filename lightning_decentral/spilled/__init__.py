@@ -6,7 +6,7 @@ names below.
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.spilled.compute.update import OnDevice as OnDevice

@@ -126,7 +126,6 @@ class SpilledStrategy(SingleDeviceStrategy):
         rank_zero_info("\n".join([f"spilled {kind}:", *(f"  {name}: {text}" for name, text in lines.items())]))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Stays on the host."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
@@ -163,17 +162,14 @@ class SpilledStrategy(SingleDeviceStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward only."""
         with self._running.step("validation", (args, kwargs)):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward only."""
         with self._running.step("test", (args, kwargs)):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward only."""
         with self._running.step("predict", (args, kwargs)):
             return super().predict_step(*args, **kwargs)
 

@@ -7,7 +7,7 @@ Below: `plan` (who is next: values without torch), `wire` (the socket). Public: 
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.sweep.plan.policy import FIFO as FIFO

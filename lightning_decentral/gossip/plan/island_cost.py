@@ -45,15 +45,12 @@ class Alone(Within):
     """One device."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """Nothing is sent."""
         return ()
 
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Its own computation."""
         return data_parallel.step(setting.model.blocks, FREE, factor)
 
     def memory_bytes(self, setting: Setting) -> float:
-        """A replica."""
         return replica_bytes(setting.model)
 
 
@@ -62,11 +59,9 @@ class ReplicatedCost(Within):
     """Equal parameters: gradients are all-reduced in buckets, what was mixed is gathered."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """(all-reduce, gathering)."""
         return self._price("all_reduce", setting), self.gathering(setting)
 
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Of the slowest device."""
         return data_parallel.step(setting.model.blocks, self.prices(setting)[0], factor)
 
     def memory_bytes(self, setting: Setting) -> float:
@@ -83,16 +78,13 @@ class Shards(Within):
     """1 / devices of everything: parameters are gathered block by block, gradients scattered."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """(gathering, scattering)."""
         return self._price("all_gather", setting), self._price("reduce_scatter", setting)
 
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Of the slowest device."""
         gather, scatter = self.prices(setting)
         return data_parallel.sharded_step(setting.model.blocks, gather, scatter, self.devices, factor)
 
     def kept_bytes(self, setting: Setting) -> float:
-        """Its shard."""
         return setting.model.parameter_bytes / self.devices
 
     def memory_bytes(self, setting: Setting) -> float:

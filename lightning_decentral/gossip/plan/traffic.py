@@ -51,7 +51,6 @@ class Round:
 
     @property
     def silent(self) -> bool:
-        """Whether nobody talks."""
         return bool(self.sources.shape[1] == 1)
 
 

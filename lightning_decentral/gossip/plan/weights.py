@@ -30,7 +30,6 @@ class Own(Weights):
     """What the topology itself says."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
-        """`topology.row`."""
         return topology.row(rank, size, step)
 
 
@@ -94,7 +93,6 @@ class Entries:
 
     @property
     def size(self) -> int:
-        """Workers."""
         return len(self.starts) - 1
 
     @property
@@ -104,7 +102,6 @@ class Entries:
 
     @property
     def silent(self) -> bool:
-        """Whether nobody hears anybody."""
         return len(self.values) == self.size
 
     @cached_property
@@ -122,7 +119,6 @@ class Entries:
         return np.diff(self.starts)[:, None] - 1.0
 
     def dense(self) -> Matrix:
-        """W, float64 [size, size]."""
         matrix = np.zeros((self.size, self.size))
         matrix[np.repeat(np.arange(self.size), np.diff(self.starts)), self.columns] = self.values
         return matrix
@@ -172,7 +168,6 @@ class Neighbours:
 
     @property
     def own(self) -> float:
-        """w_ii."""
         return self.row[self.rank]
 
     @property

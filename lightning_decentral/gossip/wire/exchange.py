@@ -115,7 +115,6 @@ class Exchange(ABC, Generic[S]):
         """The round is complete: send all of it that hasn't left, and begin to hear the others'."""
 
     def traffic(self) -> "Traffic":
-        """Counters since construction."""
         return Traffic()
 
 

@@ -87,7 +87,6 @@ class GatherExchange(Exchange["Parts"]):
                 whole.copy_(part)
 
     def _part(self, message: Tensor) -> Tensor:
-        """This device's, a view."""
         return message.view(self.inside.size, -1)[self.inside.rank] if self._split(message) else message
 
     def _split(self, message: Tensor) -> bool:
@@ -123,7 +122,6 @@ class AtLanding:
         return start()
 
     def traffic(self, counted: Traffic) -> Traffic:
-        """As counted."""
         return counted
 
 

@@ -65,7 +65,6 @@ class Solo(Island):
             raise ValueError(f"Solo is one device, got {self.devices}: use AllReduce({self.devices})")
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        """Nothing to do together."""
         return IslandMember(wire, 1, meet)
 
 
@@ -123,7 +122,6 @@ class FullyShard(Island):
 
     @property
     def shards(self) -> int:
-        """All of the island."""
         return self.devices
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:

@@ -47,7 +47,6 @@ class IslandMember:
         return peers
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
-        """The parameters as buckets."""
         return pack(parameters, bucket_bytes)
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -124,12 +123,10 @@ class Averaging(IslandMember):
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Nothing is sent meanwhile."""
         with self._gradients.blocked():
             yield
 
     def close(self, alone: bool) -> None:
-        """Without hooks."""
         self._gradients.close()
 
 
@@ -146,11 +143,9 @@ class Sharding(IslandMember):
         self._sharded: Sharded | None = None
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
-        """Of this device's shards."""
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
 
     def arrange(self, module: nn.Module) -> None:
-        """Shard it."""
         self._sharded = Sharded(module, self._inside, self._device)
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
@@ -175,7 +170,6 @@ class Sharding(IslandMember):
             self._sharded.root.set_requires_gradient_sync(True)
 
     def close(self, alone: bool) -> None:
-        """Whole parameters again."""
         if self._sharded is not None and not alone:
             self._sharded.undo()
         self._sharded = None

@@ -102,7 +102,6 @@ class OverlapExchange(Exchange["Overlapped"]):
         last: "Future[None] | None",
         step: int,
     ) -> None:
-        """On the leaving thread."""
         started = [part.started.result() for part in parts]
         for landed in before:
             landed.wait()
@@ -150,7 +149,6 @@ class Overlapped(Started):
         return self.exchange.landed(self)
 
     def arrive(self, departed: "Future[None]") -> list[Tensor]:
-        """On the arriving thread."""
         departed.result()
         return self.started.result().land()
 
@@ -193,7 +191,6 @@ class Future(Generic[Result]):
         self.wait, self.done = self._done.wait, self._done.is_set
 
     def run(self) -> None:
-        """On the worker thread."""
         assert self._call is not None
         try:
             with torch.no_grad():  # a new thread would have it on

@@ -55,7 +55,6 @@ class GossipReplicas(Replicas):
             )
 
     def check(self, size: int, per_node: int) -> None:
-        """See `Replicas.check`."""
         if isinstance(self.combine, ConsensusControl):
             raise ValueError(
                 f"{self.combine} counts rounds by a distance that each stage would measure for itself, so copies of "
@@ -68,7 +67,6 @@ class GossipReplicas(Replicas):
         return self.weights or self.combine.weights
 
     def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
-        """See `Replicas.join`."""
         return _Mixing(self, group, device, per_node)
 
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:

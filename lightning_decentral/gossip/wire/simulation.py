@@ -184,7 +184,6 @@ class Mixing:
 
     @property
     def silent(self) -> bool:
-        """Whether nobody hears anybody."""
         return self.entries.silent
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
@@ -248,7 +247,6 @@ class MatrixExchange(Exchange[Started]):
         return self._mixings.at(step).entries
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
-        """Multiply at once."""
         return Landed([self._mixings.at(step)(m, out=self.pool.take(m)) for m in message])
 
     def depart(self, started: Sequence[Started], step: int) -> None:

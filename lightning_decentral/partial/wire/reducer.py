@@ -38,7 +38,6 @@ class Rank:
 
     @property
     def size(self) -> int:
-        """How many workers."""
         return len(self.shares)
 
 

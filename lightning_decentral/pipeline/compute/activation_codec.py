@@ -33,15 +33,12 @@ class ExactActivations(Boundary):
     """As it is."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Boundary.buffer`."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """See `Boundary.encode`."""
         return tensor.contiguous()
 
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Boundary.decode`."""
         return message
 
 
@@ -50,15 +47,12 @@ class Bfloat16Activations(Boundary):
     """Rounded to bfloat16: two bytes a number, a relative error of 2^-9 at most."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Boundary.buffer`."""
         return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """See `Boundary.encode`."""
         return tensor.to(torch.bfloat16).contiguous()
 
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Boundary.decode`."""
         return message.to(dtype)
 
 
@@ -70,17 +64,14 @@ class Int8Activations(Boundary):
     """
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Boundary.buffer`."""
         return torch.empty(prod(shape[:-1]), shape[-1] + 4, dtype=torch.int8, device=device)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """See `Boundary.encode`."""
         rows = tensor.reshape(-1, tensor.shape[-1]).float()
         scale = rows.abs().amax(dim=1, keepdim=True) / 127
         levels = (rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127).to(torch.int8)
         return torch.cat([levels, scale.view(torch.int8)], dim=1)
 
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Boundary.decode`."""
         scale = message[:, -4:].contiguous().view(torch.float32)
         return (message[:, :-4].float() * scale).to(dtype).reshape(tuple(shape))

@@ -54,12 +54,10 @@ class Chain(Pipelined):
         self._blocks, self._reply = list(blocks), reply
 
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
-        """See `Pipelined.loads`."""
         sizes = [sum(parameter_bytes(part.parameters()) for part in block.parts) for block in self._blocks]
         return [weighed(size) for size in sizes], NOTHING, NOTHING
 
     def keep(self, place: StagePlace) -> None:
-        """See `Pipelined.keep`."""
         parents = {child: (parent, name) for parent in self.module.modules() for name, child in parent.named_children()}
         for i, block in enumerate(self._blocks):
             if not place.first_block <= i < place.stop_block:
@@ -67,14 +65,12 @@ class Chain(Pipelined):
                     self._replace(parent, {name: nn.Identity()})
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """See `Pipelined.read`."""
         given = [*args, *(value for value in kwargs.values() if value is not None)]
         if len(given) != 1 or not isinstance(given[0], Tensor):
             raise ValueError(f"{type(self.module).__name__} must be called with one tensor, got {len(given)} arguments")
         return Call(given[0])
 
     def length(self, call: Call) -> int:
-        """See `Pipelined.length`."""
         return 1
 
     def forward(
@@ -87,11 +83,9 @@ class Chain(Pipelined):
         return output
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
-        """Not known beforehand."""
         return None
 
     def answer(self, call: Call, output: Tensor) -> Any:
-        """See `Pipelined.answer`."""
         return self._reply(output)
 
 

@@ -80,7 +80,6 @@ class CausalModel(Pipelined):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """In order."""
         return list(getattr(self._inner, self._anatomy.blocks))
 
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
@@ -93,7 +92,6 @@ class CausalModel(Pipelined):
         return [weighed(size) for size in sizes], BlockCost(parameter_bytes=embedding), weighed(head)
 
     def keep(self, place: StagePlace) -> None:
-        """See `Pipelined.keep`."""
         a = self._anatomy
         blocks = getattr(self._inner, a.blocks)
         gone = [str(i) for i in range(len(blocks)) if not place.first_block <= i < place.stop_block]
@@ -121,12 +119,10 @@ class CausalModel(Pipelined):
         return f"{super().structure()}\n{self._config.to_json_string()}\n{self._config._attn_implementation}"
 
     def restore(self) -> None:
-        """See `Pipelined.restore`."""
         super().restore()
         self._inner.config = self._config
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """See `Pipelined.read`."""
         bound = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         given = {k: v for k, v in {**bound, **bound.get("kwargs", {})}.items() if k not in ("self", "kwargs")}
         asked = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -146,7 +142,6 @@ class CausalModel(Pipelined):
         return Call(asked["input_ids"], asked.get("attention_mask"), asked.get("position_ids"), extra)
 
     def length(self, call: Call) -> int:
-        """See `Pipelined.length`."""
         return call.inputs.shape[1]
 
     def forward(

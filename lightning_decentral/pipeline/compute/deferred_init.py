@@ -55,7 +55,6 @@ class _Given:
         return cls(own, own._version)
 
     def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
-        """As it was then."""
         if self.tensor._version != self.version:
             raise ValueError(
                 f"a tensor of shape {tuple(self.tensor.shape)} was copied into the model and changed later, before "

@@ -53,7 +53,6 @@ class Once:
         self._answer, self._name, self._calls = answer, name, 0
 
     def __call__(self, call: Call) -> Any:
-        """The answer."""
         self._calls += 1
         if self._calls > 1:
             raise ValueError(

@@ -99,7 +99,6 @@ class Memory:
         return stores[0].extend(keys, self._start, self._stop), stores[1].extend(values, self._start, self._stop)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this slice."""
         return self._start
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

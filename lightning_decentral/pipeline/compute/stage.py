@@ -33,7 +33,6 @@ class Keep(Activations):
     """All activations."""
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
-        """See `Activations.run`."""
         return compute(hidden)
 
 
@@ -45,7 +44,6 @@ class Recompute(Activations):
     """
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
-        """See `Activations.run`."""
         output: Tensor = checkpoint(compute, hidden, use_reentrant=False)
         return output
 

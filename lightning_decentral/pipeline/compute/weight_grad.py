@@ -43,7 +43,6 @@ class AtOnce(WeightGradients):
     """With the backward: there is no second half."""
 
     def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
-        """Nothing changes."""
         return nullcontext()
 
     def finish(self, chunk: Chunk) -> None:
@@ -51,7 +50,6 @@ class AtOnce(WeightGradients):
 
     @property
     def waiting(self) -> set[Chunk]:
-        """None."""
         return set()
 
 

@@ -58,7 +58,6 @@ class Pipelining(Method):
         return sent, price("all_reduce", everywhere, equal, flows, per_node)
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Of the slowest device."""
         parts = self._parts(setting)
         reduced = self.prices(setting)[1].seconds(max(map(_bytes, parts)))
         update = max(sum(block.update_seconds for block in part) for part in parts)

@@ -82,7 +82,6 @@ class TeraPipe(Schedule):
     """
 
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
-        """See `Schedule.of_stage`."""
         forwards = _forwards(stage, num_microbatches, num_slices)
         backwards = _backwards(stage, range(num_microbatches)[::-1], num_slices)
         return chain(forwards, backwards)
@@ -98,7 +97,6 @@ class OneForwardOneBackward(Schedule):
     """
 
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
-        """See `Schedule.of_stage`."""
         forwards = list(_forwards(stage, num_microbatches, num_slices))
         backwards = _backwards(stage, range(num_microbatches), num_slices)
         warm = min(num_stages - stage - 2 + num_slices, len(forwards))
@@ -121,7 +119,6 @@ class ZeroBubble(Schedule):
     splits: ClassVar[bool] = True
 
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
-        """See `Schedule.of_stage`."""
         halves: deque[Action] = deque()
         for action in OneForwardOneBackward().of_stage(stage, num_stages, num_microbatches, num_slices):
             yield action

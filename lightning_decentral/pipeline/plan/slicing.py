@@ -189,7 +189,6 @@ class Uniform(Slicing):
         at_least_1(n=self.n)
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
-        """See `Slicing.slices`."""
         return equal(length_tokens, self.n)
 
 
@@ -209,7 +208,6 @@ class Balanced(Slicing):
         at_least_1(n=self.n, granularity=self.granularity)
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
-        """See `Slicing.slices`."""
         return balance(length_tokens, self.n, situation.seconds, granularity=self.granularity)
 
 
@@ -230,7 +228,6 @@ class Planned(Slicing):
         at_least_1(granularity=self.granularity, max_slices=self.max_slices)
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
-        """See `Slicing.slices`."""
         return plan_for(situation, length_tokens, granularity=self.granularity, max_slices=self.max_slices)
 
 
@@ -246,7 +243,6 @@ class Given(Slicing):
             raise ValueError(f"lengths must be positive, got {self.lengths}")
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
-        """See `Slicing.slices`."""
         if sum(self.lengths) != length_tokens:
             raise ValueError(
                 f"slices {self.lengths} sum to {sum(self.lengths)}, the sequence has {length_tokens} tokens: "

@@ -22,7 +22,6 @@ class Link:
     token_seconds: float = 0.0
 
     def __call__(self, tokens: int) -> float:
-        """Of one message."""
         return self.latency_seconds + self.token_seconds * tokens
 
 
@@ -106,7 +105,6 @@ class Priced(Situation):
     profiles: tuple[StageCost, ...]
 
     def step_seconds(self, slices: Sequence[int]) -> float:
-        """See `Situation.step_seconds`."""
         return expected(self.profiles, self.schedule, self.num_microbatches, slices).seconds
 
 

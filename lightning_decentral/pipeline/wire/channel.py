@@ -85,7 +85,6 @@ class Links(Channel):
         self.rank, self.size = forward.rank, forward.size
 
     def expect(self, action: Action) -> None:
-        """See `Channel.expect`."""
         source = _before(action)
         if not 0 <= source < self.size:
             return
@@ -95,7 +94,6 @@ class Links(Channel):
         self._arriving[action] = _Arriving(pending, message, shape)
 
     def receive(self, action: Action) -> Tensor:
-        """See `Channel.receive`."""
         arriving = self._arriving.pop(action)
         with _NamingStages(self.rank, _before(action)):
             arriving.pending.wait()
@@ -104,7 +102,6 @@ class Links(Channel):
         return self._boundary.decode(arriving.message, *arriving.shape)
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """See `Channel.send`."""
         target = _after(action)
         _, dtype = self._shapes(action, min(target, action.stage))
         message = self._boundary.encode(tensor.to(dtype))
@@ -112,7 +109,6 @@ class Links(Channel):
         self._leaving[action] = target, pending, message  # gloo reads it later
 
     def close(self) -> None:
-        """See `Channel.close`."""
         self._let_go(list(self._leaving))
 
     def _let_go(self, actions: Sequence[Action]) -> None:

@@ -49,7 +49,6 @@ class BlockPass:
         self._there = [self._laps.lap()]
 
     def run_forward(self, run: Run) -> Tensor:
-        """The loss."""
         try:
             return run()
         finally:
@@ -68,7 +67,6 @@ class BlockPass:
         del loss
 
     def forward(self) -> Seconds:
-        """By block."""
         at = self._laps.seconds()
         stamps = [at[lap] for lap in self._there]
         return [after - before for before, after in pairwise(stamps)]

@@ -140,7 +140,6 @@ class Pool:
         return self.take_new(like.shape, like.dtype, like.device)
 
     def take_new(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The same, described."""
         try:
             return self._free[shape, dtype, device].pop()
         except (KeyError, IndexError):  # not a look first: two threads may take from one pool

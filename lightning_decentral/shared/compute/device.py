@@ -21,15 +21,12 @@ class HostStopwatch:
         self._started = 0.0
 
     def start(self) -> None:
-        """Begin one interval."""
         self._started = perf_counter()
 
     def stop(self) -> None:
-        """End the interval."""
         self._total += perf_counter() - self._started
 
     def seconds(self) -> float:
-        """All intervals so far."""
         return self._total
 
 
@@ -45,13 +42,11 @@ class DeviceStopwatch:
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
-        """Begin one interval."""
         pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         pair[0].record()
         self._open.append(pair)
 
     def stop(self) -> None:
-        """End the interval."""
         self._open[-1][1].record()
 
     def seconds(self) -> float:
@@ -133,7 +128,6 @@ class AsyncRead:
             self._arrived.record()
 
     def read(self) -> Tensor:
-        """On the host."""
         if not self.on_host:
             self._arrived.synchronize()
         return self._tensor

@@ -37,7 +37,6 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many."""
         return self.workers // self.per_node
 
     def reach(self, devices: int) -> str:
@@ -161,11 +160,9 @@ class Synchronous(Method):
         """One step of a worker whose computation takes `factor` times as long."""
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Of the slowest worker."""
         return synchronous(lambda factor: makespan(run(self.at(setting, factor))), factors)
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
-        """One step."""
         return self.at(setting, 1.0)
 
 

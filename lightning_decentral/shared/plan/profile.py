@@ -35,7 +35,6 @@ class BlockCost:
 
     @property
     def pass_seconds(self) -> float:
-        """Of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 

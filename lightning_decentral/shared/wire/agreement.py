@@ -107,7 +107,6 @@ class RollCall:
         self._watch.start()
 
     def close(self) -> None:
-        """End the watching thread."""
         self._closed.set()
         self._watch.join(PATIENCE_SECONDS)
 

@@ -173,7 +173,6 @@ class ShardBucket(Bucket):
     """
 
     def elements(self, parameter: nn.Parameter) -> int:
-        """Those of the shard."""
         return local(parameter).numel()
 
     @property
@@ -183,13 +182,11 @@ class ShardBucket(Bucket):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """flat <- shards."""
         for part, parameter in self._pairs():
             part.copy_(local(parameter))
 
     @torch.no_grad()
     def store(self) -> None:
-        """Shards <- flat."""
         for part, parameter in self._pairs():
             local(parameter).copy_(part)
 

@@ -31,12 +31,10 @@ class Work:
     rank: int
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
         with Naming(self.peer, self.rank):
             self.work.wait()
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         return bool(self.work.is_completed())
 
 
@@ -49,13 +47,11 @@ class StagedCopy:
     device: Tensor | None
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
         self.inner.wait()
         if self.device is not None:
             self.device.copy_(self.host)
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         return self.inner.done()
 
 
@@ -66,12 +62,10 @@ class Together:
     parts: Sequence[Pending]
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
         for part in self.parts:
             part.wait()
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         return all(part.done() for part in self.parts)
 
 

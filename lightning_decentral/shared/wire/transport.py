@@ -83,7 +83,6 @@ class GlooTransport(Transport):
     """Plain sends and receives on the group object; CPU tensors."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """See `Transport.exchange`."""
         incoming = [self._post(self.group.recv, m) for m in receives]
         outgoing = [self._post(self.group.send, m) for m in sends]
         return (
@@ -103,7 +102,6 @@ class NcclTransport(Transport):
     queued = True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """See `Transport.exchange`."""
         operations = [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
         operations += [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -122,7 +120,6 @@ class StagedTransport(Transport):
         self._inner = inner
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """See `Transport.exchange`."""
         staged_sends = [m._replace(tensor=_pinned(m.tensor).copy_(m.tensor)) for m in sends]
         staged_receives = [m._replace(tensor=_pinned(m.tensor)) for m in receives]
         outgoing, incoming = self._inner.exchange(staged_sends, staged_receives)
@@ -134,33 +131,27 @@ class StagedTransport(Transport):
         return kept, landing
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        """See `Transport.all_reduce`."""
         host = _pinned(tensor).copy_(tensor)
         return StagedCopy(self._inner.all_reduce(host), host, tensor)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
-        """See `Transport.reduce`."""
         host = _pinned(tensor).copy_(tensor)
         return StagedCopy(self._inner.reduce(host, target), host, tensor)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
-        """See `Transport.all_gather`."""
         pending, hosts = self._inner.all_gather(_pinned(tensor).copy_(tensor))
         rows = [torch.empty_like(tensor) for _ in hosts]
         return Together([StagedCopy(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
-        """See `Transport.all_gather_into`."""
         host = _pinned(whole)
         return StagedCopy(self._inner.all_gather_into(host, _pinned(part).copy_(part)), host, whole)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
-        """See `Transport.reduce_scatter`."""
         host = _pinned(part)
         return StagedCopy(self._inner.reduce_scatter(host, _pinned(whole).copy_(whole)), host, part)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """See `Transport.broadcast`."""
         host = _pinned(tensor).copy_(tensor)
         return StagedCopy(self._inner.broadcast(host, source), host, tensor)
 

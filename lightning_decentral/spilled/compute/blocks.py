@@ -21,7 +21,6 @@ class ParameterPlace:
 
     @property
     def held(self) -> Tensor:
-        """What stands there now."""
         found = self.module._parameters[self.attribute]
         assert found is not None
         return found

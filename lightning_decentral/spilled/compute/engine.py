@@ -105,7 +105,6 @@ class Engine:
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """The host's, by name."""
         return self._loader.hosts
 
     # ---- steps --------------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ class Spilling:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names, each once."""
         return tuple(dict.fromkeys(place.name for place in self.places))
 
 

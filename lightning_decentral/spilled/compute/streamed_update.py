@@ -96,7 +96,6 @@ class Travelling:
         self._needs[id(parameter)] = need
 
     def _visit(self, optimizer: Optimizer, plain: Step, together: Sequence[Tensor]) -> None:
-        """There, updated, back."""
         groups = optimizer.param_groups
         optimizer.param_groups = only(groups, together)
         before = [dict(group) for group in optimizer.param_groups]

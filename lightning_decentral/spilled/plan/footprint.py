@@ -17,7 +17,6 @@ class BlockFootprint:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all."""
         return sum(self.parameters.values())
 
 

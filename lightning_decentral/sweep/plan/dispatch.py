@@ -201,7 +201,6 @@ class Dispatch:
         return self._progress[job].done + (computing is not None and computing[0] == job)
 
     def _running(self, device: int) -> list[Job]:
-        """On the other devices."""
         others = [slot.computing for d, slot in enumerate(self._slots) if d != device]
         return [self._job(*there) for there in others if there is not None]
 

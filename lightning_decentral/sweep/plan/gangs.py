@@ -116,7 +116,6 @@ class Turns:
         return {name: max(end for (n, _, _), end in ends.items() if n == name) for name in last}
 
     def mean_completion_seconds(self) -> float:
-        """Over the jobs."""
         found = self.completion_seconds()
         return sum(found.values()) / len(found)
 

@@ -73,7 +73,6 @@ class Gathered(Arbiter):
         return super().settle(now)
 
     def rests_seconds(self, now: float) -> float:
-        """Until the next arrival."""
         return max(0.0, min((self._due(name) - now for name in self._asking), default=math.inf))
 
     def _due(self, name: str) -> float:

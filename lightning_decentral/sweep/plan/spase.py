@@ -72,7 +72,6 @@ class SpasePlan:
         return max(job.start + job.seconds for job in self.granted)
 
     def spans(self) -> dict[tuple[str, int], Span]:
-        """(job, device) -> when."""
         return {
             (job.name, device): Span(f"device {device}", job.start, job.start + job.seconds)
             for job in self.granted
@@ -168,7 +167,6 @@ class _Program:
             self._apart(i, j)
 
     def _lasts(self, job: int) -> dict[int, float]:
-        """d_j"""
         return {x: self._tables[job].seconds[k] for k, x in self._runs[job].items()}
 
     def _allocate(self, job: int) -> None:

@@ -75,12 +75,10 @@ class Seat:
 
     @property
     def spent_seconds(self) -> float:
-        """Of the present grant."""
         return time.perf_counter() - self._since if self.held else 0.0
 
     @property
     def worked_seconds(self) -> float:
-        """Of all grants."""
         return self._before_seconds + self.spent_seconds
 
     @property

@@ -56,7 +56,6 @@ class BucketCodec:
         return [*self._laid_out(coded)[1], *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
 
     def encode(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
-        """Fill the payload."""
         self._fill(self._codec.encode, message, payload, link, key)
 
     def replace(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
@@ -64,7 +63,6 @@ class BucketCodec:
         self._fill(self._codec.replace, message, payload, link, key)
 
     def decode(self, payload: Buffers, out: Tensor, link: str) -> None:
-        """Fill `out`."""
         coded, tail = self._split(out)
         self._codec.decode(payload[:-1] if self._exact else payload, coded, self._frame(link, coded, 0))
         if self._exact:
@@ -79,7 +77,6 @@ class BucketCodec:
         return gap.where(gap > rounding**2 * _squared(coded), 0)
 
     def error(self, message: Tensor, decoded: Tensor) -> Tensor:
-        """||message - decoded||^2."""
         return _squared(self._split(message)[0] - self._split(decoded)[0])
 
     def remember(self, decoded: Tensor, link: str, healthy: Tensor) -> None:
@@ -91,7 +88,6 @@ class BucketCodec:
             estimate.copy_(coded)
 
     def load(self, estimates: Mapping[str, Tensor]) -> None:
-        """Go on with these."""
         device = self._reference.device
         self.estimates = {link: estimate.to(device, copy=True) for link, estimate in estimates.items()}
 
@@ -257,7 +253,6 @@ class Coded(Coder):
         return {j: self._taken(parts, message[0].device) for j in sources}
 
     def decode(self, received: Mapping[int, Buffers], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
-        """By the links' estimates."""
         channels = [
             (channel, len(channel.parts(m))) for channel, m in zip(self._channels[first:], message, strict=False)
         ]

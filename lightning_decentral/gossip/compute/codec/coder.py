@@ -27,7 +27,6 @@ class PayloadPart(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """On the wire."""
         return self.elements * self.dtype.itemsize
 
 

@@ -23,7 +23,6 @@ class Factors:
 
     @property
     def elements(self) -> int:
-        """Of the payload."""
         return self._of_matrices() + sum(stop - start for start, stop in self.others)
 
     def _of_matrices(self) -> int:

@@ -39,7 +39,6 @@ class Int8(Codec):
         check_block(self.block, "256 makes messages 3.94 times smaller than float32")
 
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """(q, scales)."""
         return PayloadPart(layout.length, torch.int8), PayloadPart(ceil(layout.length / self.block), torch.float32)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:

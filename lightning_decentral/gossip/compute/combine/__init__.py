@@ -6,7 +6,7 @@ Public: all names below.
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine.combine import Combine as Combine

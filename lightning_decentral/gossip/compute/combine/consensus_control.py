@@ -57,12 +57,10 @@ class ConsensusControl:
 
     @property
     def weights(self) -> Weights:
-        """The inner rule's."""
         return self.inner.weights
 
     @property
     def copies(self) -> int:
-        """The inner rule's."""
         return self.inner.copies
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:

@@ -31,7 +31,6 @@ class Gossip(Combine):
 
     @property
     def largest_rate(self) -> float:
-        """Of the rate."""
         return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
@@ -40,7 +39,6 @@ class Gossip(Combine):
         check_stable("Gossip", self.rate, topology, size, weights, delay)
 
     def mixing(self, turn: Turn) -> dict[str, float]:
-        """The rate."""
         return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:

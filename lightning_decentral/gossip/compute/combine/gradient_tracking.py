@@ -49,7 +49,6 @@ class ExactDiffusion(Combine):
 
     @property
     def largest_rate(self) -> float:
-        """Of the rate."""
         return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
@@ -60,15 +59,12 @@ class ExactDiffusion(Combine):
         check_echo("ExactDiffusion", echo, self.rate, topology, size, weights, delay)
 
     def init(self, x: Tensor) -> State:
-        """c = 0."""
         return {"corrections": torch.zeros_like(x)}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        """x += c."""
         x.add_(state["corrections"])
 
     def mixing(self, turn: Turn) -> dict[str, float]:
-        """The rate."""
         return {"mixing_rate": self.rate}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
@@ -103,12 +99,10 @@ class GradientTracking(Combine):
 
     @property
     def largest_rate(self) -> float:
-        """Of the rate."""
         return largest(self.rate)
 
     @property
     def copies(self) -> int:
-        """x and v."""
         return 2
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
@@ -130,15 +124,12 @@ class GradientTracking(Combine):
         last.copy_(x)
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        """(x, v)."""
         return torch.cat((x.detach(), state["tracked"]), dim=-1)
 
     def values(self, message: Tensor) -> Tensor:
-        """x."""
         return message.tensor_split(2, dim=-1)[0]
 
     def mixing(self, turn: Turn) -> dict[str, float]:
-        """The rate."""
         return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:

@@ -62,7 +62,6 @@ class Outer(Combine):
         x.add_((anchor - sent).mul_(together))
 
     def _step(self, m: Tensor, way: Tensor) -> Tensor:
-        """Heavy ball."""
         return m.clone()
 
 
@@ -78,7 +77,6 @@ class OuterNesterov(Outer):
     momentum: float = 0.9
 
     def _step(self, m: Tensor, way: Tensor) -> Tensor:
-        """Nesterov's."""
         return way.add(m, alpha=self.momentum)
 
 
@@ -113,7 +111,6 @@ class QuasiGlobalMomentum(Combine):
 
     @property
     def largest_rate(self) -> float:
-        """Of the rate."""
         return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
@@ -124,7 +121,6 @@ class QuasiGlobalMomentum(Combine):
         check_echo("QuasiGlobalMomentum", echo, self.rate, topology, size, weights, delay)
 
     def init(self, x: Tensor) -> State:
-        """m = 0."""
         return {"last": x.detach().clone(), "momentum": torch.zeros_like(x)}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
@@ -137,7 +133,6 @@ class QuasiGlobalMomentum(Combine):
         last.copy_(x)
 
     def mixing(self, turn: Turn) -> dict[str, float]:
-        """The rate."""
         return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:

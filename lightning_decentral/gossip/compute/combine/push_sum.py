@@ -38,7 +38,6 @@ class PushSum(Combine):
 
     @property
     def exact(self) -> int:
-        """The weight."""
         return 1
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
@@ -46,7 +45,6 @@ class PushSum(Combine):
         check_columns(topology, size, weights)
 
     def init(self, x: Tensor) -> State:
-        """w = 1."""
         if x.dtype.itemsize < 4:
             raise ValueError(
                 f"PushSum needs parameters of at least 32 bits, got {x.dtype}: use precision='bf16-mixed', "
@@ -60,11 +58,9 @@ class PushSum(Combine):
         state["last"].copy_(x)
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        """(z w, w)."""
         return torch.cat((x.detach() * state["weight"], state["weight"]), dim=-1)
 
     def values(self, message: Tensor) -> Tensor:
-        """X / w."""
         return message[..., :-1] / message[..., -1:]
 
     def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
@@ -77,7 +73,6 @@ class PushSum(Combine):
         self._add(x, mixed.sub_(sent * turn.own().to(sent)), state)
 
     def share(self, state: State) -> Tensor:
-        """w."""
         return state["weight"]
 
     def _add(self, x: Tensor, mass: Tensor, state: State) -> None:

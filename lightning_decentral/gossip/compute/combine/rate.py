@@ -50,11 +50,9 @@ class LinearRate(RateSchedule):
 
     @property
     def largest(self) -> float:
-        """The larger end."""
         return max(self.first, self.last)
 
     def __call__(self, turn: Turn) -> float:
-        """By the round."""
         return self.first + (self.last - self.first) * min(1.0, turn.round / self.rounds)
 
 
@@ -78,7 +76,6 @@ class LearningRatePower(RateSchedule):
 
     @property
     def largest(self) -> float:
-        """1."""
         return 1.0
 
     def __call__(self, turn: Turn) -> float:

@@ -51,7 +51,6 @@ class RelaySum(Combine):
 
     @property
     def exact(self) -> int:
-        """The count."""
         return 1
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
@@ -60,7 +59,6 @@ class RelaySum(Combine):
         check_one_flight("RelaySum", topology, size, delay)
 
     def init(self, x: Tensor) -> State:
-        """Nothing heard."""
         if x.dtype.itemsize < 4:
             raise ValueError(
                 f"RelaySum needs parameters of at least 32 bits, got {x.dtype}: use precision='bf16-mixed'"
@@ -69,11 +67,9 @@ class RelaySum(Combine):
         return {"sum": nothing, "rest": nothing.clone(), "block": torch.zeros((), dtype=torch.int64, device=x.device)}
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        """T and its count."""
         return torch.cat((x.detach(), torch.ones_like(x[..., :1])), dim=-1).add_(state["sum"])
 
     def values(self, message: Tensor) -> Tensor:
-        """T by its count."""
         return message[..., :-1] / message[..., -1:]
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:

@@ -7,7 +7,7 @@ what wraps others. Public: all names below.
 
 from typing import TYPE_CHECKING
 
-from lightning_decentral.shared.face import lazy_exports
+from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.topology.combined import Auto as Auto

@@ -38,7 +38,6 @@ class Every(Topology):
         return self.inner.row(rank, size, step // self.steps) if self._talks(step) else {rank: 1.0}
 
     def placed(self, workers_per_node: int) -> Topology:
-        """The inner one."""
         return Every(self.steps, self.inner.placed(workers_per_node))
 
     def label(self, size: int) -> str:
@@ -81,19 +80,15 @@ class Auto(Topology):
         return BaseGraph(max_degree=1) if size & (size - 1) else Hypercube()
 
     def period(self, size: int) -> int:
-        """The picked one's."""
         return self.pick(size).period(size)
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The picked one's."""
         return self.pick(size).sources(rank, size, step)
 
     def row(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """The picked one's."""
         return self.pick(size).row(rank, size, step)
 
     def label(self, size: int) -> str:
-        """Says what it picked."""
         return f"Auto -> {self.pick(size).label(size)}"
 
 

@@ -38,11 +38,9 @@ class OnePeerExponential(Topology):
     """
 
     def period(self, size: int) -> int:
-        """ceil(log2 n)."""
         return super().period(size) * max(1, ceil_log2(size))
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """One worker."""
         return others(rank, ((rank - (1 << step % self.period(size))) % size,))
 
 
@@ -80,11 +78,9 @@ class BaseGraph(Topology):
         return super().period(size) * len(base_graph(size, self.max_degree))
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """Those in the row."""
         return others(rank, self.row(rank, size, step))
 
     def row(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """The construction's weights, symmetric."""
         return dict(base_graph(size, self.max_degree)[step % self.period(size)][rank])
 
 
@@ -104,7 +100,6 @@ class RandomMatching(Topology):
         at_least_one("RandomMatching's rounds", self.rounds, "64 serves thousands of workers")
 
     def period(self, size: int) -> int:
-        """`rounds`."""
         return super().period(size) * (self.rounds if size > 2 else 1)
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:

@@ -84,7 +84,6 @@ class Complete(Topology):
     """W = 1 1^T / n: everyone hears everyone, the exact mean in every step."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """All others."""
         return others(rank, range(size))
 
 
@@ -118,14 +117,12 @@ class Torus(Topology):
         return steps
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """Above, below, left, right."""
         rows, columns = grid(size, self.rows, self.columns)
         row, column = divmod(rank, columns)
         vertical = [(row + d) % rows * columns + column for d in (-1, 1)]
         return others(rank, vertical + [row * columns + (column + d) % columns for d in (-1, 1)])
 
     def label(self, size: int) -> str:
-        """With its shape."""
         rows, columns = grid(size, self.rows, self.columns)
         return f"Torus {rows} x {columns}" + (" (a ring)" if min(rows, columns) == 1 < size else "")
 
@@ -147,5 +144,4 @@ class Exponential(Topology):
     """
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """ceil(log2 n) workers."""
         return others(rank, ((rank - (1 << k)) % size for k in range(ceil_log2(size))))

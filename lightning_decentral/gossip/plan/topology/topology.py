@@ -67,7 +67,6 @@ class StepGraph:
 
     @cached_property
     def degree(self) -> int:
-        """max_i d_i."""
         return max(map(len, self.sources))
 
     def metropolis_hastings(self, rank: int) -> dict[int, float]:
