@@ -17,9 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Schedule
 from lightning_decentral.pipeline.compute.causal_lm import CausalModel
-from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import GlooTransport
 
 STAGES, HEAD = 2, 64
@@ -83,9 +83,9 @@ class Bench:
     def ids(self, batch: int) -> Tensor:
         return torch.randint(0, 256, (batch, self.length), generator=torch.Generator().manual_seed(batch))
 
-    def pipe(self, schedule: Schedule) -> Pipe:
+    def pipe(self, schedule: Schedule) -> StageRunner:
         options = {"activations": Keep(), "boundary": ExactActivations(), "device": torch.device("cpu")}
-        return Pipe(self.model, self.place, self.over, self.over, schedule=schedule, **options)
+        return StageRunner(self.model, self.place, self.over, self.over, schedule=schedule, **options)
 
     def sliced(self, batch: int, slices: list[int], microbatches: int = 1) -> Step:
         calls = [Call(part) for part in self.ids(batch).tensor_split(microbatches)]
@@ -197,7 +197,7 @@ class _Half(nn.Module):
         length = given.shape[1]
         ids = given if self._place.first else torch.zeros(given.shape[:2], dtype=torch.int64)
         hidden = None if self._place.first else given
-        return self._model.forward(self._place, Call(ids), hidden, Memory(length), 0, length)
+        return self._model.forward(self._place, Call(ids), hidden, KVCache(length), 0, length)
 
 
 def saved_bytes(bench: Bench, schedule: Any, microbatches: int, slices: list[int]) -> int:

@@ -29,7 +29,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from lightning_decentral.sweep import FIFO, LRTF, SRTF, Complementary, Policy, RoundRobin
-from lightning_decentral.sweep.member import Entrant
+from lightning_decentral.sweep.member import SweepMember
 from lightning_decentral.sweep.plan.arbiter import Arbiter, TurnReport
 from lightning_decentral.sweep.processes import live
 from lightning_decentral.sweep.server import Sweep
@@ -62,7 +62,7 @@ class Nothing:
 
 class Silent:
     def show(self, sweep: Sweep) -> None: ...
-    def ended(self, entrant: Entrant, outcome: JobReturn) -> None: ...
+    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None: ...
 
 
 class Simulated:
@@ -72,7 +72,7 @@ class Simulated:
         self._jobs = jobs
 
     def __call__(
-        self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
         def run() -> JobReturn:
             admission = Admission.found()
@@ -89,7 +89,7 @@ class Simulated:
         process.start()
         return process
 
-    def job(self, entrant: Entrant) -> Job:
+    def job(self, entrant: SweepMember) -> Job:
         return self._jobs[int(entrant.name)]
 
 
@@ -118,7 +118,7 @@ def shared(jobs: Sequence[Job], devices: int, policy: Policy, quantum: float) ->
     """A sweep of sleeping members: seconds from first grant to last end, and the share that devices were used."""
     with tempfile.TemporaryDirectory() as folder:
         entrants = [
-            Entrant(str(i), (), OmegaConf.create({"hydra": {"overrides": {"task": []}}}), Path(folder) / str(i))
+            SweepMember(str(i), (), OmegaConf.create({"hydra": {"overrides": {"task": []}}}), Path(folder) / str(i))
             for i in range(len(jobs))
         ]
         arbiter = Arbiter(policy, [f"simulated:{i}" for i in range(devices)], quantum_seconds=quantum)

@@ -1,4 +1,4 @@
-"""Islands of several devices under Lightning: what FSDP shards can't do, and how they are saved and restored."""
+"""Islands of several devices (FSDP) under Lightning: what they can't do, how they are saved and restored."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What users watch and combine: a monitor of depth and savings, and the cut alone, for other strategies."""
+"""Callbacks of partial backprop: depth and savings logged, a table of cuts, the cut alone for other strategies."""
 
 import statistics
 from collections import defaultdict
@@ -16,7 +16,7 @@ from lightning_decentral.partial.compute.search import Cuts, check_wish, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
-from lightning_decentral.partial.wire.depth_controller import Driver
+from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopwatch, stopwatch
@@ -26,7 +26,7 @@ from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopw
 class Partial(Protocol):
     """What a strategy with cuts offers to those who watch it."""
 
-    driver: Driver | None
+    driver: DepthController | None
     """The cuts in use, from the first batch on."""
 
     @property
@@ -86,7 +86,7 @@ class PartialBackpropMonitor(Callback):
         if due and isinstance(strategy, Partial) and strategy.driver is not None:
             self._log(trainer, pl_module, strategy, strategy.driver)
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule, strategy: Partial, driver: Driver) -> None:
+    def _log(self, trainer: Trainer, pl_module: LightningModule, strategy: Partial, driver: DepthController) -> None:
         steps, seconds, sent = self._step - self._logged, self._watch.seconds(), strategy.sent_bytes
         metrics = {
             "partial/depth": float(self._depth),
@@ -115,7 +115,7 @@ class PartialBackpropTable(PartialBackpropMonitor):
         if trainer.is_global_zero and isinstance(strategy, Partial) and strategy.driver is not None and self._rows:
             Console().print(self._table(strategy.driver))
 
-    def _table(self, driver: Driver) -> Table:
+    def _table(self, driver: DepthController) -> Table:
         table = Table("depth", "steps", "backward", "saved", "sent", "compute, predicted")
         costs = driver.plan.costs
         for depth, rows in sorted(self._rows.items(), reverse=True):
@@ -162,7 +162,7 @@ class PartialBackward(Callback):
         self.cuts = cuts
         self.balance = balance or SavedBytes()
         self.absent = absent or Skip()
-        self.driver: Driver | None = None
+        self.driver: DepthController | None = None
         self._saved: dict[str, Any] = {}
         self._undo: Callable[[], None] = lambda: None
 
@@ -193,13 +193,13 @@ class PartialBackward(Callback):
         strategy.training_step = cut
         self._undo = lambda: delattr(strategy, "training_step")
 
-    def _find(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> Driver:
+    def _find(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> DepthController:
         before = worker_state.random_state()
         plan = search(pl_module, self.cuts, self.balance, run_of(trainer, *args, **kwargs))
         worker_state.set_random_state(before)
         plan = trainer.strategy.broadcast(plan)  # a measured balance may come out otherwise on each worker
         shares = (1 / trainer.world_size,) * trainer.world_size
-        self.driver = Driver(
+        self.driver = DepthController(
             pl_module, plan, timed(self.depth, trainer, self._saved), Rank(trainer.global_rank, shares)
         )
         return self.driver

@@ -1,4 +1,4 @@
-"""A training step of a copy of a LightningModule, repeatable and without a trace in the run."""
+"""Dry run: a training step of a copy of the LightningModule, repeatable and without a trace in the run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -14,7 +14,7 @@ from lightning_decentral.partial.compute.uneven_batches import shared
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
-from lightning_decentral.partial.wire.depth_controller import Driver
+from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, RunningBuffers, norms
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.replica import ReplicaStrategy
@@ -68,7 +68,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.balance = balance or SavedBytes()
         self.absent = absent or Skip()
         self.bucket_bytes = bucket_bytes
-        self.driver: Driver | None = None  # the cuts in use, from the first batch on
+        self.driver: DepthController | None = None  # the cuts in use, from the first batch on
         self._reducer: Reducer | None = None
         self._buffers: RunningBuffers | None = None
         self._saved: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
             assert buffers is not None
             self._buffers = RunningBuffers(self._module, buffers)
 
-    def _find_cuts(self, *batch: Any, **kwargs: Any) -> Driver:
+    def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
         """Worker 0 searches, all take what it found, or its error."""
         found: CutPlan | str = ""
         if self.global_rank == 0:
@@ -119,9 +119,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
         saved = self._saved
         return list(saved["boundaries"]) if saved and saved["wish"] == _words(self.cuts) else self.cuts
 
-    def _drive(self, plan: CutPlan) -> Driver:
+    def _drive(self, plan: CutPlan) -> DepthController:
         place = Rank(self.global_rank, self._shares())
-        driver = Driver(self._module, plan, timed(self.depth, self._trainer, self._saved or {}), place)
+        driver = DepthController(self._module, plan, timed(self.depth, self._trainer, self._saved or {}), place)
         cuts, kind = list(plan.boundaries), type(self.depth).__name__
         if self._saved and (self._saved["boundaries"], self._saved["depth"]) == (cuts, kind):
             driver.memory = tuple(self._saved["memory"])

@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire.ownership import (
-    Holdings,
+    Ownership,
     joined_names,
     optimizer_own,
     optimizer_part,
     optimizer_whole,
 )
-from lightning_decentral.pipeline.wire.slice_planner import Plans
+from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.shared.checkpoint import Checkpoints, Worker
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
@@ -40,7 +40,7 @@ WHOLE = ("state_dict", STATES, KEY)
 class StageWorker(Worker, Protocol):
     """What a pipeline's checkpoints ask of the strategy beside what all do."""
 
-    plans: Plans
+    plans: SlicePlanner
     bond: Bond
     optimizers: list[Optimizer]
     wire: Wire | None
@@ -62,7 +62,7 @@ class PipelineCheckpoints(Checkpoints):
 
     def __init__(self, worker: StageWorker, mean_model: MeanModel) -> None:
         super().__init__(worker, mean_model)
-        self.layout: Holdings | None = None
+        self.layout: Ownership | None = None
         self._stage = worker
         self._restored: dict[str, Any] | None = None
         self._own: dict[str, Any] | None = None  # what this worker had where its pipeline had drifted
@@ -92,7 +92,7 @@ class PipelineCheckpoints(Checkpoints):
             return checkpoint
         return {**checkpoint, "state_dict": mean_of_states(checkpoint["state_dict"], self._mean_model.mean_of)}
 
-    def _part(self, checkpoint: Mapping[str, Any], layout: Holdings) -> dict[str, Any]:
+    def _part(self, checkpoint: Mapping[str, Any], layout: Ownership) -> dict[str, Any]:
         random = worker_state.random_state() if STATES in checkpoint else None
         if self._stage.pipeline > 0:
             return {"random": random}
@@ -104,7 +104,7 @@ class PipelineCheckpoints(Checkpoints):
         }
 
     def _joined(
-        self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], identity: str, layout: Holdings
+        self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], identity: str, layout: Ownership
     ) -> dict[str, Any]:
         stages = parts[: self._stage.num_stages]
         order = list(layout.order.values())
@@ -147,7 +147,7 @@ class PipelineCheckpoints(Checkpoints):
         self._stage.bond.load_state_dict(own[KEY]["bond"])
         self._mean_model.apart = True
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Holdings) -> None:
+    def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
         """This stage's part of each optimizer's state. Collective."""
         order, wire = layout.order, self._stage.wire
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):

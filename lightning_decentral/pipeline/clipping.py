@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
-from lightning_decentral.pipeline.wire.ownership import Holdings
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.ownership import Ownership
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 
 
 class GlobalNorm:
@@ -21,8 +21,8 @@ class GlobalNorm:
 
     def __init__(
         self,
-        pipe: Pipe,
-        holdings: Holdings,
+        pipe: StageRunner,
+        holdings: Ownership,
         precision: Precision,
         optimizers: Sequence[Optimizer],
         device: torch.device,

@@ -15,9 +15,9 @@ from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
 from lightning_decentral.pipeline.training_step import Logs, TrainingStep
-from lightning_decentral.pipeline.wire.ownership import Holdings
-from lightning_decentral.pipeline.wire.slice_planner import Plans
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.ownership import Ownership
+from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -63,9 +63,9 @@ class StageTraining:
     def __init__(
         self,
         module: LightningModule,
-        pipe: Pipe,
-        holdings: Holdings,
-        plans: Plans,
+        pipe: StageRunner,
+        holdings: Ownership,
+        plans: SlicePlanner,
         *,
         slicing: Slicing | None,
         planned: Callable[[], None],

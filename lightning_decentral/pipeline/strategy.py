@@ -22,9 +22,9 @@ from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.stage_training import Gradients, StageTraining, pipelined
 from lightning_decentral.pipeline.training_step import evaluated
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
-from lightning_decentral.pipeline.wire.ownership import Holdings
-from lightning_decentral.pipeline.wire.slice_planner import Plans
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.ownership import Ownership
+from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.pipeline.workers import StageGroups, StageLayout
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
@@ -93,7 +93,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.boundary = boundary or ExactActivations()
         self.replicas = replicas or AverageGradients()
         self.bond = Bond()
-        self.plans = Plans(self.schedule, microbatches, CostCache(cost_cache))
+        self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model)
         self._deferred = Deferred()
@@ -190,10 +190,10 @@ class TokenPipelineStrategy(WorkersStrategy):
         groups = self._groups
         over, back = (None, None) if groups is None else (groups.over if self.num_stages > 1 else None, groups.back)
         with materialized(module, self._deferred) as kept:
-            self.checkpoints.layout = holdings = Holdings(module, model, place, over)
+            self.checkpoints.layout = holdings = Ownership(module, model, place, over)
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
-        pipe = Pipe(model, place, over, back, device=self.root_device, **options)
+        pipe = StageRunner(model, place, over, back, device=self.root_device, **options)
         self._stage = StageTraining(
             module, pipe, holdings, self.plans, slicing=self.slicing, average=self._average, planned=self._say_plan
         )

@@ -19,8 +19,8 @@ from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
 from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Uniform
-from lightning_decentral.pipeline.wire.slice_planner import Plans
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.transport import gather_objects
 
@@ -67,7 +67,7 @@ class Logs:
         """The same for the same names and options."""
         return zlib.crc32(repr(self._calls).encode())
 
-    def publish(self, signature: int, values: Sequence[float], pipe: Pipe, device: torch.device) -> None:
+    def publish(self, signature: int, values: Sequence[float], pipe: StageRunner, device: torch.device) -> None:
         """Log on every stage what the last one was given. Collective where the names are new."""
         if signature not in self._known:
             rows = [self._calls] if pipe.over is None else gather_objects(pipe.over, self._calls)
@@ -111,7 +111,7 @@ class TrainingStep:
         scale: what the loss is multiplied by on its way back, for half precision.
     """
 
-    def __init__(self, pipe: Pipe, module: LightningModule, logs: Logs, microbatches: int, scale: float) -> None:
+    def __init__(self, pipe: StageRunner, module: LightningModule, logs: Logs, microbatches: int, scale: float) -> None:
         self._pipe, self._module, self._logs = pipe, module, logs
         self._microbatches, self._scale = microbatches, scale
         self._shares: list[Share] = []
@@ -222,7 +222,7 @@ def checksum(calls: Sequence[Call]) -> float:
     return result
 
 
-def evaluated(pipe: Pipe, plans: Plans, step: Callable[[], Any]) -> Any:
+def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -> Any:
     """What a validation, test or predict step of the user's returns, its model calls answered by the pipeline.
 
     The same step with the same answers on every stage, so that whatever it logs or gathers is whole. It may call the

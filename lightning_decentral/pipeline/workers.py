@@ -1,4 +1,4 @@
-"""Which worker is which stage of which pipeline, and the process groups between them."""
+"""Pipeline layout: which worker is which stage of which pipeline, and the process groups between them."""
 
 from dataclasses import dataclass
 

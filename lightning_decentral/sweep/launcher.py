@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep import progress as table
-from lightning_decentral.sweep.member import Entrant, read_record, width_of
+from lightning_decentral.sweep.member import SweepMember, read_record, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
 from lightning_decentral.sweep.plan.devices import slots
 from lightning_decentral.sweep.plan.policy import Policy
@@ -73,7 +73,7 @@ class Launch:
         self._report(entrants, outcomes, Path(str(config.hydra.sweep.dir)), initial_job_idx)
         return [outcomes[entrant.name] for entrant in entrants]
 
-    def _run(self, entrants: list[Entrant], done: dict[str, JobReturn], starts: Starts) -> dict[str, JobReturn]:
+    def _run(self, entrants: list[SweepMember], done: dict[str, JobReturn], starts: Starts) -> dict[str, JobReturn]:
         left = [entrant for entrant in entrants if entrant.name not in done]
         where = ", ".join(self._arbiter.devices)
         log.info(f"Launching {len(left)} jobs on {where}, {type(self._arbiter.policy).__name__} first")
@@ -82,7 +82,7 @@ class Launch:
         with table.LiveTable() as watcher:
             return Sweep(left, self._arbiter, starts, watcher, self._alive).run() if left else {}
 
-    def _finished(self, entrants: list[Entrant], folder: Path) -> dict[str, JobReturn]:
+    def _finished(self, entrants: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
         """Outcomes of earlier; the others are told to go on from their last checkpoint, if they take one."""
         if not any(entrant.log.exists() for entrant in entrants):
             raise ValueError(f"nothing to resume in {folder}: name the sweep's folder with hydra.sweep.dir=...")
@@ -96,7 +96,7 @@ class Launch:
                 self._go_on(entrant)
         return done
 
-    def _go_on(self, entrant: Entrant) -> None:
+    def _go_on(self, entrant: SweepMember) -> None:
         last = max(entrant.folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
         if last is None or self._checkpoint not in entrant.config:
             reason = "no last.ckpt in its folder" if last is None else f"no key {self._checkpoint} takes one"
@@ -106,7 +106,7 @@ class Launch:
             entrant.config[self._checkpoint] = str(last)
         log.info(f"\t#{entrant.name} : {' '.join(entrant.words)} : from {last}")
 
-    def _report(self, entrants: list[Entrant], outcomes: dict[str, JobReturn], folder: Path, first: int) -> None:
+    def _report(self, entrants: list[SweepMember], outcomes: dict[str, JobReturn], folder: Path, first: int) -> None:
         """The ranking, and who ran when, beside the members' folders."""
         end = f"-{first}" if first else ""
         table.write_ranking(entrants, outcomes, folder / f"ranking{end}.csv")
@@ -151,7 +151,7 @@ def refuse_without_gate() -> None:
         )
 
 
-def told_apart(entrants: Sequence[Entrant]) -> list[Entrant]:
+def told_apart(entrants: Sequence[SweepMember]) -> list[SweepMember]:
     """The entrants with those of their words that not all of them have."""
     shared = set.intersection(*(set(entrant.words) for entrant in entrants)) if len(entrants) > 1 else set()
     kept = [tuple(word for word in entrant.words if word not in shared) for entrant in entrants]
@@ -170,14 +170,14 @@ def _must_spawn(devices: Sequence[str]) -> bool:
     return not alone or threading.active_count() > 1 or any(name.startswith("cuda") for name in devices)
 
 
-def _entrant(hydra_context: HydraContext, config: DictConfig, words: list[str], number: int) -> Entrant:
+def _entrant(hydra_context: HydraContext, config: DictConfig, words: list[str], number: int) -> SweepMember:
     """The job of these overrides, as Hydra's basic launcher would run it."""
     one = hydra_context.config_loader.load_sweep_config(config, words)
     with open_dict(one):
         one.hydra.job.id = one.hydra.job.num = number
     with _as_hydra_config(one):
         folder = Path(str(one.hydra.sweep.dir)) / str(one.hydra.sweep.subdir)
-    return Entrant(str(number), tuple(filter_overrides(words)), one, folder.absolute(), width_of(one))
+    return SweepMember(str(number), tuple(filter_overrides(words)), one, folder.absolute(), width_of(one))
 
 
 @contextmanager

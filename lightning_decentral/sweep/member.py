@@ -13,7 +13,7 @@ RECORD = "member.pkl"
 
 
 @dataclass(frozen=True)
-class Entrant:
+class SweepMember:
     """What a member is started with.
 
     Args:
@@ -38,22 +38,22 @@ class Entrant:
         return [str(word) for word in self.config.hydra.overrides.task]
 
 
-def returned(entrant: Entrant, status: JobStatus, value: object, **more: str | None) -> JobReturn:
+def returned(entrant: SweepMember, status: JobStatus, value: object, **more: str | None) -> JobReturn:
     """The outcome of a member that returned, or raised, this value."""
     parts = {part: OmegaConf.masked_copy(entrant.config, _keys(entrant, part)) for part in ("task", "hydra")}
     return JobReturn(entrant.overrides, parts["task"], parts["hydra"], status=status, _return_value=value, **more)
 
 
-def _keys(entrant: Entrant, part: str) -> list[str]:
+def _keys(entrant: SweepMember, part: str) -> list[str]:
     return [str(key) for key in entrant.config if (key == "hydra") == (part == "hydra")]
 
 
-def failed(entrant: Entrant, error: BaseException) -> JobReturn:
+def failed(entrant: SweepMember, error: BaseException) -> JobReturn:
     """The outcome of a member that ended so."""
     return returned(entrant, JobStatus.FAILED, error)
 
 
-def write_record(entrant: Entrant, outcome: JobReturn) -> None:
+def write_record(entrant: SweepMember, outcome: JobReturn) -> None:
     """The outcome into the member's folder, whole or not at all. Its configuration is known without it."""
     entrant.folder.mkdir(parents=True, exist_ok=True)
     about = {"task_name": outcome.task_name, "working_dir": outcome.working_dir}
@@ -74,12 +74,12 @@ def _packed(overrides: list[str], status: JobStatus, value: object, about: dict[
     return packed
 
 
-def forget_record(entrant: Entrant) -> None:
+def forget_record(entrant: SweepMember) -> None:
     """An earlier run's outcome is not this one's."""
     (entrant.folder / RECORD).unlink(missing_ok=True)
 
 
-def read_record(entrant: Entrant) -> JobReturn | None:
+def read_record(entrant: SweepMember) -> JobReturn | None:
     """What the folder says became of the member; None: it has not ended.
 
     Raises:

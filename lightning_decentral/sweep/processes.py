@@ -18,7 +18,7 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 
-from lightning_decentral.sweep.member import Entrant, failed, returned, write_record
+from lightning_decentral.sweep.member import SweepMember, failed, returned, write_record
 
 Run = Callable[[], JobReturn]
 
@@ -30,7 +30,7 @@ class Fork:
         self._hydra_context, self._task_function = hydra_context, task_function
 
     def __call__(
-        self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
         def run() -> JobReturn:
             return run_entrant(self._hydra_context, self._task_function, entrant)
@@ -53,14 +53,14 @@ class Spawn:
         self._hydra_context, self._task_function = hydra_context, task_function
 
     def __call__(
-        self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
         arguments = (self.packed(entrant), dict(environment), lifeline[0])
         process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
         process.start()
         return process
 
-    def packed(self, entrant: Entrant) -> bytes:
+    def packed(self, entrant: SweepMember) -> bytes:
         """All that the new interpreter needs; functions of a script and within functions by their value.
 
         Raises:
@@ -83,7 +83,7 @@ def spawned(packed: bytes, environment: dict[str, str], lifeline: Connection) ->
     live(entrant, environment, lifeline, lambda: run_entrant(hydra_context, task_function, entrant))
 
 
-def run_entrant(hydra_context: HydraContext, task_function: TaskFunction, entrant: Entrant) -> JobReturn:
+def run_entrant(hydra_context: HydraContext, task_function: TaskFunction, entrant: SweepMember) -> JobReturn:
     """The member's run, as Hydra's own launchers run it."""
     setup_globals()
     return run_job(
@@ -95,7 +95,7 @@ def run_entrant(hydra_context: HydraContext, task_function: TaskFunction, entran
     )
 
 
-def live(entrant: Entrant, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
+def live(entrant: SweepMember, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
     """The life of a member's process, from its start to its record.
 
     It leads a session of its own: Ctrl-C reaches the sweep alone, and the end of the sweep, however sudden, reaches the
@@ -127,7 +127,7 @@ def redirect(log: Path) -> None:
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
 
 
-def attempt(entrant: Entrant, run: Run) -> JobReturn:
+def attempt(entrant: SweepMember, run: Run) -> JobReturn:
     """The outcome, whichever way it ends; an interrupted member has none and stays unfinished.
 
     A program that ends itself with a message, sys.exit("error: ..."), has failed with that message.

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from lightning_decentral.sweep.member import Entrant
+from lightning_decentral.sweep.member import SweepMember
 from lightning_decentral.sweep.plan.arbiter import MemberAccount, Phase
 from lightning_decentral.sweep.server import Sweep
 
@@ -97,7 +97,7 @@ class LiveTable:
         if self._live.is_started:
             self._live.update(picture(sweep), refresh=True)
 
-    def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
+    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
         words = f"#{entrant.name} : {' '.join(entrant.words)}"
         if outcome.status is JobStatus.COMPLETED:
             self._say(f"\t{words} : done, {outcome.return_value}")
@@ -124,7 +124,7 @@ def ranked(outcomes: Mapping[str, JobReturn]) -> list[str]:
     return sorted(outcomes, key=lambda name: (objective(outcomes[name]), int(name) if name.isdigit() else 0))
 
 
-def ranking(entrants: Sequence[Entrant], outcomes: Mapping[str, JobReturn]) -> Table:
+def ranking(entrants: Sequence[SweepMember], outcomes: Mapping[str, JobReturn]) -> Table:
     """A table of all, best first."""
     by_name = {entrant.name: entrant for entrant in entrants}
     table = Table("rank", "member", "overrides", "objective", title="Ranking, lowest first", title_justify="left")
@@ -135,7 +135,7 @@ def ranking(entrants: Sequence[Entrant], outcomes: Mapping[str, JobReturn]) -> T
     return table
 
 
-def write_ranking(entrants: Sequence[Entrant], outcomes: Mapping[str, JobReturn], path: Path) -> None:
+def write_ranking(entrants: Sequence[SweepMember], outcomes: Mapping[str, JobReturn], path: Path) -> None:
     """The same as CSV, with the folder of each."""
     by_name = {entrant.name: entrant for entrant in entrants}
     with path.open("w", newline="") as file:

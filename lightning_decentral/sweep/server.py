@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from hydra.core.utils import JobReturn
 
 from lightning_decentral.shared.compute.device import cores
-from lightning_decentral.sweep.member import Entrant, failed, forget_record, read_record
+from lightning_decentral.sweep.member import SweepMember, failed, forget_record, read_record
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Orders
 from lightning_decentral.sweep.plan.devices import environment
 from lightning_decentral.sweep.processes import kill_group, terminated_as_interrupted
@@ -30,7 +30,7 @@ class Starts(Protocol):
     """How a member's process comes to be."""
 
     def __call__(
-        self, entrant: Entrant, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
+        self, entrant: SweepMember, environment: Mapping[str, str], lifeline: tuple[Connection, Connection]
     ) -> Any:
         """A multiprocessing process, started."""
 
@@ -41,7 +41,7 @@ class Watcher(Protocol):
     def show(self, sweep: "Sweep") -> None:
         """From time to time."""
 
-    def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
+    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
         """A member has ended."""
 
 
@@ -53,7 +53,7 @@ class Sweep:
     """
 
     def __init__(
-        self, entrants: Sequence[Entrant], arbiter: Arbiter, starts: Starts, watcher: Watcher, alive: int
+        self, entrants: Sequence[SweepMember], arbiter: Arbiter, starts: Starts, watcher: Watcher, alive: int
     ) -> None:
         self.entrants = {entrant.name: entrant for entrant in entrants}
         self.arbiter, self._starts, self._watcher, self._alive = arbiter, starts, watcher, alive
@@ -108,7 +108,7 @@ class Sweep:
             self._ended(self.entrants[name])
         self._watcher.show(self)
 
-    def _start(self, entrant: Entrant) -> None:
+    def _start(self, entrant: SweepMember) -> None:
         member = self.arbiter.join(entrant.name, entrant.width)
         admission = Admission(
             socket=self._path,
@@ -122,7 +122,7 @@ class Sweep:
         self.processes[entrant.name] = process
         self._selector.register(process.sentinel, selectors.EVENT_READ, lambda _: self._ended(entrant))
 
-    def _ended(self, entrant: Entrant) -> None:
+    def _ended(self, entrant: SweepMember) -> None:
         process = self.processes.pop(entrant.name)
         self._selector.unregister(process.sentinel)
         process.join()

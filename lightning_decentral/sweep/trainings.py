@@ -24,7 +24,7 @@ from lightning_decentral.shared.compute.device import cores
 from lightning_decentral.shared.errors import one_line
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.launcher import refuse_without_gate, starts_on
-from lightning_decentral.sweep.member import Entrant, width_of
+from lightning_decentral.sweep.member import SweepMember, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
 from lightning_decentral.sweep.plan.devices import slots
 from lightning_decentral.sweep.plan.dispatch import Processor, Queue
@@ -129,10 +129,10 @@ class Trainings:
         with initialize_config_module(self._application.module, version_base="1.3"):
             yield HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
 
-    def _entrants(self, trainings: Sequence[Training], folder: Path, words: Sequence[str]) -> list[Entrant]:
+    def _entrants(self, trainings: Sequence[Training], folder: Path, words: Sequence[str]) -> list[SweepMember]:
         return [self._entrant(training, number, folder, words) for number, training in enumerate(trainings)]
 
-    def _entrant(self, training: Training, number: int, folder: Path, words: Sequence[str]) -> Entrant:
+    def _entrant(self, training: Training, number: int, folder: Path, words: Sequence[str]) -> SweepMember:
         config = self._config(training, [*training.words, *STEPS_ALONE, *words])
         with open_dict(config):
             config.hydra.mode = "MULTIRUN"
@@ -143,7 +143,7 @@ class Trainings:
             raise ValueError(
                 f"job {training.name} trains on {width} devices, a piece runs on one: use trainer.devices=1"
             )
-        return Entrant(training.name, training.words, config, folder.absolute() / training.name)
+        return SweepMember(training.name, training.words, config, folder.absolute() / training.name)
 
     def _config(self, training: Training, words: list[str]) -> DictConfig:
         try:
@@ -161,7 +161,7 @@ class _Strict:
     def show(self, sweep: Sweep) -> None:
         self.inner.show(sweep)
 
-    def ended(self, entrant: Entrant, outcome: JobReturn) -> None:
+    def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
         self.inner.ended(entrant, outcome)
         if outcome.status is JobStatus.FAILED:
             error = outcome._return_value

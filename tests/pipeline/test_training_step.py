@@ -12,8 +12,8 @@ from lightning_decentral.pipeline.compute.intercept import Once, answering, call
 from lightning_decentral.pipeline.compute.loss import Share, TargetCount, deliver, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.training_step import Logs, checksum, split
-from lightning_decentral.pipeline.wire.slice_planner import Plans
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from tests.pipeline.causal import batch, built
 from tests.pipeline.training import Language
 
@@ -88,9 +88,9 @@ def test_batches_that_differ_are_told_apart():
 def test_a_measurement_serves_all_shorter_sequences():
     model = CausalModel(built("llama", torch.float32))
     place = StagePlace(0, 4, True, True)
-    pipe = Pipe(model, place, None, None, schedule=OneForwardOneBackward(), activations=Keep(),
+    pipe = StageRunner(model, place, None, None, schedule=OneForwardOneBackward(), activations=Keep(),
                 boundary=ExactActivations(), device=torch.device("cpu"))  # fmt: skip
-    plans = Plans(OneForwardOneBackward(), 1)
+    plans = SlicePlanner(OneForwardOneBackward(), 1)
     plans.stages = ["the only one"]
     sizes = [(2, 48), (2, 24), (2, 56), (1, 24)]
     found = []

@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from hydra_plugins.shard_parallel import _callbacks
 from hydra_plugins.shard_parallel.launcher import POLICIES, ShardParallelLauncher
 from lightning_decentral.sweep import LRTF
-from lightning_decentral.sweep.member import Entrant, read_record, returned, width_of, write_record
+from lightning_decentral.sweep.member import SweepMember, read_record, returned, width_of, write_record
 from lightning_decentral.sweep.plan import policy as policies
 from lightning_decentral.sweep.plan.devices import environment, slots
 from lightning_decentral.sweep.processes import Spawn, attempt, spawned
@@ -159,8 +159,8 @@ def test_a_sweep_that_ends_leaves_nobody_behind(blow: signal.Signals, tmp_path: 
         sweep.kill()
 
 
-def entrant(folder: Path, task: str = "lr=1") -> Entrant:
-    return Entrant("0", (), OmegaConf.create({"lr": 1, "hydra": {"overrides": {"task": [task]}}}), folder)
+def entrant(folder: Path, task: str = "lr=1") -> SweepMember:
+    return SweepMember("0", (), OmegaConf.create({"lr": 1, "hydra": {"overrides": {"task": [task]}}}), folder)
 
 
 def test_a_new_interpreter_gets_what_a_copy_has(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def _as_spawned(folder: Path) -> tuple[JobStatus, float]:
         config = compose("application", ["lr=2"], return_hydra_config=True)
     config.hydra.mode, config.hydra.job.num, config.hydra.job.id = "MULTIRUN", 0, "0"
     config.hydra.sweep.dir = str(folder)
-    one = Entrant("0", ("lr=2",), config, folder / "0")
+    one = SweepMember("0", ("lr=2",), config, folder / "0")
     context = HydraContext(config_loader=ConfigLoaderImpl(ConfigSearchPathImpl()), callbacks=Callbacks())
     packed = Spawn(context, task).packed(one)
     lifeline = multiprocessing.Pipe(duplex=False)

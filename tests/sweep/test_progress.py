@@ -13,13 +13,13 @@ from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep import LRTF, gantt
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.launcher import told_apart
-from lightning_decentral.sweep.member import Entrant, returned
+from lightning_decentral.sweep.member import SweepMember, returned
 from lightning_decentral.sweep.plan.arbiter import Arbiter, TurnReport
 from lightning_decentral.sweep.server import Sweep
 
 
-def entrant(name: str, *words: str) -> Entrant:
-    return Entrant(name, words, OmegaConf.create({"hydra": {"overrides": {"task": []}}}), Path("sweep", name))
+def entrant(name: str, *words: str) -> SweepMember:
+    return SweepMember(name, words, OmegaConf.create({"hydra": {"overrides": {"task": []}}}), Path("sweep", name))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What some rules demand of a plan: columns only, symmetry, one message at a time, corrections that may come back."""
+"""Checks of a plan before training: rows and columns of weights, connectivity, symmetry, one message at a time."""
 
 import networkx as nx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Seconds of a gossip step: a worker waits for its neighbours only, and only for what they launched `delay` steps ago.
+"""Forecast of a gossip step: a worker waits for its neighbours only, for what they launched `delay` steps ago.
 
     update_i(k)   = ready_i(k-1) + compute_i(k)
     launch_i(k)   = max(update_i(k), finish_i(k - delay)) + work_i(k)

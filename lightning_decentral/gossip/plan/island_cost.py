@@ -1,4 +1,4 @@
-"""What an island's devices do among themselves in a step, beside what the islands exchange."""
+"""Intra-node cost: what an island's devices do among themselves in a step (all-reduce, gather, scatter)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

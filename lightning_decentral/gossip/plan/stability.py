@@ -1,4 +1,4 @@
-"""Eigenvalues of mixing matrices and what follows from them: how fast mixing converges, how long a delay it bears."""
+"""Stability of delayed mixing: eigenvalues of mixing matrices, the largest rate that a delay bears."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache

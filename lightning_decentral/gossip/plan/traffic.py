@@ -1,4 +1,4 @@
-"""What a step of a plan asks of the network: who waits for whom, and what each worker's exchange moves.
+"""Traffic of a plan: messages and bytes of a step, by worker and by a node's network card; all-reduce cliques.
 
 A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are; in every
 other one peers send each other messages.

@@ -1,4 +1,4 @@
-"""How much of what is heard: mixing matrices W (row i: what i hears), how fast they mix, whether a plan is sound."""
+"""Mixing matrices W (row i: what i hears): weights, spectral gap, steps to exact consensus."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Gossip between the replicas of a part of a model: the mixer alone, for strategies of other methods."""
+"""Gossip between pipelines: replicas of a stage mix their parameters (`TokenPipelineStrategy(replicas=...)`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

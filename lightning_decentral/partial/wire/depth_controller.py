@@ -14,7 +14,7 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, Memory, chec
 from lightning_decentral.partial.wire.reducer import Rank, factors
 
 
-class Driver:
+class DepthController:
     """Cuts `module` by the plan as the assignment says.
 
     Args:

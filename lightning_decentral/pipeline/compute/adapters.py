@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal_lm import ANATOMIES, CausalModel
-from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.plan.partition import NOTHING, weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
@@ -74,7 +74,7 @@ class Chain(Pipelined):
         return 1
 
     def forward(
-        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: Memory, start: int, stop: int
+        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
         """What this stage's blocks make of the micro-batch."""
         output = call.inputs if hidden is None else hidden

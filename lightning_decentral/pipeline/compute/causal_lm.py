@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.plan.partition import weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
@@ -145,7 +145,7 @@ class CausalModel(Pipelined):
         return call.inputs.shape[1]
 
     def forward(
-        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: Memory, start: int, stop: int
+        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
         """[batch, tokens, width], or from the last stage [batch, tokens, vocabulary]."""
         begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden}

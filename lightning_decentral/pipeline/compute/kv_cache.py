@@ -74,7 +74,7 @@ class _Extend(torch.autograd.Function):
         return ctx.store.give_back(grad, ctx.start, ctx.stop), None, None, None
 
 
-class Memory:
+class KVCache:
     """All layers' keys and values of one micro-batch; what `transformers` calls a cache, as far as its models ask.
 
     A model is called once per slice, after `at(start, stop)`.
@@ -87,9 +87,9 @@ class Memory:
         self._stores: dict[int, tuple[Store, Store]] = {}
         self._start, self._stop = 0, length
 
-    def at(self, start: int, stop: int) -> "Memory":
+    def at(self, start: int, stop: int) -> "KVCache":
         """A view of the same rows for the slice start..stop: what is recomputed later still knows its place."""
-        view = Memory(self.length)
+        view = KVCache(self.length)
         view._stores, view._start, view._stop = self._stores, start, stop
         return view
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -98,7 +98,7 @@ class Pipelined(ABC):
 
     @abstractmethod
     def forward(
-        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: Memory, start: int, stop: int
+        self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
         """What this stage makes of one slice. The first stage begins with the call, others with `hidden`."""
 

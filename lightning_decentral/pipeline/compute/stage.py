@@ -1,7 +1,7 @@
 """A stage's forward and backward of one chunk, its activations kept or recomputed (activation checkpointing).
 
 A chunk is one slice of one micro-batch. Its graph begins at the hidden state that came in and ends at the one that goes
-out; keys and values of other slices come and go through `Memory`.
+out; keys and values of other slices come and go through `KVCache`.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, StagePlace
 from lightning_decentral.pipeline.compute.weight_grad import AtOnce, WeightGradients
 
@@ -77,7 +77,7 @@ class Stage:
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
         self._model, self._activations = model, activations
         self._weights = weights or AtOnce()
-        self._memories = [Memory(sum(slices)) for _ in calls]
+        self._memories = [KVCache(sum(slices)) for _ in calls]
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         """Of the last stage, by micro-batch: what each slice came to, detached."""

@@ -20,7 +20,7 @@ import torch
 from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.compute.device import device_name
 
 FORMAT = 3  # another one whenever a file, or what a measurement means, changes
@@ -71,7 +71,7 @@ class CostCache:
         return Path(folder) / f"{digest}.json"
 
 
-def conditions(pipe: Pipe, call: Call, hosts: Sequence[str]) -> Conditions:
+def conditions(pipe: StageRunner, call: Call, hosts: Sequence[str]) -> Conditions:
     """What a stage's costs depend on; of the hosts of all stages, only which stages share one."""
     model, device = pipe.model, call.inputs.device
     autocast = torch.is_autocast_enabled(device.type)

@@ -27,7 +27,7 @@ from lightning_decentral.pipeline.plan.slicing import equal
 from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost, message_seconds, through
 from lightning_decentral.pipeline.wire.channel import Channel
 from lightning_decentral.pipeline.wire.executor import Clock
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import makespan, run
 from lightning_decentral.shared.wire.transport import gather_objects
 
@@ -84,7 +84,7 @@ class RepeatedSteps:
         return makespan(run(tasks(actions, len(self.slices), lambda action: factor * self.own(action), link)))
 
 
-def profile(pipe: Pipe, call: Call) -> StageCost:
+def profile(pipe: StageRunner, call: Call) -> StageCost:
     """Measure this stage with one micro-batch, all stages together; changes no random state. Collective.
 
     The gradients of the model's parameters are gone afterwards.
@@ -102,13 +102,13 @@ def profile(pipe: Pipe, call: Call) -> StageCost:
     return fitted(measured, pipe.schedule, pipe.rank, links)
 
 
-def _repeated(pipe: Pipe, call: Call, slices: Sequence[int]) -> list[Step]:
+def _repeated(pipe: StageRunner, call: Call, slices: Sequence[int]) -> list[Step]:
     """One after the other as in training, where a step finds the memory that one like it has left; the first one not
     yet, nor does it count."""
     return [_step(pipe, call, slices) for _ in range(1 + ROUNDS)][1:]
 
 
-def _step(pipe: Pipe, call: Call, slices: Sequence[int]) -> Step:
+def _step(pipe: StageRunner, call: Call, slices: Sequence[int]) -> Step:
     now = clock(call.inputs.device)
     begin = now()
     executor = pipe.train([call], slices, _loss, time.thread_time if call.inputs.device.type == "cpu" else now)
@@ -150,7 +150,7 @@ def _chunks(steps: RepeatedSteps, actions: Sequence[Action]) -> dict[tuple[int, 
     return found
 
 
-def _everyones(pipe: Pipe, value: T) -> list[T]:
+def _everyones(pipe: StageRunner, value: T) -> list[T]:
     return [value] if pipe.over is None else gather_objects(pipe.over, value)
 
 
@@ -158,7 +158,7 @@ TIMES = 7
 SHORT = 16
 
 
-def ping(pipe: Pipe, call: Call) -> Link:
+def ping(pipe: StageRunner, call: Call) -> Link:
     """Between this stage and the next, one pair of stages after the other; zeros behind the last one. Collective."""
     length, link = pipe.model.length(call), Link()
     for stage in range(pipe.size - 1):
@@ -168,7 +168,7 @@ def ping(pipe: Pipe, call: Call) -> Link:
     return link
 
 
-def _one_way(pipe: Pipe, call: Call, tokens: int, stage: int) -> float:
+def _one_way(pipe: StageRunner, call: Call, tokens: int, stage: int) -> float:
     """Half the median time there and back, without the first one; on the next stage a number without meaning."""
     channel, now = pipe.channel(pipe.empty(call, (tokens,))), clock(call.inputs.device)
     known = pipe.model.shape(call, 0, tokens)

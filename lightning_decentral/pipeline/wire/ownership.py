@@ -17,7 +17,7 @@ from lightning_decentral.shared.wire.transport import Transport, gather_objects
 State = dict[str, Any]
 
 
-class Holdings:
+class Ownership:
     """One stage's part of a module.
 
     Args:

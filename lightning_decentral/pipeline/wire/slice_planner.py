@@ -13,13 +13,13 @@ from lightning_decentral.pipeline.plan.slicing import Situation, Slicing
 from lightning_decentral.pipeline.plan.stage_cost import StageCost, expected, priced
 from lightning_decentral.pipeline.wire.cost_cache import CostCache, conditions
 from lightning_decentral.pipeline.wire.measure import profile
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import Transport, gather_objects
 
 T = TypeVar("T")
 
 
-class Plans:
+class SlicePlanner:
     """Slices by size of micro-batch and length.
 
     Args:
@@ -42,7 +42,7 @@ class Plans:
         """The slices for such a call; None where it's the first."""
         return self.slices.get(_key(call, length))
 
-    def measure(self, call: Call, pipe: Pipe, world: Transport | None) -> None:
+    def measure(self, call: Call, pipe: StageRunner, world: Transport | None) -> None:
         """Where a slicing asks for it, before every step; it takes gradients away.
 
         A measurement serves all sequences that aren't longer, of this batch size.
@@ -55,13 +55,13 @@ class Plans:
             self.profiles = self._profiles(call, pipe, world)
             self._measured = batch, length
 
-    def make(self, slicing: Slicing, call: Call, pipe: Pipe) -> list[int]:
+    def make(self, slicing: Slicing, call: Call, pipe: StageRunner) -> list[int]:
         length = pipe.model.length(call)
         slices = list(slicing.slices(length, self.situation(pipe.size)))
         self.slices[_key(call, length)] = slices
         return slices
 
-    def _profiles(self, call: Call, pipe: Pipe, world: Transport | None) -> list[StageCost]:
+    def _profiles(self, call: Call, pipe: StageRunner, world: Transport | None) -> list[StageCost]:
         """All stages' of earlier runs, or all measured now: every worker sees the same and goes the same way."""
         everyones: Callable[[Any], list[Any]] = (lambda own: [own]) if world is None else partial(gather_objects, world)
         asked = conditions(pipe, call, everyones(platform.node())[: pipe.size])
@@ -138,7 +138,7 @@ def _key(call: Call, length: int) -> str:
     return f"{call.inputs.shape[0]} x {length}"
 
 
-def _firsts(own: tuple[int, int], pipe: Pipe, world: Transport | None) -> tuple[int, int]:
+def _firsts(own: tuple[int, int], pipe: StageRunner, world: Transport | None) -> tuple[int, int]:
     """Those of the first pipeline."""
     if world is None or world.size == pipe.size:
         return own

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.activation_codec import Boundary
-from lightning_decentral.pipeline.compute.kv_cache import Memory
+from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.compute.stage import Activations, Stage
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
@@ -21,7 +21,7 @@ TIED = (1 << 24) - 1  # a tag that no chunk has
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Pipe:
+class StageRunner:
     """One stage of one pipeline.
 
     Args:
@@ -117,7 +117,7 @@ class Pipe:
                 if r == self.rank:
                     shape, dtype = shapes[-1] if shapes else ((), torch.float32)
                     hidden = None if self.place.first else torch.zeros(shape, dtype=dtype, device=self._device)
-                    output = self.model.forward(self.place, call, hidden, Memory(1), 0, 1)
+                    output = self.model.forward(self.place, call, hidden, KVCache(1), 0, 1)
                     mine = tuple(output.shape), output.dtype
                 shapes.append(gather_objects(self.over, mine)[r])
         self._shapes[call.inputs.shape] = shapes

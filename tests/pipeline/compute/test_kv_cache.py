@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_decentral.pipeline.compute.kv_cache import Memory, Store
+from lightning_decentral.pipeline.compute.kv_cache import KVCache, Store
 
 BOUNDS = [(0, 3), (3, 4), (4, 7)]
 
@@ -50,7 +50,7 @@ def test_writing_again_changes_nothing():
 
 
 def test_rows_are_freed_once_the_first_slice_is_back():
-    memory = Memory(7)
+    memory = KVCache(7)
     found = [memory.at(*bounds).update(part, part, 0) for part, bounds in zip(parts(), BOUNDS, strict=True)]
     assert memory.bytes == 2 * 2 * 7 * 4 * 8
     for keys, values in reversed(found):
@@ -64,5 +64,5 @@ def test_one_slice_is_handed_through():
 
 
 def test_positions_of_a_slice():
-    view = Memory(7).at(3, 5)
+    view = KVCache(7).at(3, 5)
     assert (view.get_seq_length(), view.get_query_offset(), view.get_mask_sizes(2)) == (3, 3, (5, 0))

@@ -22,8 +22,8 @@ from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost
 from lightning_decentral.pipeline.wire import slice_planner as planning
 from lightning_decentral.pipeline.wire.cost_cache import CostCache, conditions
-from lightning_decentral.pipeline.wire.slice_planner import Plans
-from lightning_decentral.pipeline.wire.stage_runner import Pipe
+from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.pipeline.causal import built
 from tests.world import world
@@ -40,7 +40,7 @@ def built_model(name="llama", dtype=torch.float32):
 
 def pipe(place=WHOLE, over=None, model=None, **changes):
     options = {"activations": Keep(), "boundary": ExactActivations(), "schedule": OneForwardOneBackward(), **changes}
-    return Pipe(model or built_model(), place, over, over, device=torch.device("cpu"), **options)
+    return StageRunner(model or built_model(), place, over, over, device=torch.device("cpu"), **options)
 
 
 def asked(own=None, call=CALL, hosts=("here",)):
@@ -48,7 +48,7 @@ def asked(own=None, call=CALL, hosts=("here",)):
 
 
 def made(costs, pipe, over=None):
-    plans = Plans(OneForwardOneBackward(), 1, costs)
+    plans = SlicePlanner(OneForwardOneBackward(), 1, costs)
     plans.stages = ["one"] * pipe.size
     plans.measure(CALL, pipe, over)
     plans.make(Planned(), CALL, pipe)
@@ -211,7 +211,7 @@ def test_pipelines_with_sequences_of_different_lengths_measure_in_the_same_steps
     lengths = [(24, 40), (40, 24), (32, 48)]
 
     def worker(group):
-        own, over, plans = pipe(), GlooTransport(group), Plans(OneForwardOneBackward(), 1)
+        own, over, plans = pipe(), GlooTransport(group), SlicePlanner(OneForwardOneBackward(), 1)
         for both in lengths:
             plans.measure(Call(torch.zeros(2, both[over.rank], dtype=torch.int64)), own, over)
         return [profile.loss_seconds for profile in plans.profiles]

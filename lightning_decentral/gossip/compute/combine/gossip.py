@@ -1,4 +1,4 @@
-"""Plain gossip."""
+"""Gossip averaging: the plain rule, x <- x + rate (mixed - sent). Short on purpose: the example to copy."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Rules that reach the exact optimum however much the workers' data differ."""
+"""Gradient tracking and exact diffusion (D2): the exact optimum, however much the workers' data differ."""
 
 from dataclasses import dataclass
 

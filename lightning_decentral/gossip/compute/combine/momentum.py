@@ -1,4 +1,4 @@
-"""Local steps, then an outer momentum step on how far all went from where they began."""
+"""Momentum rules: quasi-global momentum, and outer momentum after local steps (DiLoCo, NoLoCo)."""
 
 from dataclasses import dataclass
 

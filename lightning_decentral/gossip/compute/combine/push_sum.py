@@ -1,4 +1,4 @@
-"""Push-sum: averages over graphs on which no weights sum to one both ways."""
+"""Push-sum (stochastic gradient push): averages over directed graphs whose weights don't sum to one both ways."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Exact sums, relayed along a tree."""
+"""RelaySum (RelaySGD): exact sums, relayed along a spanning tree."""
 
 from dataclasses import dataclass
 

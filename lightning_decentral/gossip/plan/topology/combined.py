@@ -1,8 +1,4 @@
-"""Who hears whom at which step.
-
-A topology is a frozen value that knows no number of workers: size, rank and step are arguments. To add one, write a
-class with `sources`, and `period` where it changes over the steps: weights, checks, simulation, wire and tests read it.
-"""
+"""Topologies made of others: `Every` k-th step, `PeriodicAverage`, and `Auto`, the default."""
 
 from dataclasses import dataclass
 from math import lcm

@@ -1,4 +1,4 @@
-"""Plans that know which workers share a node: workers node * L ... node * L + L - 1, and one network card for them."""
+"""Node-aware topologies: which workers share a node and its network card (alternating exponential ring)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

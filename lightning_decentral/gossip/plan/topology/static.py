@@ -1,4 +1,4 @@
-"""A plan drawn as a graph."""
+"""Topologies that stay the same: complete, ring, torus, star, tree, static exponential, any networkx graph."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
