@@ -44,7 +44,7 @@ from lightning_decentral.gossip import (
     TopK,
 )
 from lightning_decentral.gossip.compute.codec import MessageLayout
-from lightning_decentral.gossip.compute.codec.coded import Coded
+from lightning_decentral.gossip.compute.codec.error_feedback import Coded
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 
 torch.set_num_threads(1)

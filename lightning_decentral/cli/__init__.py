@@ -1,4 +1,6 @@
-"""The commands of `lightning-decentral`: plan, profile, network, placement, topology, schedule, cuts.
+"""The commands of `lightning-decentral`: plan, profile, placement, topology, schedule, cuts; and the network's meter.
 
-`main` reads the command line; each other module is one command. Nothing here is public beside the commands.
+`main` reads the command line. Each other module is one command (`planning` is `plan`), but for `gang_schedule`, a
+part of `schedule`, and `network`, which torchrun starts: `torchrun ... -m lightning_decentral.cli.network`. Nothing
+here is public beside the commands.
 """

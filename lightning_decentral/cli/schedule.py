@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli import several_devices
+from lightning_decentral.cli import gang_schedule
 from lightning_decentral.planner import show as units
 from lightning_decentral.shared.plan.profile import Profile, read
 from lightning_decentral.shared.plan.timeline import chrome_trace
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         "--policy",
         default="lrtf",
         help=f"one or more of {','.join(POLICIES)}, of which the first is drawn and run; "
-        f"or one of {','.join(several_devices.PLANS)}, for jobs of several devices at once",
+        f"or one of {','.join(gang_schedule.PLANS)}, for jobs of several devices at once",
     )
     parser.add_argument("--devices", type=int, help="equal ones (default: 1; jigsaw: as many as a job has pieces)")
     parser.add_argument("--memory-bytes", help="of each device; a job that needs more is refused: 24GB")
@@ -67,10 +67,10 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, simulate, print, train, draw."""
     names = options.policy.split(",")
-    if set(names) & set(several_devices.PLANS):
-        several_devices.run(options)
+    if set(names) & set(gang_schedule.PLANS):
+        gang_schedule.run(options)
         return
-    policies = {name: chosen("policy", name, POLICIES, several_devices.PLANS) for name in names}
+    policies = {name: chosen("policy", name, POLICIES, gang_schedule.PLANS) for name in names}
     limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else float("inf")
     there = equal_devices(1 if options.devices is None else options.devices, limit)
     asked, remarks = jobs_of(options)
@@ -203,4 +203,4 @@ def written(options: argparse.Namespace, found: Mapping[str, Spans]) -> list[str
     policy = options.policy.partition(",")[0]
     panels = {f"{policy}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
     events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]
-    return several_devices.written(options, panels, events)
+    return gang_schedule.written(options, panels, events)

@@ -1,4 +1,4 @@
-"""The plan of a gossip run in words: topology, order, codec, bytes a step, bytes through a node's network card."""
+"""The plan of a gossip run in words: topology, order, codec, bytes per step, bytes through a node's network card."""
 
 from collections.abc import Iterable
 from typing import Protocol

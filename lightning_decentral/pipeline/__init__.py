@@ -1,8 +1,8 @@
 """Token-level pipeline parallelism (TeraPipe): slices of a sequence follow each other through a model's stages.
 
-`strategy` binds it to Lightning, `training_step`, `workers` and `checkpoint` are its parts, `report` is what users
-watch. Below: `plan` (schedules and slices: values without torch), `compute` (what a stage does), `wire` (what stages
-send). Public: all names below.
+`strategy` binds it to Lightning; its parts are `stage_layout`, `stage_training`, `training_step`, `clipping` and
+`checkpoint`; `report` is what users watch. Below: `plan` (schedules and slices: values without torch), `compute`
+(what a stage does), `wire` (what stages send). Public: all names below.
 """
 
 from typing import TYPE_CHECKING

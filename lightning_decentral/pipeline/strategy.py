@@ -19,13 +19,13 @@ from lightning_decentral.pipeline.compute.stage import Activations, Keep
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
+from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
 from lightning_decentral.pipeline.stage_training import Gradients, StageTraining, pipelined
 from lightning_decentral.pipeline.training_step import evaluated
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.pipeline.workers import StageGroups, StageLayout
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean

@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.coder import MessageLayout
 from lightning_decentral.gossip.compute.codec.compress import DifferenceCompression
+from lightning_decentral.gossip.compute.codec.link import MessageLayout
 from lightning_decentral.gossip.compute.codec.quantize import BFloat16, Float16, Int8
 from lightning_decentral.gossip.plan.forecast import PLAIN, Encoding, GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within

@@ -7,7 +7,7 @@ that says what is lost.
 
 import functools
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.registration import StepWatch
 from lightning_decentral.shared.wire.agreement import RollCall, StopFlag
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -184,3 +183,31 @@ class LoopPatches:
         if not self._epoch_ended:
             self._roll.end_epoch()
         self._epoch_ended = True
+
+
+class StepWatch:
+    """Notices an optimizer that steps past the strategy: its parameters would never be mixed.
+
+    Use it as a context around the steps that the strategy takes.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._inside = False
+        self._hooks = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+
+    def __enter__(self) -> None:
+        self._inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = False
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._inside:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} stepped past the strategy, so that its parameters are never averaged: "
+                "step what self.optimizers() returns, not self.optimizers(use_pl_optimizer=False)"
+            )

@@ -1,4 +1,4 @@
-"""The loss curve at a run's end: losses and consensus distance over steps. Needs matplotlib (extra `plot`)."""
+"""Figures: the loss curve at a run's end, and the style of all others. Needs matplotlib (extra `plot`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

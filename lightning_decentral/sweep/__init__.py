@@ -1,8 +1,9 @@
-"""Hyperparameter sweeps whose trainings share devices (`hydra/launcher=shard_parallel`), after Nagrecha; JigSaw, SPASE.
+"""Many trainings that share devices (`hydra/launcher=shard_parallel`), after Nagrecha's Hydra; JigSaw and SPASE.
 
 `launcher` makes members of Hydra's words, `server` runs them in `processes`, `time_slicing` gives each its device
-between batches, `eviction` takes it back, `progress` and `gantt` show it; `trainings` runs the jobs of a schedule.
-Below: `plan` (who is next: values without torch), `wire` (the socket). Public: all names below.
+between batches, `eviction` moves what it keeps there to the host, `progress` and `gantt` show it; `trainings` runs
+the jobs of a schedule. Below: `plan` (who is next: values without torch), `wire` (a member's end of the socket).
+Public: all names below.
 """
 
 from typing import TYPE_CHECKING

@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lightning_decentral.cli import gang_schedule, schedule
 from lightning_decentral.cli import planning as plan
-from lightning_decentral.cli import schedule, several_devices
 from lightning_decentral.cli.topology import topology_of
 from lightning_decentral.shared.plan.forecast import Cluster
 from tests.docs.pages import PAGES, ROOT, commands, name
@@ -94,7 +94,7 @@ def check_schedule(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     schedule.add(parser.add_subparsers())
     options = parser.parse_args(["schedule", *arguments])
-    known = {**schedule.POLICIES, **several_devices.PLANS}
+    known = {**schedule.POLICIES, **gang_schedule.PLANS}
     assert {schedule.chosen("policy", name, known) for name in options.policy.split(",")}
     schedule.chosen("layout", options.layout, schedule.LAYOUTS)
     assert (options.jobs is None) != (options.trace is None)

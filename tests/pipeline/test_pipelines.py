@@ -244,3 +244,22 @@ def test_a_topology_that_cannot_serve_the_pipelines_is_refused(tmp_path):
     how = pipeline(3, stages=1, replicas=GossipReplicas(topology=Hypercube()))
     with pytest.raises(RuntimeError, match=r"Hypercube.* 3"):
         forked(Language(), how, tmp_path)
+
+
+class Shorter(Language):
+    """The second pipeline has half of the batches."""
+
+    def train_dataloader(self):
+        return self._loader(24 if self.global_rank < 2 else 12)
+
+    def training_step(self, batch, batch_idx):
+        ids, mask, labels = batch
+        return token_mean(self.model(input_ids=ids, attention_mask=mask).logits, labels)
+
+
+def test_pipelines_with_unequal_batches_end_with_the_remedy(tmp_path):
+    options = {"use_distributed_sampler": False, "limit_train_batches": 1.0, "max_steps": -1, "max_epochs": 1}
+    with pytest.raises(
+        RuntimeError, match=r"ended its epoch after 4 steps while another goes on.*number of batches"
+    ):
+        forked(Shorter(), pipelines(AverageGradients()), tmp_path, **options)

@@ -1,4 +1,4 @@
-"""Traffic of a plan: messages and bytes of a step, by worker and by a node's network card; all-reduce cliques.
+"""Traffic of a plan: bytes that each worker, and each node's network card, sends at a step; all-reduce cliques.
 
 A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are; in every
 other one peers send each other messages.

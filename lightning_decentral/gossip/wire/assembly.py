@@ -1,4 +1,4 @@
-"""Assembly of a gossip step: which exchange a mixer talks to (peers, cliques, overlap, islands)."""
+"""Assembly of a gossip step's exchange (peers, cliques, overlap, islands), with the drawing of a whole round."""
 
 from collections.abc import Sequence
 from typing import Any

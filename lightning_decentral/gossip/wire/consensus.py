@@ -1,4 +1,4 @@
-"""Consensus distance: how far the workers are apart, as a number that all of them share; and rounds counted by it."""
+"""Consensus distance measured over all workers, late and without waiting, and the mixer that counts rounds by it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.coder import Buffers, Coder
+from lightning_decentral.gossip.compute.codec.link import Buffers, Coder
 from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.integrity import Verdicts, verdict

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.coder import Coder, Direct, check_codec
+from lightning_decentral.gossip.compute.codec.link import Coder, Direct, check_codec
 from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl

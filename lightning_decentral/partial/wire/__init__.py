@@ -1,4 +1,4 @@
-"""The average of gradients over those who contributed them, block by block, overlapped with the backward.
+"""Gradient averages over those who contributed, block by block, overlapped with the backward; the depth of each step.
 
 Nothing here is public.
 """

@@ -1,4 +1,4 @@
-"""Parameter ownership: every stage has all at the beginning and the end, and its own part in between.
+"""Stage ownership: which stage holds which parameter; model and optimizer state split over stages, joined again.
 
 A stage's parameters keep the names that they have in the whole model, so that a checkpoint of the whole is the union of
 what the stages have.

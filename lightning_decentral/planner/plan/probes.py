@@ -1,4 +1,4 @@
-"""Network probes: which groups of workers are measured, and the line through what was measured.
+"""Network probes: who is measured, the line fitted, and refusal of hosts that were started with different words.
 
 seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth > 0 of
     sum over points of (latency + bytes / bandwidth - seconds)^2 / seconds

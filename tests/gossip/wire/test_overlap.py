@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Combine, Gossip
-from lightning_decentral.gossip.compute.codec.coder import Direct
+from lightning_decentral.gossip.compute.codec.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started
 from lightning_decentral.gossip.wire.mixer import Mixer

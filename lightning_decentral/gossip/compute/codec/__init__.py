@@ -1,6 +1,7 @@
 """Message compression: quantization, sparsification, low rank, difference compression and its error feedback.
 
-`codec` says what a codec is, `coder` what a worker keeps for its links. Public: all names below.
+`codec` says what a codec is, `link` what a worker's ends of its links do, `error_feedback` what they remember.
+Public: all names below.
 """
 
 from typing import TYPE_CHECKING
@@ -9,12 +10,12 @@ from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.codec.codec import Codec as Codec
-    from lightning_decentral.gossip.compute.codec.coder import Frame as Frame
-    from lightning_decentral.gossip.compute.codec.coder import MessageLayout as MessageLayout
-    from lightning_decentral.gossip.compute.codec.coder import Payload as Payload
-    from lightning_decentral.gossip.compute.codec.coder import PayloadPart as PayloadPart
     from lightning_decentral.gossip.compute.codec.compress import DifferenceCompression as DifferenceCompression
     from lightning_decentral.gossip.compute.codec.compress import TopK as TopK
+    from lightning_decentral.gossip.compute.codec.link import Frame as Frame
+    from lightning_decentral.gossip.compute.codec.link import MessageLayout as MessageLayout
+    from lightning_decentral.gossip.compute.codec.link import Payload as Payload
+    from lightning_decentral.gossip.compute.codec.link import PayloadPart as PayloadPart
     from lightning_decentral.gossip.compute.codec.low_rank import LowRank as LowRank
     from lightning_decentral.gossip.compute.codec.quantize import BFloat16 as BFloat16
     from lightning_decentral.gossip.compute.codec.quantize import Float16 as Float16

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.coded import Coded
-from lightning_decentral.gossip.compute.codec.coder import Coder, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.gossip.compute.codec.error_feedback import Coded
+from lightning_decentral.gossip.compute.codec.link import Coder, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Pool
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.coder import Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.gossip.compute.codec.link import Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.gossip.compute.codec.quantize import LARGEST_BLOCK, check_block, pieces
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.coder import Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.gossip.compute.codec.counter_rng import uniform
+from lightning_decentral.gossip.compute.codec.link import Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.buckets import Matrix
 
 

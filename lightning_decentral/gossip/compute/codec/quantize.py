@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.coder import Coder, Direct, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.gossip.compute.codec.counter_rng import dither
+from lightning_decentral.gossip.compute.codec.link import Coder, Direct, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.shared.compute.buckets import Pool
 

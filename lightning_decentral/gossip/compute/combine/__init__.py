@@ -1,7 +1,7 @@
 """What a worker does with what it heard: gossip averaging, push-sum, gradient tracking, outer momentum, relay sums.
 
-`combine` says what a rule is, `rate` how far it moves towards the others; each other module holds a rule or two.
-Public: all names below.
+These are the update rules. `combine` says what a rule is, `rate` how far it moves towards the others;
+`consensus_control` takes as many rounds of a rule as the workers' distance asks for. Public: all names below.
 """
 
 from typing import TYPE_CHECKING

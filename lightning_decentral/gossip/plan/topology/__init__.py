@@ -1,8 +1,8 @@
 """Who hears whom at which step: ring, torus, hypercube, one-peer exponential, base graphs, random matchings.
 
-A topology is a frozen value that knows no size: `sources(rank, size, step)`. `topology` says what one is; `static`
-holds graphs that stay, `one_peer` those with one neighbour a step, `nodes` those that know the machines, `combined`
-what wraps others. Public: all names below.
+A topology is a frozen value that knows no size: `sources(rank, size, step)`. `topology` says what one is and how to
+add one; `static` holds graphs that stay, `one_peer` those with one or few neighbours a step, `nodes` those that know
+the machines, `combined` what wraps others. Public: all names below.
 """
 
 from typing import TYPE_CHECKING

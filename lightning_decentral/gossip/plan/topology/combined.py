@@ -47,7 +47,7 @@ class Every(Topology):
 @dataclass(frozen=True)
 class Auto(Topology):
     """Exact consensus in finite time, for every number of workers, and no step sends more through a node's network
-    card than all-reduce would (`card.copies_through_card`).
+    card than all-reduce would (`traffic.copies_through_card`).
 
     One worker per node, or one node: one peer per step. A power of two gets Hypercube, everything else BaseGraph(1).
     Hypercube rather than OnePeerExponential: its matrices are projections with eigenvalues 0 and 1, so that longer

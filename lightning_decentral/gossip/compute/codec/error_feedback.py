@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.coder import (
+from lightning_decentral.gossip.compute.codec.counter_rng import key
+from lightning_decentral.gossip.compute.codec.link import (
     Buffers,
     Coder,
     Frame,
@@ -17,7 +18,6 @@ from lightning_decentral.gossip.compute.codec.coder import (
     PayloadPart,
     check_codec,
 )
-from lightning_decentral.gossip.compute.codec.counter_rng import key
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import AsyncRead

@@ -1,4 +1,4 @@
-"""`lightning-decentral schedule jobs.yaml --policy jigsaw` and `--policy spase`: jobs of several devices at once.
+"""Part of `lightning-decentral schedule`: the policies jigsaw and spase, for jobs of several devices at once.
 
 JigSaw: whose shallow worker shares a device with whose deep one (gangs). SPASE: how many devices each job gets, which,
 and when. Both are compared with the bound that no plan is under and, for small sets, with a mixed-integer program.
