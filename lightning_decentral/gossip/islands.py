@@ -1,7 +1,7 @@
 """Islands of several devices (FSDP) under Lightning: what they can't do, how they are saved and restored."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -42,37 +42,37 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
             raise ValueError(f"{type(callback).__name__} copies whole models, {island!r} holds shards: use AllReduce")
 
 
+class Device(Protocol):
+    """What is asked of the strategy on a device."""
+
+    member: IslandMember
+    """Its present part in its island."""
+
+    @property
+    def lightning_module(self) -> LightningModule | None: ...
+    @property
+    def alone(self) -> bool: ...
+    @property
+    def is_global_zero(self) -> bool: ...
+
+
 class IslandModel(WholeModel):
-    """How a device of an island holds its worker's model: whole, or a shard of it.
+    """How a device of an island holds its worker's model: whole, or a shard of it."""
 
-    Args:
-        member: this device's present part in its island.
-        module: the present one.
-        alone: whether nothing collective may be called any more.
-        first: whether this is worker 0, on which wholes are put together.
-    """
-
-    def __init__(
-        self,
-        island: Island,
-        member: Callable[[], IslandMember],
-        module: Callable[[], nn.Module],
-        alone: Callable[[], bool],
-        first: Callable[[], bool],
-    ) -> None:
-        self._island, self._member, self._module, self._alone, self._first = island, member, module, alone, first
+    def __init__(self, island: Island, device: Device) -> None:
+        self._island, self._device = island, device
         self.layout = "" if island.devices == 1 else f"{type(island).__name__}({island.devices})"
         self._shards: Mapping[str, Tensor] | None = None
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        if self._alone() and self._member().shards > 1:
+        if self._device.alone and self._device.member.shards > 1:
             raise RuntimeError(f"a device of {self._island!r} can't save the model without the others")
         gathered: dict[str, Any] = mapped(self._gathered, tree)
         return gathered
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         full = full_tensor(tensor)
-        return full.cpu() if self._first() else full[:0]
+        return full.cpu() if self._device.is_global_zero else full[:0]
 
     def part(self, tree: dict[str, Any]) -> dict[str, Any]:
         parts: dict[str, Any] = mapped(lambda tensor: local(tensor).clone(), tree)
@@ -87,7 +87,8 @@ class IslandModel(WholeModel):
 
     def resume(self) -> None:
         if self._shards is not None:
-            self._member().load(self._module(), self._shards)
+            assert self._device.lightning_module is not None
+            self._device.member.load(self._device.lightning_module, self._shards)
             self._shards = None
 
 

@@ -97,11 +97,9 @@ class GossipStrategy(ReplicaStrategy):
         self.delay = delay
         self.evaluate = evaluate
         self.bucket_bytes = bucket_bytes
-        self._member = IslandMember(None, 1, self._meet)
+        self.member = IslandMember(None, 1, self._meet)
         self._mixers = self._no_mixers()
-        self.checkpoints.held = IslandModel(
-            self.island, lambda: self._member, lambda: self._module, lambda: self.alone, lambda: self.is_global_zero
-        )
+        self.checkpoints.held = IslandModel(self.island, self)
 
     # ---- who is who -------------------------------------------------------------------------------------------------
 
@@ -136,8 +134,8 @@ class GossipStrategy(ReplicaStrategy):
         if self.wire is not None:
             scaled = getattr(self.precision_plugin, "scaler", None) is not None
             refuse_unsharded(self.island, self._module, self._trainer.callbacks, scaled)
-            self._member = self.island.join(self.wire, self.root_device, self._meet)
-            self._member.arrange(self._module)
+            self.member = self.island.join(self.wire, self.root_device, self._meet)
+            self.member.arrange(self._module)
 
     def prepare(self, wire: Wire | None) -> None:
         """One mixer and one group for each optimizer."""
@@ -146,31 +144,34 @@ class GossipStrategy(ReplicaStrategy):
             self._mixers.of(optimizer).adopt()
 
     def _no_mixers(self) -> Mixers:
-        return Mixers(self._mixer, lambda parameters: self._member.pack(parameters, self.bucket_bytes))
+        return Mixers(self._mixer, self._packed)
+
+    def _packed(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        return self.member.pack(parameters, self.bucket_bytes)
 
     def _mixer(self) -> Mixer:
         assert self.wire is not None
         plan = self.topology, self.weights, self.workers
-        exchange = assembled(*plan, self.worker, self._member, self.root_device, self.codec, self.delay)
+        exchange = assembled(*plan, self.worker, self.member, self.root_device, self.codec, self.delay)
         return mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
 
     # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            return self._member.train(self._module, *self._calls("training_step", args, kwargs))
+            return self.member.train(self._module, *self._calls("training_step", args, kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._member.evaluate(*self._calls("validation_step", args, kwargs))
+            return self.member.evaluate(*self._calls("validation_step", args, kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._member.evaluate(*self._calls("test_step", args, kwargs))
+            return self.member.evaluate(*self._calls("test_step", args, kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._member.evaluate(*self._calls("predict_step", args, kwargs))
+            return self.member.evaluate(*self._calls("predict_step", args, kwargs))
 
     def _calls(self, name: str, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """A step of the module by itself, and inside the module's own call."""
@@ -183,7 +184,7 @@ class GossipStrategy(ReplicaStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients are only accumulated meanwhile."""
-        with self._member.blocked():
+        with self.member.blocked():
             yield
 
     def optimizer_step(
@@ -194,7 +195,7 @@ class GossipStrategy(ReplicaStrategy):
         **kwargs: Any,
     ) -> Any:
         """With the island's gradients; under manual optimization its devices have averaged them in the backward."""
-        whole = (lambda: self._member.averaging(closure)) if self._module.automatic_optimization else closure
+        whole = (lambda: self.member.averaging(closure)) if self._module.automatic_optimization else closure
         return super().optimizer_step(optimizer, whole, model, **kwargs)
 
     def advance(self, optimizer: Optimizer) -> None:
@@ -222,17 +223,17 @@ class GossipStrategy(ReplicaStrategy):
     def release(self) -> None:
         """Give every parameter a storage of its own again, and leave the island."""
         self._mixers.release()
-        self._member.close(self.alone)
-        self._member = IslandMember(None, 1, self._meet)
+        self.member.close(self.alone)
+        self.member = IslandMember(None, 1, self._meet)
 
     # ---- the mean model and checkpoints -----------------------------------------------------------------------------
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The exact mean over the workers, shard by shard."""
-        return self._member.mean(tensors, super().mean_of)
+        return self.member.mean(tensors, super().mean_of)
 
     def averaged(self) -> list[Tensor]:
-        self._member.rest()
+        self.member.rest()
         return super().averaged()
 
     def progress_state(self) -> dict[str, Any]:
@@ -243,7 +244,7 @@ class GossipStrategy(ReplicaStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This device's part of it."""
-        if self._member.shards > 1:
+        if self.member.shards > 1:
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
             states = [sharded_state(optimizer, state, self.checkpoints.resuming) for optimizer, state in pairs]
             checkpoint = {**checkpoint, "optimizer_states": states}
@@ -276,9 +277,9 @@ class GossipStrategy(ReplicaStrategy):
         if self.wire is None:
             return Consensus(0.0, 0.0)
         own = [bucket.flat for bucket in self.buckets]
-        means = self._member.mean_of_buckets(own, super().mean_of)
+        means = self.member.mean_of_buckets(own, super().mean_of)
         squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
-        apart, norm = (self._member.shards * square for square in self.mean_of(squares))
+        apart, norm = (self.member.shards * square for square in self.mean_of(squares))
         return Consensus(float(apart.sqrt()), float((apart / norm.clamp(min=1e-300)).sqrt()))
 
     def summary(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ class WorkersStrategy(DDPStrategy):
         self.wire: Wire | None = None
         self._together = Uncoordinated()
         self._fits = 0
-        self.mean_model = MeanModel(lambda tensors: self.mean_of(tensors))
+        self.mean_model = MeanModel(self.mean_of)  # a method: a spawned process gets the strategy pickled
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 

@@ -259,7 +259,5 @@ class Shorter(Language):
 
 def test_pipelines_with_unequal_batches_end_with_the_remedy(tmp_path):
     options = {"use_distributed_sampler": False, "limit_train_batches": 1.0, "max_steps": -1, "max_epochs": 1}
-    with pytest.raises(
-        RuntimeError, match=r"ended its epoch after 4 steps while another goes on.*number of batches"
-    ):
+    with pytest.raises(RuntimeError, match=r"ended its epoch after 4 steps while another goes on.*number of batches"):
         forked(Shorter(), pipelines(AverageGradients()), tmp_path, **options)
