@@ -68,7 +68,6 @@ class ExactDiffusion(Combine):
         return {"mixing_rate": self.rate}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """x += rate * (mixed - sent), and c likewise."""
         correction = mixed.sub_(sent).mul_(self.rate)
         x.add_(correction)
         state["corrections"].add_(correction, alpha=self.memory)
@@ -106,8 +105,8 @@ class GradientTracking(Combine):
         return 2
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """As Gossip: v mixes as x does and doesn't depend on it."""
         super().check(topology, size, weights, delay)
+        # As for Gossip: v mixes as x does and doesn't depend on it.
         check_stable("GradientTracking", self.rate, topology, size, weights, delay)
 
     def init(self, x: Tensor) -> State:
@@ -136,5 +135,6 @@ class GradientTracking(Combine):
         """Both += rate * (mixed - sent)."""
         correction, tracked = mixed.sub_(sent).mul_(at(self.rate, turn)).tensor_split(2, dim=-1)
         x.add_(correction)
+        # Else the correction would be taken for an update.
         state["last"].add_(correction)
         state["tracked"].add_(tracked)
