@@ -18,7 +18,7 @@ class Verdicts:
     """Checks the rounds of one exchange.
 
     On the host the verdict falls at once. On a device a message is accepted or refused by the device itself, and the
-    host reads of it `LAG` rounds later: nobody waits.
+    host hears of it `LAG` rounds later: nobody waits.
 
     Args:
         rank: of this worker, for the texts.

@@ -119,7 +119,6 @@ class OverlapExchange(Exchange["Overlapped"]):
         return future.result()
 
     def landed(self, part: "Overlapped") -> list[Tensor]:
-        """Wait for the arriving thread."""
         assert part.landed is not None, "land only what has departed"
         mixed = self.awaited(part.landed)
         if not part.first:
@@ -128,8 +127,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         return mixed
 
     def traffic(self) -> Traffic:
-        """Bytes that have left so far; rounds that have landed, and the seconds that the training waited: those of the
-        threads are hidden."""
+        # The inner exchange's waits are those of the threads: hidden. What counts is the training's.
         left, waited = self.inner.traffic(), self._wait_seconds
         return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
 

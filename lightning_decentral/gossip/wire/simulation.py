@@ -218,7 +218,6 @@ class Mixings:
         self._silence = Mixing(compressed([{rank: 1.0} for rank in range(size)]))
 
     def at(self, step: int) -> Mixing:
-        """The operator of this step."""
         phase = step % self._topology.period(self._size)
         if phase not in self._phases:
             mixing = Mixing(entries(self._topology, self._size, phase, self._weights))

@@ -105,7 +105,7 @@ class BucketCodec:
         return _real(message[:end]), message[end:]
 
     def _laid_out(self, coded: Tensor) -> tuple[MessageLayout, list[PayloadPart]]:
-        # By length and type: a message may hold more than the parameters, which made the layout of `bytes`.
+        # By length and type: a message may hold more than the parameters (`Combine.copies`, `exact`).
         if (len(coded), coded.dtype) not in self._parts:
             layout = MessageLayout.of(len(coded), self._matrices, len(self._reference))
             self._parts[len(coded), coded.dtype] = layout, list(self._codec.checked_parts(layout, coded.dtype))

@@ -42,7 +42,7 @@ class TopK(Codec):
         """(values, places as pairs of bytes)."""
         whole, rest = divmod(layout.length, self.block)
         kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)
-        # Bytes: neither gloo nor NCCL sends numbers of 16 bits.
+        # Bytes: neither gloo nor NCCL sends integers of 16 bits.
         return PayloadPart(kept, dtype), PayloadPart(2 * kept, torch.uint8)
 
     def _kept(self, block: int) -> int:

@@ -44,12 +44,10 @@ class Outer(Combine):
             raise ValueError(f"the outer momentum must be in [0, 1), got {self.momentum}: 0 is Gossip(rate=lr)")
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """Doubly stochastic weights and one message in flight."""
         super().check(topology, size, weights, delay)
         check_one_flight(type(self).__name__, topology, size, delay)
 
     def init(self, x: Tensor) -> State:
-        """anchor = x, m = 0."""
         return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
@@ -116,7 +114,6 @@ class QuasiGlobalMomentum(Combine):
         return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """Doubly stochastic weights, and corrections that the momentum repeats without growing."""
         super().check(topology, size, weights, delay)
         mu = self.momentum
         echo = RepeatedCorrection(gain=mu * (1 - mu), keep=mu * (2 - mu))
