@@ -47,8 +47,6 @@ class Watched(Protocol):
 class _EveryNSteps(Callback, ABC):
     """Measures when the number of rounds passes a multiple of `every_n_steps`.
 
-    That is at the same round on every worker, and once per real step under gradient accumulation.
-
     Raises:
         ValueError: `every_n_steps` below 1.
     """
@@ -67,12 +65,13 @@ class _EveryNSteps(Callback, ABC):
         """Measure and log; `steps` were taken since the last time this was asked."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from here, also after a resume."""
+        # After a resume rounds don't begin at 0.
         self._steps = self._measured = _steps_taken(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Rounds, not batches: the same on every worker, and one per real step under gradient accumulation.
         before, self._steps = self._steps, _steps_taken(trainer)
         due = self._steps // self.every_n_steps > before // self.every_n_steps
         if due and isinstance(trainer.strategy, Watched):
@@ -94,7 +93,6 @@ class ConsensusMonitor(_EveryNSteps):
         super().__init__(every_n_steps=every_n_steps)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
-        """Collective, at the same round on every worker."""
         apart = strategy.consensus()
         metrics = {"gossip/consensus_distance": apart.absolute, "gossip/consensus_distance_relative": apart.relative}
         _publish(trainer, pl_module, metrics, on_bar="gossip/consensus_distance")
@@ -116,7 +114,7 @@ class CommunicationMonitor(_EveryNSteps):
         self._before = Traffic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counters start anew with every fit."""
+        # A strategy's counters start anew with every fit.
         super().on_train_start(trainer, pl_module)
         self._before = Traffic()
 
@@ -174,21 +172,20 @@ class WorkerLossMonitor(_EveryNSteps):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss; write and read where it's time."""
         # Lightning divides by the number of accumulated batches before it hands the loss on.
         scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._losses += [loss.detach() * scale for loss in _loss(outputs)]
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
-        """Write this worker's mean loss; worker 0 logs what it finds."""
         if self._losses:
+            # The last few: a worker may write several times before worker 0 looks.
             self._recent.append((_log_step(trainer), float(torch.stack(self._losses).mean())))
             self._losses = []
         self._share(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What slower workers wrote meanwhile: all have ended the epoch."""
+        # What slower workers wrote meanwhile: all have ended the epoch.
         if isinstance(trainer.strategy, Watched):
             self._share(trainer)
 
@@ -237,7 +234,7 @@ def _steps_taken(trainer: Trainer) -> int:
 
 
 def _log_step(trainer: Trainer) -> int:
-    """The step of Lightning's own rows, so that ours stand beside them (its LearningRateMonitor does the same)."""
+    # The step of Lightning's own rows, so that ours stand beside them (its LearningRateMonitor does the same).
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -247,8 +244,9 @@ def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
 
 
 def _publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], on_bar: str) -> None:
-    """To the loggers directly: through `pl_module.log` they would repeat a value until the next one is measured."""
     for name, value in metrics.items():
+        # To the loggers directly: through `pl_module.log` they would repeat a value until the next one is
+        # measured.
         pl_module.log(name, float(value), prog_bar=name == on_bar, logger=False)
     _log(trainer, metrics, _log_step(trainer))
 
@@ -272,6 +270,7 @@ def _posted(trainer: Trainer, mine: list[tuple[int, float]]) -> list[list[tuple[
         return [mine]
     keys = [f"loss/{rank}" for rank in range(trainer.world_size)]
     wire.store.set(keys[trainer.global_rank], json.dumps(mine))
+    # `multi_get` would wait for a worker that hasn't written yet.
     if not trainer.is_global_zero or not wire.store.check(keys):
         return []
     return [[(int(step), float(loss)) for step, loss in json.loads(text)] for text in wire.store.multi_get(keys)]

@@ -72,6 +72,7 @@ class IslandModel(WholeModel):
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         full = full_tensor(tensor)
+        # All devices gather, worker 0 alone keeps wholes.
         return full.cpu() if self._device.is_global_zero else full[:0]
 
     def part(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -79,9 +80,9 @@ class IslandModel(WholeModel):
         return parts
 
     def restored(self, own: dict[str, Any], mean: Mapping[str, Any]) -> dict[str, Any]:
-        """The module is whole when Lightning loads it and takes the mean; this device's shards follow in `resume`."""
         if self._island.shards == 1:
             return own
+        # The module is whole when Lightning loads it and takes the mean; the shards follow in `resume`.
         self._shards = own["state_dict"]
         return {**own, "state_dict": mean["state_dict"]}
 

@@ -50,14 +50,14 @@ class Report(Callback):
         self._rows = Rows(self.directory)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Listen to what is logged while training."""
         if stage == "fit":
             self._rows = Rows(self.directory)
+            # A fit after another begins with empty rows.
             others = [logger for logger in trainer.loggers if not isinstance(logger, Rows)]
             trainer.loggers = [*others, self._rows]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collective: every worker's own model, before the strategy makes all equal."""
+        # Collective, and here: after this the strategy makes all workers' models equal.
         result = _outcome(trainer, pl_module) if isinstance(trainer.strategy, Watched) else {}
         if trainer.is_global_zero:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -72,11 +72,11 @@ class Report(Callback):
             print("no report.png: matplotlib is not installed: pip install 'lightning-decentral[plot]'")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print; training may have been in another process, so its outcome is read from the file."""
         file = self.directory / "report.json"
         if not trainer.is_global_zero or not file.exists():
             return
         console = Console()
+        # From the file: training may have been in another process.
         result = json.loads(file.read_text())
         console.print(_table(result, trainer, pl_module))
         for line in (*_distance(result), *_places(self.directory, trainer)):
@@ -164,7 +164,7 @@ def _number(value: float | None) -> str:
 
 
 def _known(value: float) -> float | None:
-    """JSON has no NaN."""
+    # JSON has no NaN.
     return None if value != value else value
 
 

@@ -114,31 +114,28 @@ class GossipStrategy(ReplicaStrategy):
 
     @property
     def worker(self) -> int:
-        """The number of this device's island."""
         return self.global_rank // self.island.devices
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Check the plan, then connect."""
         self._place()
+        # Before any worker talks, and with the nodes, which the topology may ask for.
         self.combine.check(self.topology, self.workers, self.weights, self.delay)
         super().setup_environment()
 
     def _place(self) -> None:
-        """Tell the topology the nodes, where it wasn't told."""
         self.topology = self.topology.placed(self.workers_per_node)
 
     def arrange(self) -> None:
-        """Join the island, before the optimizers exist: FSDP gives the module other parameters."""
         if self.wire is not None:
             scaled = getattr(self.precision_plugin, "scaler", None) is not None
             refuse_unsharded(self.island, self._module, self._trainer.callbacks, scaled)
+            # Before the optimizers exist: FSDP gives the module other parameters.
             self.member = self.island.join(self.wire, self.root_device, self._meet)
             self.member.arrange(self._module)
 
     def prepare(self, wire: Wire | None) -> None:
-        """One mixer and one group for each optimizer."""
         self._mixers = self._no_mixers()
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.of(optimizer).adopt()
@@ -183,7 +180,6 @@ class GossipStrategy(ReplicaStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients are only accumulated meanwhile."""
         with self.member.blocked():
             yield
 
@@ -194,12 +190,11 @@ class GossipStrategy(ReplicaStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """With the island's gradients; under manual optimization its devices have averaged them in the backward."""
+        # Under manual optimization the devices of an island have averaged gradients in the backward.
         whole = (lambda: self.member.averaging(closure)) if self._module.automatic_optimization else closure
         return super().optimizer_step(optimizer, whole, model, **kwargs)
 
     def advance(self, optimizer: Optimizer) -> None:
-        """One round of the mixer of this optimizer: land what was launched `delay` updates ago, launch the next."""
         self._mixers.step(optimizer)
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
@@ -217,11 +212,9 @@ class GossipStrategy(ReplicaStrategy):
         self._mixers.settle()
 
     def share(self) -> float | None:
-        """w_i / sum_j w_j of push-sum (the first optimizer's where there are several). Collective."""
         return None if self.wire is None else self._mixers.share(self.wire.world, self.root_device, self._meet)
 
     def release(self) -> None:
-        """Give every parameter a storage of its own again, and leave the island."""
         self._mixers.release()
         self.member.close(self.alone)
         self.member = IslandMember(None, 1, self._meet)
@@ -229,7 +222,6 @@ class GossipStrategy(ReplicaStrategy):
     # ---- the mean model and checkpoints -----------------------------------------------------------------------------
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The exact mean over the workers, shard by shard."""
         return self.member.mean(tensors, super().mean_of)
 
     def averaged(self) -> list[Tensor]:
@@ -243,7 +235,6 @@ class GossipStrategy(ReplicaStrategy):
         self._mixers.load_state_dict(state, self.optimizers)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """This device's part of it."""
         if self.member.shards > 1:
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
             states = [sharded_state(optimizer, state, self.checkpoints.resuming) for optimizer, state in pairs]
@@ -279,9 +270,9 @@ class GossipStrategy(ReplicaStrategy):
         own = [bucket.flat for bucket in self.buckets]
         means = self.member.mean_of_buckets(own, super().mean_of)
         squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
+        # A mean over devices, each of which holds 1 / shards of its worker's parameters.
         apart, norm = (self.member.shards * square for square in self.mean_of(squares))
         return Consensus(float(apart.sqrt()), float((apart / norm.clamp(min=1e-300)).sqrt()))
 
     def summary(self) -> dict[str, str]:
-        """The plan in words, for the start of a run."""
         return described(self, self._mixers)

@@ -74,13 +74,11 @@ class AccumAdam(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, the group's own options checked."""
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns what the closure returns."""
         loss = evaluated(closure)
         for group in self.param_groups:
             start, alone = partial(_start, window=group["window"]), partial(_alone, foreach=group["foreach"])
@@ -101,6 +99,7 @@ class AccumAdam(Optimizer):
         if decay and self.decoupled:
             torch._foreach_mul_(x, 1 - group["lr"] * decay)
         elif decay:
+            # Not in place: the gradients are the user's.
             gradients = list(torch._foreach_add(gradients, x, alpha=decay))
         _move(x, _moments(means, squares, gradients, (beta1, beta2)), group, windows=math.ceil(step / window))
         if window > 1:
@@ -124,13 +123,14 @@ class AccumAdamW(AccumAdam):
 
 
 def _start(parameter: Tensor, window: int) -> dict[str, Any]:
-    """Zeros. The step is a plain number: Lightning moves every tensor of the state to the device, where reading it
-    would make the host wait."""
 
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros_like(like, memory_format=torch.preserve_format)
 
+    # Each part of a complex number has a second moment of its own.
     square = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    # The step is a plain number: Lightning moves every tensor of the state to the device, where reading it would
+    # make the host wait.
     state = {"step": 0, "exp_avg": zeros(parameter), "exp_avg_sq": zeros(square)}
     return {**state, "window_sum": zeros(parameter)} if window > 1 else state
 

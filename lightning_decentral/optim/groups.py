@@ -50,6 +50,7 @@ def together(
         state = optimizer.state[parameter]
         if not state:
             state.update(start(parameter))
+        # Its place makes a parameter a batch of its own.
         key = (parameter.device, parameter.dtype, state["step"], place if alone(parameter) else None)
         batches.setdefault(key, []).append(parameter)
     return list(batches.values())

@@ -59,15 +59,14 @@ class QuasiGlobalAdam(Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, the group's own options checked."""
         check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns what the closure returns."""
         loss = evaluated(closure)
         batches = [(group, parameters) for group in self.param_groups for parameters in together(self, group, _begin)]
+        # The ways of all groups come before the first move: one length is over all of them.
         ways = [list(torch._foreach_sub(self._real("start", p), real(p))) for _, p in batches]
         moved = [parameter for _, parameters in batches for parameter in parameters]
         length = self.norm(moved, [way for batch in ways for way in batch]) + SMALLEST_NORM
@@ -105,6 +104,7 @@ class QuasiGlobalAdam(Optimizer):
             self.state[parameter]["step"] += 1
         step: int = self.state[parameters[0]]["step"]
         x, gradients = real(parameters), real([p.grad for p in parameters if p.grad is not None])
+        # Not in place: the gradients are the user's.
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, x, alpha=group["weight_decay"]))
         mean = torch._foreach_mul(self._real("exp_avg", parameters), beta1)
@@ -118,11 +118,12 @@ class QuasiGlobalAdam(Optimizer):
 
 
 def _begin(parameter: Tensor) -> dict[str, Any]:
-    """No way has been gone. The step is a plain number, which no device has to be asked for."""
     square = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return {
+        # A plain number, which no device has to be asked for.
         "step": 0,
         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         "exp_avg_sq": torch.zeros_like(square, memory_format=torch.preserve_format),
+        # No way has been gone: the first d is 0.
         "start": parameter.clone(memory_format=torch.preserve_format),
     }

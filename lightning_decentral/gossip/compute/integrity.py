@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.device import AsyncRead
 
+# One would be too soon for a round that lands on a second stream, beside the step.
 LAG = 2
 """Rounds until the host reads a device's verdict."""
 
@@ -16,9 +17,8 @@ LAG = 2
 class Verdicts:
     """Checks the rounds of one exchange.
 
-    On the host the verdict falls at once. On a device it is copied to pinned memory and read two rounds later, long
-    after the device passed it: nobody waits for it, and a message is accepted or refused on the device itself. One
-    round later would be too soon for a round that lands on a second stream, beside the step.
+    On the host the verdict falls at once. On a device a message is accepted or refused by the device itself, and the
+    host hears of it `LAG` rounds later: nobody waits.
 
     Args:
         rank: of this worker, for the texts.
@@ -66,6 +66,7 @@ class Verdicts:
         while self._open and self._open[0][0] <= round - LAG:
             _, workers_then, flags_then = self._open.popleft()
             self._judge(workers_then, flags_then.read())
+        # Copied to pinned memory, and read long after the device passed the verdict.
         self._open.append((round, workers, AsyncRead(flags)))
 
     def _judge(self, workers: Sequence[int], flags: Tensor) -> None:
@@ -92,7 +93,7 @@ class Verdicts:
             )
 
     def _count(self, source: int, step: int) -> None:
-        """A source's refused buckets of one round are one refused message."""
+        # A source's refused buckets of one round are one refused message.
         if self._refused_in.get(source) == step:
             return
         self._refused_in[source] = step
@@ -105,13 +106,12 @@ class Verdicts:
 
 
 def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
-    """heard <- own unless `healthy`, in place: NaN times a weight of zero would still be NaN.
-
-    A device decides by itself; on the host a healthy message is left alone.
-    """
+    """heard <- own unless `healthy`, in place."""
+    # A device decides by itself: to ask it would make the host wait.
     if not healthy.is_cuda and bool(healthy):
         return
     for tensor, mine in zip(heard, own, strict=True):
+        # Overwritten: NaN times a weight of zero would still be NaN.
         torch.where(healthy, tensor, mine, out=tensor)
 
 
@@ -124,6 +124,7 @@ def verdict(step: int, elements: int, message: Sequence[Tensor]) -> Tensor:
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar: no element is NaN or infinite. One pass each and no copy: the extremes carry both."""
+    """A scalar: no element is NaN or infinite."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    # The extremes carry both: one pass each and no copy.
     return torch.stack([torch.isfinite(extreme) for t in real for extreme in torch.aminmax(t)]).all()

@@ -106,6 +106,7 @@ def _check_rows(topology: Topology, rows: list[dict[int, float]], step: int) -> 
             )
         if min(row.values()) < 0:
             raise ValueError(f"{where} include {min(row.values()):.6g}: weights must not be negative")
+        # Not `>=`: NaN is to be refused, too.
         if not abs(sum(row.values()) - 1) < 1e-9:
             raise ValueError(
                 f"{where} sum to {sum(row.values()):.6g}: they must sum to 1, give the rest to itself "
@@ -136,6 +137,7 @@ def _check_connected(topology: Topology, size: int) -> None:
             hears[rank].update(graph.sources[rank])
             heard_by[rank].update(graph.targets[rank])
     everyone = set(range(size))
+    # Everyone hears of everyone iff worker 0 hears of all, and all of worker 0.
     below, above = _reached(hears), _reached(heard_by)
     for deaf, unheard in ((below, everyone - below), (everyone - above, above)):
         if deaf and unheard:

@@ -60,6 +60,7 @@ def ready(
 
 def per_step(moments: Floats, period: int) -> Floats:
     """[runs]: mean seconds per step by the last worker, over the last 64 or whole periods in them."""
+    # The first steps are left out: waiting for a straggler has to spread.
     counted = COUNTED_STEPS // period * period or COUNTED_STEPS
     last = moments.max(axis=2)
     return np.asarray((last[:, -1] - last[:, -1 - counted]) / counted, dtype=np.float64)
@@ -144,38 +145,36 @@ class GossipForecast(Method):
     within: Within = field(default_factory=Alone)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """Of exchanges, all-reduces in cliques, and what an island's devices send each other."""
         loads = {load for one in self._rounds(setting) for load in one.loads}
         exchanged = [price for load in loads for price, _ in self._exchanged(setting, load)]
         return (*exchanged, *self.within.prices(setting))
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Of the last worker, after waves of waiting have spread."""
         exchange, plan = self._plan(setting)
         compute, work = self._compute(setting, factors), self._work(setting)
         return per_step(ready(compute, exchange, plan, self.delay, work), len(plan))
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
-        """A period, at most `COUNTED_STEPS` and at least 4 steps, of all workers."""
         exchange, plan = self._plan(setting)
+        # Enough to see a period, and what lands after the delay.
         steps = min(COUNTED_STEPS, max(4, len(plan), 2 * self.delay))
         compute = self._compute(setting, np.ones((1, steps, setting.cluster.workers)))
         return step_tasks(compute[0], exchange, plan, self.delay, self._work(setting))
 
     def card_bytes(self, setting: Setting) -> float:
-        """Counted from the plan: of an island on one node, whatever its devices send stays inside."""
         size, per_node = self._size(setting), self._workers_per_node(setting)
         plan = self.topology, self.weights, size, per_node
+        # Of an island on one node, whatever its devices send each other stays inside.
         return mean_copies(*plan, peers_only=self.encoding.peers_only) * self.encoding.wire_bytes(
             setting.model.parameter_bytes
         )
 
     def memory_bytes(self, setting: Setting) -> float:
-        """That of an island's device; a message sent and one for each peer heard, for each round in flight."""
         part = setting.model.parameter_bytes / self.within.devices
         plan = self._rounds(setting)
         heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
         flights = most_in_flight(self.topology, self._size(setting), self.delay)
+        # One that is sent, and one from each peer that is heard.
         messages = part + heard * self.encoding.wire_bytes(part) if heard else 0.0
         return self.within.memory_bytes(setting) + flights * messages
 
@@ -204,10 +203,11 @@ class GossipForecast(Method):
         part = self.encoding.wire_bytes(setting.model.parameter_bytes / self.within.devices)
         moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, load)]
         gathered = self.within.gathering(setting).seconds(setting.model.parameter_bytes)
+        # Inside the node and between nodes at the same time; the gather needs both.
         return max(moved) + gathered if moved else 0.0
 
     def _exchanged(self, setting: Setting, load: RoundLoad) -> list[tuple[Price, int]]:
-        """(price, how many messages) inside the node and between nodes, which go on at the same time."""
+        """(price, how many messages) inside the node and between nodes."""
         cluster = setting.cluster
         flows = load.flows * min(self.within.devices, cluster.per_node)
         # Of exchanges, one worker of each node, or the workers of one, were measured together.
@@ -220,14 +220,16 @@ class GossipForecast(Method):
         ]
 
     def _compute(self, setting: Setting, factors: Floats) -> Floats:
-        """[runs, steps, islands]: of the slowest device."""
+        """[runs, steps, islands] seconds."""
         runs, steps, _ = factors.shape
+        # The devices of an island wait for the slowest.
         slowest = factors.reshape(runs, steps, self._size(setting), self.within.devices).max(axis=3)
         return at_factors(lambda factor: makespan(run(self.within.step(setting, factor))), slowest)
 
     def _work(self, setting: Setting) -> list[Floats]:
-        """[size] seconds of a round's own work by step of the period. A device of an island hears its part."""
+        """[size] seconds of a round's own work by step of the period."""
         work, copies = self.encoding.work(setting.model), self.encoding.copies
         own = copies * self.within.kept_bytes(setting) * work.own_seconds_per_byte
+        # A device of an island hears its part.
         each = copies * setting.model.parameter_bytes / self.within.devices * work.heard_seconds_per_byte
         return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in self._rounds(setting)]

@@ -65,11 +65,11 @@ class ReplicatedCost(Within):
         return data_parallel.step(setting.model.blocks, self.prices(setting)[0], factor)
 
     def memory_bytes(self, setting: Setting) -> float:
-        """A replica and its buckets of gradients."""
+        # And the buckets of gradients.
         return replica_bytes(setting.model) + setting.model.parameter_bytes
 
     def gathering(self, setting: Setting) -> Price:
-        """Every device has mixed its part."""
+        # Every device has mixed its part only.
         return self._price("all_gather", setting)
 
 
@@ -88,5 +88,4 @@ class Shards(Within):
         return setting.model.parameter_bytes / self.devices
 
     def memory_bytes(self, setting: Setting) -> float:
-        """A shard, and two blocks whole."""
         return data_parallel.sharded_bytes(setting.model, self.devices)

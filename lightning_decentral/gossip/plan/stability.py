@@ -35,6 +35,7 @@ def stable_rate(matrix: Matrix, flights: int) -> float:
     Infinite where nothing is mixed.
     """
     mu = 1 - spectrum(matrix)
+    # Without the mean, which mixing keeps.
     mu = mu[np.abs(mu) > 1e-9]
     limits = 2 * np.sin((pi / 2 - np.abs(np.angle(mu))) / (2 * flights - 1)) / np.abs(mu)
     return float(limits.min(initial=inf))
@@ -73,6 +74,7 @@ def first_unstable(matrices: Sequence[Matrix], delay: int, below: float, above: 
     """The lowest rate from `below`, which is stable, to `above` at which a period grows; `above` if there is none."""
     if below >= above:
         return above
+    # A scan before the bisection: a period may grow, and contract again at larger rates.
     scan = [float(rate) for rate in np.linspace(below, above, points + 1)[1:] * (1 - 1e-4)]
     unstable = next((i for i, rate in enumerate(scan) if growth(matrices, delay, rate) > 1), None)
     if unstable is None:
@@ -118,11 +120,8 @@ def largest_rate_with_echo(
 ) -> float:
     """The largest rate up to 1 at which mixing contracts although each correction comes back; 2 if it does at 1.
 
-    One matrix, perhaps in every k-th step only: each eigenvalue by itself. A sequence of matrices: one period as a
-    linear map, which must not be too large.
-
     Raises:
-        ValueError: it is too large.
+        ValueError: a sequence of matrices is too large to be judged.
     """
     periods = list(_periods(topology, size, delay, weights))
 
@@ -142,10 +141,12 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
     """W_t - I of a period's steps without the mean: one system for each eigenvalue, or all in one."""
     talking = talking_steps(topology, size)
     steps = range(topology.period(size))
+    # One matrix, perhaps in every k-th step only: each eigenvalue by itself.
     if len(talking) <= 1:
         for value in _eigenvalues(mixing_matrix(topology, size, talking[0] if talking else 0, weights)):
             yield [np.full((1, 1), value - 1 if step in talking else 0.0) for step in steps]
         return
+    # A sequence of matrices with other eigenvectors each: one period as a linear map.
     if (size - 1) * (max(1, delay) + 1) > LARGEST_STATE:
         raise ValueError(
             f"{topology.label(size)} changes over {len(steps)} steps, which is too large to judge for {size} workers "
@@ -168,9 +169,8 @@ LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
 def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weights | None = None) -> float:
     """The rate below which mixing with this delay contracts.
 
-    One matrix: `stable_rate`, which is exact. A sequence of matrices: the smallest of theirs isn't always safe (seven
-    workers in five random pairings with delay 2 diverge at rates below 1), so it is lowered to where one period, taken
-    as a whole, stops contracting; periods too large for that get `rate_for_any_order`.
+    One matrix: `stable_rate`, which is exact. A sequence of matrices: where one period, taken as a whole, stops
+    contracting; periods too large for that get `rate_for_any_order`.
 
     k, messages in flight, is `most_in_flight`: Every(k, topology) with delay k has one. Infinite for one worker.
     """
@@ -183,6 +183,8 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
     by_eigenvalue = lowest(stable_rate)
     if flights == 1 or len(talking) == 1:
         return by_eigenvalue
+    # The smallest of the matrices' own isn't always safe: seven workers in five random pairings with delay 2
+    # diverge at rates below 1.
     in_any_order = lowest(rate_for_any_order)
     if (size - 1) * window > LARGEST_PERIOD_STATE:
         return min(by_eigenvalue, in_any_order)

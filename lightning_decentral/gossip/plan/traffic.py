@@ -88,6 +88,7 @@ def _peer_messages(
         return sum(other // per_node != rank // per_node for other in others)
 
     pairs = list(zip(sources, targets, strict=True))
+    # Both directions go on at the same time: the one with more messages counts.
     between = [max(outside(rank, heard), outside(rank, told)) for rank, (heard, told) in enumerate(pairs)]
     inside = [
         max(len(heard) - outside(rank, heard), len(told) - outside(rank, told))
@@ -196,20 +197,19 @@ def partition(topology: Topology, weights: Weights, size: int, step: int) -> Par
     rows = [weights.row(topology, rank, size, step) for rank in range(size)]
     members = [tuple(sorted(row)) for row in rows]
     equal = all(abs(w - 1 / len(row)) < 1e-12 for row in rows for w in row.values())
+    # A mean over cliques: whom a worker hears hears the same ones.
     closed = all(members[j] == members[i] for i in range(size) for j in members[i])
     return tuple(dict.fromkeys(members)) if equal and closed else None
 
 
 def partitions(topology: Topology, weights: Weights, size: int) -> tuple[Partition | None, ...] | None:
-    """For each step of a period the cliques that all-reduce, or None where peers exchange; None where no step pays.
-
-    It pays where a clique has more than two workers: two exchange the same bytes as peers. Steps of pairs go with the
-    cliques if every step is a mean over cliques.
-    """
+    """For each step of a period the cliques that all-reduce, or None where peers exchange; None where no step pays."""
     steps = [partition(topology, weights, size, step) for step in range(topology.period(size))]
+    # Two workers exchange the same bytes as peers.
     pays = [cliques is not None and any(len(c) > 2 for c in cliques) for cliques in steps]
     if not any(pays):
         return None
+    # Then steps of pairs go with the cliques, and no peers are needed.
     if all(steps):
         return tuple(steps)
     return tuple(cliques if worth else None for cliques, worth in zip(steps, pays, strict=True))

@@ -38,7 +38,6 @@ class MetropolisHastings(Weights):
     """w_ij = 1 / (1 + max(d_i, d_j)): doubly stochastic on every symmetric graph. Source: Xiao and Boyd 2004."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
-        """Needs the degrees of the sources only."""
         return step_graph(topology, size, step).metropolis_hastings(rank)
 
 
@@ -47,7 +46,6 @@ class Uniform(Weights):
     """w_ij = 1 / (1 + d_i): the plain mean of what is heard. Keeps the mean of all only where all degrees are equal."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
-        """Equal for the sources and the worker itself."""
         sources = step_graph(topology, size, step).sources[rank]
         return completed(rank, dict.fromkeys(sources, 1 / (1 + len(sources))))
 
@@ -57,7 +55,6 @@ class Dyadic(Weights):
     """w_ij = 2^-ceil(log2(1 + d_i)), powers of two for all sources: weighing rounds nothing. For `RelaySum`."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
-        """Equal for the sources; the rest stays with the worker."""
         sources = step_graph(topology, size, step).sources[rank]
         return completed(rank, dict.fromkeys(sources, 0.5 ** len(sources).bit_length()))
 
@@ -67,7 +64,6 @@ class OutDegree(Weights):
     """p_ij = 1 / (1 + number of those that hear j): columns sum to one on every graph, rows need not. For `PushSum`."""
 
     def row(self, topology: Topology, rank: int, size: int, step: int) -> dict[int, float]:
-        """Each source splits what it has evenly among those that hear it and itself."""
         graph = step_graph(topology, size, step)
         return {j: 1 / (1 + len(graph.targets[j])) for j in sorted({rank, *graph.sources[rank]})}
 
@@ -128,7 +124,7 @@ class Entries:
         return self._gathered(other) if self.mostly_zero else self.dense() @ other
 
     def _gathered(self, other: Matrix) -> Matrix:
-        """The first entries of all rows, then the second ones, and so on: as many passes as the longest row has."""
+        # The first entries of all rows, then the second ones, and so on: as many passes as the longest row has.
         counts, product = np.diff(self.starts), np.zeros_like(other)
         for place in range(counts.max()):
             rows = np.flatnonzero(counts > place)
@@ -177,7 +173,6 @@ class Neighbours:
 
 
 def neighbours(topology: Topology, weights: Weights, rank: int, size: int, step: int) -> Neighbours:
-    """Of i = `rank` at this step."""
     heard_by = targets(topology, rank, size, step)
     row = weights.row(topology, rank, size, step)
     return Neighbours(rank, row, {k: weights.row(topology, k, size, step)[rank] for k in heard_by})
@@ -197,16 +192,14 @@ def _products(topology: Topology, size: int, steps: int, weights: Weights | None
 
 @lru_cache(maxsize=64)
 def consensus_steps(topology: Topology, size: int, weights: Weights | None = None) -> int | None:
-    """Smallest m with W_(m-1) ... W_1 W_0 = 1 1^T / n to 1e-12; 0 for one worker; None if not within two periods.
-
-    The last step must come from farther than 1e-6: what shrinks to 1e-12 bit by bit isn't exact consensus.
-    """
+    """Smallest m with W_(m-1) ... W_1 W_0 = 1 1^T / n to 1e-12; 0 for one worker; None if not within two periods."""
     if size == 1:
         return 0
     before = 1.0
     for steps, product in enumerate(_products(topology, size, 2 * topology.period(size), weights), 1):
         error = float(np.abs(product - 1 / size).max())
         if error < EXACT:
+            # What shrinks to 1e-12 bit by bit isn't exact consensus: the last step comes from far.
             return steps if before > FAR else None
         before = error
     return None
@@ -216,6 +209,7 @@ def gap_per_step(topology: Topology, size: int, weights: Weights | None = None) 
     """1 - rho^(1/p), rho the second largest |eigenvalue| of the product of a period's p matrices."""
     period = topology.period(size)
     *_, product = _products(topology, size, period, weights)
+    # Rounding may make the gap larger than 1.
     rho = max(0.0, 1 - spectral_gap(product))
     return float(1 - rho ** (1 / period))
 
@@ -254,14 +248,12 @@ def compressed(rows: Sequence[Mapping[int, float]]) -> Entries:
 
 
 def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
-    """Eigenvalues of a mixing matrix [size, size], in any order.
-
-    Workers that don't hear each other make separate blocks; blocks of one size are solved together. So a thousand
-    workers that talk in pairs cost five hundred tiny problems, not one large one.
-    """
+    """Eigenvalues of a mixing matrix [size, size], in any order."""
     graph = nx.Graph()
     graph.add_nodes_from(range(len(matrix)))
     graph.add_edges_from(zip(*(axis.tolist() for axis in np.nonzero(matrix)), strict=True))
+    # Workers that don't hear each other make separate blocks, and those of one size are solved together: a
+    # thousand workers that talk in pairs cost five hundred tiny problems, not one large one.
     by_size: dict[int, list[list[int]]] = {}
     for component in nx.connected_components(graph):
         by_size.setdefault(len(component), []).append(sorted(component))
@@ -271,10 +263,11 @@ def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
 
 
 def _eigenvalues(blocks: Matrix) -> NDArray[np.complex128]:
-    """Of matrices [count, size, size]. Where each row is the one above moved by one place, as in directed circulant
-    graphs, they are the Fourier transform of the first row."""
+    """Of matrices [count, size, size]."""
     place = np.arange(blocks.shape[-1])
     circulant = blocks[:, 0, (place[None, :] - place[:, None]) % len(place)]
+    # Where each row is the one above moved by one place, as on directed circulant graphs, they are the Fourier
+    # transform of the first row.
     found = np.fft.fft(blocks[:, 0]) if np.array_equal(blocks, circulant) else np.linalg.eigvals(blocks)
     return found.astype(np.complex128)
 

@@ -58,6 +58,7 @@ def assembled(
         return PeerExchange(topology, weights, over, device, codec)
 
     def by_cliques(steps: Sequence[Partition]) -> Exchange[Any]:
+        # Groups of all cliques, also of those without this worker: making one is collective.
         groups = {c: member.peers(c) for c in dict.fromkeys(c for step in steps for c in step) if len(c) > 1}
         return CliqueExchange(steps, {c: over for c, over in groups.items() if over is not None}, worker, device)
 
@@ -68,6 +69,7 @@ def assembled(
     elif all(cliques):
         exchange = by_cliques([step for step in cliques if step])
     else:
+        # A step that peers take has no clique of two, so that no group is made for it.
         alone = tuple((rank,) for rank in range(workers))
         reduced, sent = by_cliques([step or alone for step in cliques]), by_peers()
         exchange = ExchangeByStep([reduced if step else sent for step in cliques])
@@ -83,6 +85,7 @@ class ExchangeByStep(Exchange[Started]):
 
     def __init__(self, steps: Sequence[Exchange[Any]]) -> None:
         self._steps = tuple(steps)
+        # One exchange may stand for several steps: it is admitted and counted once.
         self._parts = tuple({id(exchange): exchange for exchange in steps}.values())
         self.pool, self.coder = steps[0].pool, steps[0].coder
         for part in self._parts:

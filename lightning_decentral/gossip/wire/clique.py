@@ -40,7 +40,7 @@ class CliqueExchange(Exchange[CliqueMessages]):
     """All-reduce inside disjoint cliques: the mean of this worker's clique, at 2 (c - 1) / c of the parameters' bytes
     for a clique of c workers, where sends and receives would take c - 1.
 
-    A message with NaN or infinity is left out of the mean by its own sender, and counted by the others.
+    A message with NaN or infinity is left out of the mean and counted.
 
     Args:
         cliques: one partition of the workers for each phase (`traffic.partitions`).
@@ -76,7 +76,9 @@ class CliqueExchange(Exchange[CliqueMessages]):
         """Memory until landed: one copy of the message."""
         clique = self._clique(step)
         row = verdict(step, self._elements, message)
+        # Divided before the sum, which in half precision could overflow.
         totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
+        # The sender itself leaves out a message with NaN: nobody could take it out of the sum.
         refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], row[2].bool())
         return CliqueMessages(self, clique, step, first, row, totals)
 
@@ -93,6 +95,7 @@ class CliqueExchange(Exchange[CliqueMessages]):
         self._tally.land(part.pending, part.departed, part.first)
         self._verdicts.add(part.step, dict(zip(part.clique, part.rows, strict=True)))
         heard = torch.stack(list(part.rows))[:, 2].sum()  # all, unless someone's message was refused
+        # Where all were refused the sum is 0: let it be the mean, not 0 / 0.
         return [total.div_((heard.clamp(min=1) / len(part.clique)).to(total.dtype)) for total in part.totals]
 
     def traffic(self) -> Traffic:

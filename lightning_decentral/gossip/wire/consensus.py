@@ -47,10 +47,12 @@ class ControlledMixer(Mixer):
         self._squares: list[Tensor] = []
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
+        # By what all workers were told: they must take equally many rounds.
         rounds = self._control.rounds(self._gauge.distance, self._idle)
         super().step(learning_rate, rounds)
         self._idle = 0 if rounds else self._idle + 1
         if self.buckets:
+            # Zeros where nothing landed: the sums of all workers must pair, step by step.
             nothing = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].flat.device)
             self._gauge.tell(torch.stack([nothing, *self._squares]).sum(0))
             self._squares = []
@@ -93,6 +95,7 @@ class Gauge:
         self._told.append(_summed(squares, self._total(squares)) if self._total else _known(squares))
         if len(self._told) > self._lag:
             distance, norm = self._told.popleft()().tolist()
+            # No norm: nobody mixed in that step.
             self.distance = sqrt(distance / norm) if norm else self.distance
 
     def state_dict(self) -> dict[str, Any]:

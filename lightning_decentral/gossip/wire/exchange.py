@@ -150,7 +150,7 @@ class Tally:
         self._rounds, self._in_flight_seconds = 0, 0.0
 
     def land(self, pending: Sequence[Pending], departed: float, first: int) -> None:
-        """Wait for these; a round counts with its first bucket.
+        """Wait for these.
 
         Args:
             departed: when they left, by `perf_counter`.
@@ -160,10 +160,10 @@ class Tally:
         for part in pending:
             part.wait()
         self._waited.stop()
+        # A round counts once, with its first bucket.
         if not first:
             self._in_flight_seconds += perf_counter() - departed
             self._rounds += 1
 
     def traffic(self, refused: int) -> Traffic:
-        """With so many refused messages."""
         return Traffic(self._rounds, self.bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)

@@ -20,9 +20,7 @@ class GatherExchange(Exchange["Parts"]):
     """mixed[p] = sum_j w_ij sent_j[p] for this device's part p; then every device gets every part.
 
     A bucket of n elements has L equal parts for L devices: every byte of a message crosses the network card of the
-    island's node once. A tensor that can't be divided (a rule's own scalar) is exchanged whole by every device.
-
-    By NCCL the gather, too, is hidden behind the next step, on a stream of its own; by gloo it waits for the landing.
+    island's node once.
 
     Args:
         inner: exchanges between the devices at this one's place in every island.
@@ -39,24 +37,26 @@ class GatherExchange(Exchange["Parts"]):
     def __post_init__(self) -> None:
         self.coder = self.inner.coder
         self._waited = stopwatch(self.device)
+        # By NCCL the gather, too, is hidden behind the next step; by gloo it waits for the landing.
         self._order = SideStream(self.device) if self.inside.queued else AtLanding()
 
     def neighbours(self, step: int) -> Hearing:
         return self.inner.neighbours(step)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """This device's parts. No codec sees matrices: a part cuts through them."""
+        # No matrices for codecs: a part cuts through them.
         self.inner.admit([self._part(bucket) for bucket in buckets], [()] * len(buckets), combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Parts":
-        """This device's part. Memory until landed: what the inner exchange takes for the parts, and where the gather
-        doesn't wait for the landing one copy of the message."""
+        """Memory until landed: what the inner exchange takes for the parts, and where the gather doesn't wait for the
+        landing one copy of the message."""
         return self._order.begin(lambda: self._start(message, step, first), self.inner, message, step)
 
     def _start(self, message: Sequence[Tensor], step: int, first: int) -> "Parts":
         started = self.inner.start([self._part(m) for m in message], step, first)
         if self.coder.encodes:  # what is sent isn't what was given: every device must believe what the island said
             started.settle()
+            # Cloned: the gather overwrites the message, of which a part is a view.
             self._share(message, [self._part(m).clone() for m in message])
 
         def gather() -> list[Tensor]:
@@ -79,6 +79,7 @@ class GatherExchange(Exchange["Parts"]):
         """wholes <- every device's parts."""
         self._waited.start()
         pairs = list(zip(wholes, parts, strict=True))
+        # All are under way before the first is awaited.
         for pending in [self.inside.all_gather_into(w, p) for w, p in pairs if self._split(w)]:
             pending.wait()
         self._waited.stop()
@@ -90,6 +91,7 @@ class GatherExchange(Exchange["Parts"]):
         return message.view(self.inside.size, -1)[self.inside.rank] if self._split(message) else message
 
     def _split(self, message: Tensor) -> bool:
+        # What can't be divided (a rule's own scalar) is exchanged whole by every device.
         return message.numel() % self.inside.size == 0
 
     def traffic(self) -> Traffic:
@@ -131,8 +133,6 @@ class SideStream:
         caller   message |     forward, backward, update     | mixed
         aside            | send, wait, mix, gather |
 
-    All that the exchanges keep (their pools, a codec's estimates) is touched on this stream alone.
-
     Args:
         device: a CUDA one, its transfers by NCCL.
     """
@@ -146,6 +146,7 @@ class SideStream:
         """Start, send and land it on this stream."""
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)  # for the message, and for readers of the buffers that went back to a pool
+        # All that the exchanges keep (pools, a codec's estimates) is touched on this stream alone.
         with torch.cuda.stream(self._stream):
             parts = start()
             inner.depart(parts.waiting, step)
@@ -153,6 +154,7 @@ class SideStream:
                 caller.wait_stream(self._stream)
             mixed = parts.land()
             done = self._stream.record_event()
+        # The allocator mustn't give their memory away before this stream has read them.
         for tensor in message:
             tensor.record_stream(self._stream)
         return Parts([], self._landing(mixed, done))
@@ -166,6 +168,7 @@ class SideStream:
             caller.wait_event(done)
             self._waited.stop()
             self._in_flight_seconds += perf_counter() - launched
+            # Nor these before the caller has: they are this stream's.
             for tensor in mixed:
                 tensor.record_stream(caller)
             return mixed
@@ -173,5 +176,5 @@ class SideStream:
         return land
 
     def traffic(self, counted: Traffic) -> Traffic:
-        """With the seconds that the caller's stream waited: this one's are hidden."""
+        # The waits that the exchanges counted were this stream's: hidden. Only the caller's cost time.
         return replace(counted, wait_seconds=self._waited.seconds(), in_flight_seconds=self._in_flight_seconds)

@@ -97,7 +97,6 @@ class AllReduce(Island):
             )
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        """Groups of this island and hooks on its gradients."""
         return Averaging(wire, self.devices, device, meet, self.bucket_bytes)
 
 
@@ -125,5 +124,4 @@ class FullyShard(Island):
         return self.devices
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        """Groups of this island, and across the islands."""
         return Sharding(wire, self.devices, device, meet)

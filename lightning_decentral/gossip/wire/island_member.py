@@ -59,7 +59,6 @@ class IslandMember:
         return step()
 
     def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        """Run a step of evaluation."""
         return step()
 
     def averaging(self, closure: Callable[[], Any]) -> Any:
@@ -98,26 +97,25 @@ class Averaging(IslandMember):
         super().__init__(wire, devices, meet)
         size = wire.world.size
         self._device, self._gathering = device, _inside(wire.group, size, devices)
+        # A group of their own: gradients mustn't queue behind a gather of parameters.
         over, hosts = _inside(wire.group, size, devices), _inside(wire.hosts, size, devices)
         self._gradients = GradientAverage(over, hosts, meet, bucket_bytes)
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
-        """This device exchanges its part, then the island gathers. Gradients don't queue behind that."""
         return GatherExchange(peers, self._gathering, self._device)
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
-        """Divisible into the parts of the devices."""
         return pack(parameters, bucket_bytes, partial(Bucket, parts=self.devices))
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        """Parameters may have been unfrozen since the last step."""
+        # Parameters may have been unfrozen since the last step.
         self._gradients.watch(list(module.parameters()))
         return step()
 
     def averaging(self, closure: Callable[[], Any]) -> Any:
-        """The devices average also where one of them had no loss."""
         self._gradients.begin()
         output = closure()
+        # Also where this device had no loss: the others wait for its part of the average.
         self._gradients.finish()
         return output
 
@@ -149,20 +147,20 @@ class Sharding(IslandMember):
         self._sharded = Sharded(module, self._inside, self._device)
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        """In the call of the module, where FSDP gathers parameters; who waits there says so."""
         self.rest()
+        # In the module's own call, where FSDP gathers parameters; that waits for the other devices.
         return self._meet(redirect)
 
     def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        """As training; afterwards the module holds shards again."""
+        # No backward follows, which would give up what the forward gathered.
         output = redirect()
         self.rest()
         return output
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """FSDP keeps whole gradients meanwhile."""
         assert self._sharded is not None
+        # Whole gradients are kept meanwhile.
         self._sharded.root.set_requires_gradient_sync(False)
         try:
             yield
@@ -170,29 +168,27 @@ class Sharding(IslandMember):
             self._sharded.root.set_requires_gradient_sync(True)
 
     def close(self, alone: bool) -> None:
+        # Whole parameters come from all devices of the island.
         if self._sharded is not None and not alone:
             self._sharded.undo()
         self._sharded = None
 
     def rest(self) -> None:
-        """The module holds shards, not what a forward gathered."""
         if self._sharded is not None:
             self._sharded.reshard()
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        """Shards over the devices that hold the same, all else over all devices."""
+        # Shards over the devices that hold the same, all else over all devices.
         shards = iter(self.mean_of_buckets([local(t) for t in tensors if is_sharded(t)], of_all))
         whole = iter(of_all([t for t in tensors if not is_sharded(t)]))
         return [like(t, next(shards)) if is_sharded(t) else next(whole) for t in tensors]
 
     def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        """Over the devices that hold the same shards."""
         means: list[Tensor] = self._meet(lambda: mean(tensors, self._across))
         return means
 
     @torch.no_grad()
     def load(self, module: nn.Module, shards: Mapping[str, Tensor]) -> None:
-        """Shards, and buffers as they are."""
         for name, tensor in module.state_dict().items():
             if isinstance(tensor, Tensor):
                 local(tensor).copy_(shards[name])

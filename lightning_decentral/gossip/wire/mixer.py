@@ -26,8 +26,7 @@ class Flat(Protocol):
 
 @dataclass
 class Flight:
-    """One round between launch and landing, bucket by bucket: the one place that knows what was started. Each is landed
-    once; what it brought is kept for a checkpoint."""
+    """One round between launch and landing, bucket by bucket: the one place that knows what was started."""
 
     round: int
     step: int
@@ -42,11 +41,6 @@ class Mixer:
     delay 0 (ATC)     x(t+1) = W (x + u)            launched and landed after the same update
     delay 1 (AWC)     x(t+1) = W x + u(x)           hidden behind a whole forward and backward
     delay k           x(t+1) = x + u(x) + rate (W - I) x(t-k+1)
-
-    A rule that corrects the update itself (`Combine.adapt`) does so between landing and launch.
-
-    Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that the links rest
-    for the last bucket's mixing at most and not for that of the whole model.
 
     Memory beyond the model: one copy of the message for every one in flight, the sent one and each heard one; and the
     rule's state.
@@ -88,10 +82,13 @@ class Mixer:
             rounds: to take; those beyond the first block, there is nothing to hide them behind.
         """
         self._learning_rate, self._peak = learning_rate, max(self._peak, learning_rate)
+        # The user's code may have given a parameter another storage.
         for bucket in self.buckets:
             bucket.adopt()
         turn = self.turn(self.round)
         due, leaving = self._due(self.round - self._delay), self._leaving() if rounds else None
+        # Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that
+        # the links rest for the last bucket's mixing at most and not for that of the whole model.
         for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
             self._land(due, place)
             self._combine.adapt(bucket.flat, state, turn)
@@ -103,6 +100,7 @@ class Mixer:
         self.steps += 1
 
     def _take_another(self) -> None:
+        # Without `adapt`: it corrects an update, of which there is one in a step.
         due, leaving, turn = self._due(self.round - self._delay), self._leaving(), self.turn(self.round)
         for place in range(len(self.buckets)):
             self._land(due, place)
@@ -148,9 +146,10 @@ class Mixer:
         return self._number(self.exchange.neighbours(round).degree)
 
     def _number(self, value: Number) -> Tensor:
-        """A scalar, filled on the device: copying it there would make the host wait; a simulation's column."""
+        """A scalar on the buckets' device; in a simulation a column."""
         if isinstance(value, np.ndarray):
             return torch.from_numpy(value)
+        # Filled there: copying a number to a device would make the host wait.
         return torch.full((), value, dtype=torch.float64, device=self.buckets[0].flat.device)
 
     def _leaving(self) -> Flight | None:
@@ -165,6 +164,7 @@ class Mixer:
             return
         x, state = self.buckets[place].flat, self._states[place]
         message = self._combine.message(x, state)
+        # A copy: what was sent is subtracted at the landing, and updates change x until then.
         sent = self.exchange.pool.take(message).copy_(message)
         started = self.exchange.start([sent], flight.round, place)
         flight.sent.append(sent)
@@ -204,6 +204,7 @@ class Mixer:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
         flights = []
         for flight in self._flights:
+            # A round lands once, so what it brought stands in for what was started.
             mixed = [tensor for started in flight.started for tensor in started.land()]
             flight.started = [Landed([tensor]) for tensor in mixed]
             flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": mixed})
@@ -246,5 +247,5 @@ def _settled(sent: Tensor, started: Started) -> Tensor:
 
 
 def _copies(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """A flight may be older than the last buckets, so it may be shorter than `like`."""
+    # A flight may be older than the last buckets, and then shorter than `like`.
     return [tensor.to(x.device, copy=True) for tensor, x in zip(tensors, like, strict=False)]

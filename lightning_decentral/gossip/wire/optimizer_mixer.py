@@ -29,11 +29,10 @@ class OptimizerMixer:
         self._pack, self._taken = pack, taken
 
     def adopt(self, number: int | None = None) -> None:
-        """Take in what the optimizer got since the last look (gradual unfreezing adds groups).
-
-        With a number, the next so many, frozen or not: a resumed run may not have unfrozen yet what a message holds.
-        """
+        """Take in what the optimizer got since the last look (gradual unfreezing adds groups); with a number, the next
+        so many, frozen or not."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # With a number a run is resumed, which may not have unfrozen yet what a message in flight holds.
         new = [p for p in dict.fromkeys(parameters) if p not in self._taken and (number or p.requires_grad)][:number]
         if new:
             self._taken.update(new)
@@ -44,12 +43,11 @@ class OptimizerMixer:
             self.mixer.extend(mixed, [span.matrices for span in mixed])
 
     def step(self) -> None:
-        """One round, at the learning rate of the first group: schedules change all groups alike."""
+        # Of the first group: schedules change all groups alike.
         self.mixer.step(float(self.optimizer.param_groups[0].get("lr", 1.0)))
         self._store()
 
     def drain(self) -> None:
-        """Land all that is in flight."""
         for bucket in self.buckets:
             bucket.adopt()
         self.mixer.drain()
@@ -103,7 +101,6 @@ class Mixers:
         return float(own / total)
 
     def settle(self) -> None:
-        """Land what is in flight."""
         for mixer in self._all:
             mixer.drain()
 
@@ -123,7 +120,7 @@ class Mixers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Restore the mixers, their buckets packed as they were: a message in flight has their layout.
+        """Go on where `state_dict` was taken.
 
         Raises:
             ValueError: it was taken with another number of optimizers, or with other buckets.
@@ -136,6 +133,7 @@ class Mixers:
         self.release()
         for optimizer, packs, saved in zip(optimizers, state["packs"], state["mixers"], strict=True):
             mixer = self.of(optimizer)
+            # Packed as they were: a message in flight has the layout of its buckets.
             for number in packs:
                 mixer.adopt(number)
             mixer.mixer.load_state_dict(saved)

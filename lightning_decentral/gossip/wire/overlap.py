@@ -34,8 +34,8 @@ class OverlapExchange(Exchange["Overlapped"]):
         leaving          | encode |  send |
         arriving         ... mix |        | wait, decode, mix |
 
-    The step pays for a copy of the parameters and for the correction that landed; torch lets go of the interpreter
-    within its operations. The order of operations on every bucket is the inner exchange's own, so are the bits.
+    The step pays for a copy of the parameters and for the correction that landed. The order of operations on every
+    bucket is the inner exchange's own, so are the bits.
 
     Args:
         inner: on the host, with nobody else on its transport.
@@ -44,7 +44,8 @@ class OverlapExchange(Exchange["Overlapped"]):
     def __init__(self, inner: Exchange[Any]) -> None:
         self.inner = inner
         self.pool, self.coder = inner.pool, inner.coder
-        # Two threads, since a round is to be encoded while the one before is still awaited.
+        # Two threads, since a round is to be encoded while the one before is still awaited. That they are threads
+        # costs the training little: torch lets go of the interpreter within its operations.
         self._leaving, self._arriving = WorkerThread("gossip leaves"), WorkerThread("gossip arrives")
         self._before: list[Future[list[Tensor]]] = []  # the landings of the round before
         self._departed: Future[None] | None = None
@@ -71,6 +72,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
         if self._last_overlaps and len(started) == len(self._admitted) - 1:
             before = self._before[:-1]
+            # Else the leaving thread would wait for those before it encodes the last bucket.
             if all(landed.done() for landed in before):
                 self._leave([*started], before, step)  # more are to come into the caller's list
 
@@ -117,7 +119,6 @@ class OverlapExchange(Exchange["Overlapped"]):
         return future.result()
 
     def landed(self, part: "Overlapped") -> list[Tensor]:
-        """Wait for the arriving thread."""
         assert part.landed is not None, "land only what has departed"
         mixed = self.awaited(part.landed)
         if not part.first:
@@ -126,8 +127,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         return mixed
 
     def traffic(self) -> Traffic:
-        """Bytes that have left so far; rounds that have landed, and the seconds that the training waited: those of the
-        threads are hidden."""
+        # The inner exchange's waits are those of the threads: hidden. What counts is the training's.
         left, waited = self.inner.traffic(), self._wait_seconds
         return replace(left, rounds=self._rounds, wait_seconds=waited, in_flight_seconds=self._in_flight_seconds)
 
@@ -157,11 +157,7 @@ END_SECONDS = 1.0
 
 
 class WorkerThread:
-    """Begins with its first call and ends when nobody holds it any more.
-
-    A daemon: at the end of a program that failed, a transfer that never ends doesn't keep it alive for more than a
-    second. That is why it's no `ThreadPoolExecutor`, which joins its threads.
-    """
+    """Begins with its first call and ends when nobody holds it any more."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -171,9 +167,12 @@ class WorkerThread:
         """Do it after all that was sent before."""
         if self._calls is None:
             self._calls = SimpleQueue()
+            # A daemon, and no `ThreadPoolExecutor`, which joins its threads: when a program has failed, a
+            # transfer that never ends doesn't keep it alive for more than `END_SECONDS`.
             thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
             thread.start()
             _alive[thread] = self._calls
+            # The thread holds the queue alone: were it to hold this object, nothing would end it.
             weakref.finalize(self, self._calls.put, None)
         future = Future(call)
         self._calls.put(future)
@@ -196,6 +195,7 @@ class Future(Generic[Result]):
             with torch.no_grad():  # a new thread would have it on
                 self._result = self._call()
         except BaseException as error:
+            # Raised by `result`, in the thread that asks.
             self._error = error
         self._call = None  # and the tensors that it holds
         self._done.set()
@@ -213,7 +213,7 @@ _alive: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Future[Any] | No
 
 @atexit.register
 def _end() -> None:
-    """A thread that comes back from torch when the interpreter is gone would end the program by a signal."""
+    # A thread that comes back from torch when the interpreter is gone would end the program by a signal.
     threads = list(_alive.items())
     for _, calls in threads:
         calls.put(None)

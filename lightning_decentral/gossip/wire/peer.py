@@ -47,7 +47,7 @@ class PeerMessages(Started):
         return [Message(k, t, tag) for k, packet in self.packets.items() for tag, t in enumerate([header, *packet])]
 
     def receives(self) -> list[Message]:
-        """In the order of the senders' `sends`."""
+        # In the order of the senders' `sends`: NCCL pairs by order, gloo by tag.
         return [
             Message(j, t, tag)
             for j, payload in self.buffers.items()
@@ -62,9 +62,8 @@ class PeerMessages(Started):
 class PeerExchange(Exchange[PeerMessages]):
     """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
 
-    Every message is preceded by a header (round, elements of all buckets). A header of another round is an error: some
-    worker took another number of optimizer steps, and mixing would pair rounds wrongly without a sign. A message with
-    NaN or infinity is refused: its weight falls to the receiver's own parameters, and it is counted.
+    Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
+    message with NaN or infinity is refused: its weight falls to the receiver's own parameters, and it is counted.
 
     Args:
         transport: of this exchange alone.
@@ -88,7 +87,6 @@ class PeerExchange(Exchange[PeerMessages]):
         self._elements = 0
 
     def neighbours(self, step: int) -> Neighbours:
-        """Computed once per phase of the topology."""
         phase = step % self._period
         if phase not in self._phases:
             plan = self.topology, self.weights, self.transport.rank, self.transport.size
@@ -96,7 +94,7 @@ class PeerExchange(Exchange[PeerMessages]):
         return self._phases[phase]
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """Estimates start at worker 0's parameters, where the coder has them: one broadcast."""
+        # Both ends of a link begin with one estimate: worker 0's parameters, by one broadcast.
         references = [bucket.clone() for bucket in buckets] if self.coder.estimates else buckets
         for reference in references if self.coder.estimates else []:
             self.transport.broadcast(reference).wait()
@@ -107,14 +105,15 @@ class PeerExchange(Exchange[PeerMessages]):
         """Memory until landed: one copy of the message for each source."""
         at = self.neighbours(step)
         packets = self.coder.encode(message, at.heard_by, step, first)
-        mine = verdict(step, self._elements, message)  # now, while the message is in the processor's cache
+        # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
+        mine = verdict(step, self._elements, message)
         headers = {j: torch.empty_like(mine[:2]) for j in at.sources}
         buffers = self.coder.buffers(at.sources, message, first)
         return PeerMessages(self, step, first, message, mine, packets, headers, buffers)
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
-        """All buckets at once: on a device in one launch."""
         sends, receives = [part.sends() for part in started], [part.receives() for part in started]
+        # All buckets at once: on a device in one launch.
         outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
         self._tally.bytes_sent += sum(m.tensor.numel() * m.tensor.element_size() for m in chain(*sends))
         for part, sent, received in zip(started, sends, receives, strict=True):
@@ -123,11 +122,12 @@ class PeerExchange(Exchange[PeerMessages]):
             part.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
 
     def landed(self, part: PeerMessages) -> list[Tensor]:
-        """Wait for the sources' messages, judge, remember and mix them."""
         self._tally.land(part.incoming, part.departed, part.first)
         heard = self.coder.decode(part.buffers, part.message, part.first)
+        # A worker that took another number of steps would pair rounds wrongly without a sign.
         healthy = self._verdicts.judge(part.step, part.mine, part.headers, heard, part.message)
         if self.coder.estimates:
+            # Before they are mixed, which is done in what was heard.
             self.coder.remember(heard, healthy, part.first)
         mixed = self._mix(self.neighbours(part.step).row, part.message, heard)
         for pending in part.outgoing:
@@ -138,9 +138,10 @@ class PeerExchange(Exchange[PeerMessages]):
     def _mix(
         self, row: Mapping[int, float], message: Sequence[Tensor], heard: Mapping[int, Sequence[Tensor]]
     ) -> list[Tensor]:
-        """w_ii sent_i + sum_j w_ij sent_j over j in order, so that a resumed run rounds alike; in what was heard."""
+        """w_ii sent_i + sum_j w_ij sent_j, in what was heard."""
         if not heard:
             return [self.pool.take(m).copy_(m) for m in message]
+        # In one order always, so that a resumed run rounds alike.
         (source, first), *others = heard.items()
         for place, (total, own) in enumerate(zip(first, message, strict=True)):
             total.mul_(row[source]).add_(own, alpha=row[self.transport.rank])

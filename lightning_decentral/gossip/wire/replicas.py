@@ -25,8 +25,8 @@ from lightning_decentral.shared.wire.replicas import Bond, Group, Replicas
 class GossipReplicas(Replicas):
     """x_i+ = sum_j w_ij x_j + u_i over the replicas i of each part: parameters are mixed, gradients never sent.
 
-    One round after each update, as under `GossipStrategy`. Messages go from peer to peer, so that copies of one
-    parameter on several stages (tied embeddings) are mixed to the same bits.
+    One round after each update, as under `GossipStrategy`. Copies of one parameter on several stages (tied embeddings)
+    are mixed to the same bits.
 
     Args:
         topology: who hears whom at which step; its workers are the replicas.
@@ -71,6 +71,7 @@ class GossipReplicas(Replicas):
 
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:
         """One optimizer's, over a group of its own. Collective."""
+        # No all-reduce in cliques, which would round copies of one parameter on two stages differently.
         exchange = PeerExchange(self.topology.placed(per_node), self._weights, group(), device)
         assert isinstance(self.combine, Combine)
         return Mixer([], self.combine, overlapped(exchange, device, self.delay), self.delay)

@@ -3,9 +3,8 @@
     seconds(heard) = median over repeats of one round: correct by the last one's mixture, copy or encode, decode, mix
     heard_seconds_per_byte = (seconds(3) - seconds(1)) / 2 bytes        own_seconds_per_byte = seconds(1) / bytes - that
 
-The rounds are those of training, in as many buckets. While rounds warm up, from each neighbour comes what went to
-another; later what it once said is still there, so that no copy stands for the wire, which is measured by itself. On
-the host one thread of Python does it all, where training does the most part beside the step.
+The rounds are those of training, in as many buckets. On the host one thread of Python does it all, where training does
+the most part beside the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,8 +81,9 @@ class LoopbackTransport(Transport):
         self.silent = False
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """See `Transport.exchange`; done at once."""
         for sent, heard in zip(sends, receives, strict=True):
+            # Silent after the warm-up: what was heard then is still there, and no copy stands for the
+            # wire, which is measured by itself.
             if not (self.silent and heard.tag):
                 heard.tensor.copy_(sent.tensor)
         return [_Here() for _ in sends], [_Here() for _ in receives]
@@ -106,11 +106,13 @@ def round_works(
 
 def _work(codec: Codec, size: int, device: torch.device, pause: Callable[[], None]) -> RoundWork:
     few, many = (_seconds(codec, heard, size, device, pause) / size for heard in (FEW, MANY))
+    # Noise mustn't make either of the two costs negative.
     heard = min(few / FEW, max(0.0, (many - few) / (MANY - FEW)))
     return RoundWork(repr(codec), few - FEW * heard, heard)
 
 
 def _seconds(codec: Codec, heard: int, size: int, device: torch.device, pause: Callable[[], None]) -> float:
+    # On the exponential graph of 2^k workers each hears k.
     echo = LoopbackTransport(1 << heard)
     mixer = Mixer(_buckets(size, device), Gossip(), PeerExchange(Exponential(), Own(), echo, device, codec), delay=1)
     taken = []

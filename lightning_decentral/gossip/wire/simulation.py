@@ -123,15 +123,14 @@ class LinkExchange(Exchange["LinkMessages"]):
         self._mixings = Mixings(self.topology, self.weights, self.size)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        """Estimates start at worker 0's parameters."""
         for worker in self.coders:
+            # Estimates start at worker 0's parameters, which `PeerExchange` broadcasts.
             worker.admit([bucket[0].clone() for bucket in buckets], matrices, combine)
 
     def neighbours(self, step: int) -> Entries:
         return self._mixings.at(step).entries
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "LinkMessages":
-        """Encode at once, decode and mix when it lands."""
         everyone = [neighbours(self.topology, self.weights, rank, self.size, step) for rank in range(self.size)]
         sent = [[m[rank] for m in message] for rank in range(self.size)]
         links = zip(self.coders, sent, everyone, strict=True)
@@ -154,9 +153,11 @@ class LinkMessages(Started):
 
     def land(self) -> list[Tensor]:
         mixed = [self.exchange.pool.take(m) for m in self.message]
+        # Nothing is refused here: a NaN shows in the trajectory.
         healthy = torch.ones((), dtype=torch.bool)
         for at, worker in zip(self.everyone, self.exchange.coders, strict=True):
             own = [m[at.rank] for m in self.message]
+            # Cloned: decoding uses a payload up, and all targets of an audience share it.
             heard = worker.decode(
                 {j: [t.clone() for t in self.packets[j][at.rank]] for j in at.sources}, own, self.first
             )
@@ -174,10 +175,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass
 class Mixing:
-    """out = W @ x, the workers as the first axis, in the type of x.
-
-    Half precision is computed in float32 and rounded once: weights like 1/3 rounded before would move the mean.
-    """
+    """out = W @ x, the workers as the first axis, in the type of x."""
 
     entries: Entries
     _matrices: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict, init=False)
@@ -188,6 +186,7 @@ class Mixing:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Write W @ x to `out`, both [size, dim], and return it."""
+        # In float32 and rounded once: weights like 1/3, rounded before, would move the mean.
         if x.dtype in HALVES:
             return out.copy_(torch.mm(self._matrix(torch.float32, x.device), x.float()))
         return torch.mm(self._matrix(x.dtype, x.device), x, out=out)
@@ -219,7 +218,6 @@ class Mixings:
         self._silence = Mixing(compressed([{rank: 1.0} for rank in range(size)]))
 
     def at(self, step: int) -> Mixing:
-        """The operator of this step."""
         phase = step % self._topology.period(self._size)
         if phase not in self._phases:
             mixing = Mixing(entries(self._topology, self._size, phase, self._weights))

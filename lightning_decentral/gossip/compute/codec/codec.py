@@ -49,6 +49,8 @@ class Codec(ABC):
 
     def coder(self, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
         """One worker's ends of its links."""
+        # Targets that don't always hear in the same steps miss different messages: one estimate can't be that
+        # of both.
         return Coded(self, rank, audiences(topology, rank, size) if self.remembers else {}, pool)
 
     def bytes(self, layout: MessageLayout, dtype: torch.dtype) -> int:

@@ -42,17 +42,19 @@ class TopK(Codec):
         """(values, places as pairs of bytes)."""
         whole, rest = divmod(layout.length, self.block)
         kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)
+        # Bytes: neither gloo nor NCCL sends integers of 16 bits.
         return PayloadPart(kept, dtype), PayloadPart(2 * kept, torch.uint8)
 
     def _kept(self, block: int) -> int:
         return ceil(self.fraction * block)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """The largest of each block; NaN counts as largest."""
         for start, stop, (values, places) in self._blocks(message, payload):
             rows = message[start:stop].view(len(values), -1)
+            # NaN counts as largest, so that hearers see it.
             largest = rows.abs().topk(values.shape[1], dim=1, sorted=False).indices
             torch.gather(rows, 1, largest, out=values)
+            # 0 .. 65535 as signed numbers of 16 bits.
             places.copy_(largest - LARGEST_BLOCK // 2)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
@@ -79,10 +81,8 @@ class DifferenceCompression(Codec):
     settle, the error of any contracting codec vanishes. Bytes: the inner codec's.
 
     Targets that hear a worker in exactly the same steps share one estimate. So on a graph that doesn't change this is
-    CHOCO-Gossip, at CHOCO's memory: an estimate of itself, and one of each source. On a graph that changes CHOCO's
-    single estimate can't be kept, since a target misses what was sent while it didn't listen; one for each link is
-    exact there, at a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
-    All start at worker 0's parameters.
+    CHOCO-Gossip, at CHOCO's memory: an estimate of itself, and one of each source. On a graph that changes it is exact
+    too, at a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
 
     Coarse codecs need a smaller rate (`Gossip(rate=...)`), as CHOCO's gamma.
 

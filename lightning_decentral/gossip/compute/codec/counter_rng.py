@@ -41,9 +41,9 @@ def shorts(number: int, key: int, device: torch.device) -> Tensor:
 def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int], Tensor]:
     """(start, stop) -> float32 noise of these places of `number`: each of the 2^16 midpoints of (-1/2, 1/2) as likely.
 
-    All midpoints are shuffled once; a piece, of 2^16 places at most, reads them from a hashed place on. On a host that
-    is a view, so nothing is computed; no two numbers of a piece are equal, and two pieces seldom begin alike. What is
-    asked for at once on a host may not go over the end of a piece.
+    All midpoints are shuffled once; a piece, of 2^16 places at most, reads them from a hashed place on: no two numbers
+    of a piece are equal, and two pieces seldom begin alike. What is asked for at once on a host may not go over the end
+    of a piece.
     """
     pieces = -(-number // piece)
     places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN)
@@ -52,6 +52,7 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
     if device.type != "cpu":
         return partial(_gathered, midpoints, starts, piece)
     first = starts.tolist()
+    # A view, so nothing is computed.
     return lambda start, stop: midpoints[first[start // piece] + start % piece :][: stop - start]
 
 
@@ -80,9 +81,10 @@ def _gathered(midpoints: Tensor, starts: Tensor, piece: int, start: int, stop: i
 
 @lru_cache(maxsize=4)
 def _midpoints(device: torch.device) -> Tensor:
-    """[2 * 2^16]: twice, so that from every place on there are all of them."""
+    """[2 * 2^16], each of them twice."""
     order = _hashed(_hashed(torch.arange(MIDPOINTS, dtype=torch.int32, device="cpu"))).argsort()
     exact = order.float()  # not the default type, which half precision changes while it trains
+    # Twice, so that from every place on there are all of them.
     return exact.add_(0.5).div_(MIDPOINTS).sub_(0.5).repeat(2).to(device)
 
 

@@ -80,9 +80,10 @@ class BucketCodec:
         return _squared(self._split(message)[0] - self._split(decoded)[0])
 
     def remember(self, decoded: Tensor, link: str, healthy: Tensor) -> None:
-        """estimate <- decoded where healthy; a device decides by itself."""
+        """estimate <- decoded where healthy."""
         estimate, coded = self.estimates[link], self._split(decoded)[0]
         if healthy.is_cuda:
+            # A device decides by itself: to ask it would make the host wait.
             torch.where(healthy, coded, estimate, out=estimate)
         elif bool(healthy):
             estimate.copy_(coded)
@@ -104,7 +105,7 @@ class BucketCodec:
         return _real(message[:end]), message[end:]
 
     def _laid_out(self, coded: Tensor) -> tuple[MessageLayout, list[PayloadPart]]:
-        """Worked out once for each length and type; a message may hold more than the parameters."""
+        # By length and type: a message may hold more than the parameters (`Combine.copies`, `exact`).
         if (len(coded), coded.dtype) not in self._parts:
             layout = MessageLayout.of(len(coded), self._matrices, len(self._reference))
             self._parts[len(coded), coded.dtype] = layout, list(self._codec.checked_parts(layout, coded.dtype))
@@ -112,6 +113,7 @@ class BucketCodec:
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
         if self._codec.remembers and link not in self.estimates:
+            # What a message holds beside the parameters is thought to be zero.
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
         return Frame(self._laid_out(coded)[0], key, self.estimates.get(link))
@@ -144,9 +146,8 @@ class Coded(Coder):
         self._open: tuple[AsyncRead, int] | None = None
         self._sums: list[Tensor] = []
         self._warned = False
-        self._healthy = torch.ones(
-            (), dtype=torch.bool
-        )  # one's own message is what the others decode, whatever it holds
+        # One's own message is what the others decode, whatever it holds.
+        self._healthy = torch.ones((), dtype=torch.bool)
 
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         self._rate = combine.largest_rate
@@ -157,14 +158,16 @@ class Coded(Coder):
     def encode(
         self, message: Sequence[Tensor], targets: Mapping[int, float], step: int, first: int
     ) -> dict[int, Buffers]:
-        """Once for each audience that hears this step; its targets share the payload."""
         shares: dict[int, float] = {}
         for target, weight in targets.items():
             audience = self._audiences.get(target, 0)
             shares[audience] = shares.get(audience, 0.0) + weight
         payloads: dict[int, Buffers] = {audience: [] for audience in shares}
+        # The error is measured in rounds 0, 1, 2, 4, 8 and so on: it costs a copy, since encoding overwrites
+        # the message.
         watched = [m.clone() for m in message] if shares and step & (step - 1) == 0 else []
         channels = self._channels[first : first + len(message)]
+        # Before encoding, which moves the estimates; one audience stands for all.
         gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(channels, watched, strict=False)]
         for bucket, (channel, m) in enumerate(zip(channels, message, strict=True), first):
             keys = {audience: key(self._rank, step, bucket, audience) for audience in shares}
@@ -173,20 +176,20 @@ class Coded(Coder):
         if watched:
             errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
             self._sums.append(torch.stack([torch.stack(errors).sum(), torch.stack(gaps).sum()]))
+            # A round's buckets come in several calls, and are read together with the last.
             if first + len(message) == len(self._channels):
                 sums, self._sums = self._sums, []
                 self._watch(AsyncRead(torch.stack(sums).sum(0)), step)
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
 
     def error(self) -> float | None:
-        """As last measured: in rounds 0, 1, 2, 4, 8 and so on."""
         self._read()
         return self._error
 
     def _watch(self, sums: AsyncRead, step: int) -> None:
-        """The host's are read at once, a device's when somebody asks or at the next measurement."""
         self._read()
         self._open = sums, step
+        # A device's are read when somebody asks, or at the next measurement.
         if sums.on_host:
             self._read()
 
@@ -216,6 +219,7 @@ class Coded(Coder):
         """{audience: payload};  message <- sum over audiences of share * what it decodes."""
         layout = channel.parts(message)
         parts = {audience: self._taken(layout, message.device) for audience in keys}
+        # For one audience in place, without a copy of the message.
         if len(parts) == 1:
             ((audience, payload),) = parts.items()
             channel.replace(message, payload, f"to {audience}", keys[audience])
@@ -248,7 +252,6 @@ class Coded(Coder):
         return [self._pool.take_new(torch.Size([p.elements]), p.dtype, device) for p in parts]
 
     def buffers(self, sources: Iterable[int], message: Sequence[Tensor], first: int) -> dict[int, Buffers]:
-        """The payload of each bucket in turn."""
         parts = [part for channel, m in zip(self._channels[first:], message, strict=False) for part in channel.parts(m)]
         return {j: self._taken(parts, message[0].device) for j in sources}
 
@@ -270,7 +273,7 @@ class Coded(Coder):
                 channel.remember(d, f"from {source}", healthy[source])
 
     def release(self, sent: Mapping[int, Buffers]) -> None:
-        """Back to the pool, each once: the targets of an audience share a payload."""
+        # Each once: the targets of an audience share a payload.
         for payload in {id(payload): payload for payload in sent.values()}.values():
             self._pool.give(payload)
 

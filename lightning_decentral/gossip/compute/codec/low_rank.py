@@ -55,12 +55,10 @@ def factors(layout: MessageLayout, rank: int) -> Factors:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns; NaN where they hold NaN or infinity.
-
-    In double precision: where two workers each find a basis of the same nearly dependent columns, their libraries may
-    round differently, and what differs is far below what the messages round.
-    """
+    """An orthonormal basis of the columns; NaN where they hold NaN or infinity."""
     finite: Tensor = torch.isfinite(columns).all()
+    # In double precision: where two workers each find a basis of the same nearly dependent columns, their
+    # libraries may round differently, and what differs is far below what the messages round.
     basis: Tensor = torch.linalg.qr(columns.where(finite, 0).double()).Q
     return basis.to(columns.dtype).where(finite, torch.nan)
 
@@ -95,10 +93,10 @@ class LowRank(Codec):
         return (PayloadPart(factors(layout, self.rank).elements, dtype),)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """Two products with each matrix, and the orthonormal columns, at least in float32."""
         plan = factors(frame.layout, self.rank)
         for place, (matrix, left, right) in enumerate(plan.views(message, payload[0])):
             exact = matrix if matrix.dtype == torch.float64 else matrix.float()
+            # Other directions for each matrix of a message.
             start = uniform(exact.shape[1], self.rank, frame.key + 31 * place, exact)
             basis = orthonormal(exact @ start)
             left.copy_(basis)

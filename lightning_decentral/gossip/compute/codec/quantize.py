@@ -20,9 +20,8 @@ class Int8(Codec):
     """decoded = q scale;  scale = max |message| / 127 of a block;  q = floor(message / scale + u), u uniform on (0, 1).
 
     Unbiased: the mean of decoded over u is the message; |error| < scale. Bytes: n + 4 ceil(n / block), that is
-    4 / (1 + 4 / block) times fewer than float32: 3.94 with blocks of 256. u is a function of the sender's rank, the
-    round and the place (`noise.dither`), so that there is no generator to save. A block with NaN or infinity has such
-    a scale and decodes to such numbers, so hearers see it.
+    4 / (1 + 4 / block) times fewer than float32: 3.94 with blocks of 256. A block with NaN or infinity decodes to such
+    numbers.
 
     Args:
         block: elements that share a scale.
@@ -42,25 +41,26 @@ class Int8(Codec):
         return PayloadPart(layout.length, torch.int8), PayloadPart(ceil(layout.length / self.block), torch.float32)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """Some seven passes over pieces that stay in the cache."""
         for _ in self._encoded(message, payload, frame):
             pass
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        """While q is in the cache. A zero may have a sign that its hearers' has not."""
         for rows, rounded, scale in self._encoded(message, payload, frame):
+            # While q is in the cache. A zero may have a sign that its hearers' has not.
             rows.copy_(rounded.mul_(scale))
 
     def _encoded(self, message: Tensor, payload: Payload, frame: Frame) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(rows of the message, q, scale) of pieces that have been encoded."""
         quantized, scales = payload
         exact = torch.promote_types(message.dtype, torch.float32)
+        # A function of rank, round, bucket and place: there is no generator to save.
         noise = dither(len(message), frame.key, piece_length(self.block), message.device)
         memory = torch.empty(0, dtype=exact, device=message.device)  # one, since fresh pages cost more than the work
         for start, stop, columns in pieces(message, self.block):
             rows = message[start:stop].view(-1, columns)
             x = rows.to(exact)
             scale = scales[start // self.block :][: len(x)]
+            # NaN and infinity go into the scale, so hearers see them.
             scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
             scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
             shared = scale.to(exact).unsqueeze(1)
@@ -76,6 +76,7 @@ class Int8(Codec):
         for start, stop, columns in pieces(out, self.block):
             scale = scales[start // self.block :][: (stop - start) // columns].unsqueeze(1)
             rows, exact = out[start:stop].view(-1, columns), torch.promote_types(out.dtype, torch.float32)
+            # Half precision is computed in float32 and rounded once.
             values = rows if out.dtype == exact else torch.empty_like(rows, dtype=exact)
             values.copy_(quantized[start:stop].view(-1, columns)).mul_(scale.to(exact))
             if values is not rows:
@@ -101,6 +102,7 @@ class Plain(_Copied):
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         return (PayloadPart(layout.length, dtype),)
 
+    # Integers and complex numbers travel, too.
     checked_parts = parts
 
     def coder(self, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:

@@ -20,8 +20,7 @@ class ConsensusControl:
     theta is measured where mixing happens anyway. With symmetric W, theta / (1 - lambda_n) <= Xi / ||x|| <= theta /
     (1 - lambda_2): on a well connected graph it is nearly the relative consensus distance. Its two sums travel as 16
     bytes in an all-reduce that starts after a step and is read `lag` steps later: nobody waits for it unless another is
-    `lag` steps behind, and all decide by the same bits. Rounds beyond the first in a step block: there is nothing to
-    hide them behind.
+    `lag` steps behind. Rounds beyond the first in a step block: there is nothing to hide them behind.
 
     State and bytes: the inner rule's, once for each round. No rule itself, but what counts the rounds of one: it stands
     where a rule does, and a mixer of its own takes the rounds (`wire.consensus.ControlledMixer`).
@@ -64,12 +63,11 @@ class ConsensusControl:
         return self.inner.copies
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """As the inner rule: rounds in one step are rounds of the same plan."""
         self.inner.check(topology, size, weights, delay)
 
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
-        """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation; nothing of who heard
-        nobody."""
+        """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""
+        # Who heard nobody would only make the distance look smaller.
         listens = (turn.own() < 1).to(sent)
         said, heard = self.inner.values(sent) * listens, self.inner.values(mixed) * listens
         return torch.stack([t.abs().double().square().sum() for t in (heard - said, said)])
@@ -81,6 +79,7 @@ class ConsensusControl:
             distance: sqrt(squared distance / squared norm) of all workers, `lag` steps ago; nan before the first.
             idle: steps since the last one with a round.
         """
+        # False for nan, before anything was measured.
         if distance > self.target:
             return self.most
         return 1 if idle + 1 >= self.probe else 0

@@ -16,7 +16,7 @@ class Gossip(Combine):
 
     Args:
         rate: 1 mixes fully; smaller keeps more of the worker's own value and is stable with longer delays. A number or
-            a `Schedule`.
+            a `RateSchedule`.
 
     Raises:
         ValueError: rate is not in (0, 1].
@@ -42,5 +42,4 @@ class Gossip(Combine):
         return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """x += rate * (mixed - sent)."""
         x.add_(mixed.sub_(sent), alpha=at(self.rate, turn))

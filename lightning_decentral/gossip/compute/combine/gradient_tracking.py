@@ -52,7 +52,6 @@ class ExactDiffusion(Combine):
         return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """A symmetric matrix whose smallest eigenvalue is large enough for the rate: above -1/3 at rate 1."""
         super().check(topology, size, weights, delay)
         check_symmetric("ExactDiffusion", topology, size, weights, "combine=GradientTracking()")
         echo = RepeatedCorrection(gain=self.memory, keep=1.0)
@@ -68,7 +67,6 @@ class ExactDiffusion(Combine):
         return {"mixing_rate": self.rate}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """x += rate * (mixed - sent), and c likewise."""
         correction = mixed.sub_(sent).mul_(self.rate)
         x.add_(correction)
         state["corrections"].add_(correction, alpha=self.memory)
@@ -106,12 +104,11 @@ class GradientTracking(Combine):
         return 2
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """As Gossip: v mixes as x does and doesn't depend on it."""
         super().check(topology, size, weights, delay)
+        # As for Gossip: v mixes as x does and doesn't depend on it.
         check_stable("GradientTracking", self.rate, topology, size, weights, delay)
 
     def init(self, x: Tensor) -> State:
-        """u = v = 0."""
         return {"last": x.detach().clone(), "update": torch.zeros_like(x), "tracked": torch.zeros_like(x)}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
@@ -133,8 +130,8 @@ class GradientTracking(Combine):
         return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """Both += rate * (mixed - sent)."""
         correction, tracked = mixed.sub_(sent).mul_(at(self.rate, turn)).tensor_split(2, dim=-1)
         x.add_(correction)
+        # Else the correction would be taken for an update.
         state["last"].add_(correction)
         state["tracked"].add_(tracked)

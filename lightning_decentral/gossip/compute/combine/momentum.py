@@ -44,17 +44,16 @@ class Outer(Combine):
             raise ValueError(f"the outer momentum must be in [0, 1), got {self.momentum}: 0 is Gossip(rate=lr)")
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """Doubly stochastic weights and one message in flight."""
         super().check(topology, size, weights, delay)
         check_one_flight(type(self).__name__, topology, size, delay)
 
     def init(self, x: Tensor) -> State:
-        """anchor = x, m = 0."""
         return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """One outer step, but for a worker that heard itself only."""
         anchor, m = state["anchor"], state["momentum"]
+        # 0 for who heard itself only and takes no outer step: a factor serves a worker and the rows of a
+        # simulation.
         together = (turn.own() < 1).to(x)
         way = mixed.sub_(anchor).mul_(together)
         m.mul_(1 - together * (1 - self.momentum)).add_(way)
@@ -62,6 +61,7 @@ class Outer(Combine):
         x.add_((anchor - sent).mul_(together))
 
     def _step(self, m: Tensor, way: Tensor) -> Tensor:
+        # A copy: the caller scales it in place.
         return m.clone()
 
 
@@ -114,7 +114,6 @@ class QuasiGlobalMomentum(Combine):
         return largest(self.rate)
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """Doubly stochastic weights, and corrections that the momentum repeats without growing."""
         super().check(topology, size, weights, delay)
         mu = self.momentum
         echo = RepeatedCorrection(gain=mu * (1 - mu), keep=mu * (2 - mu))
@@ -124,11 +123,12 @@ class QuasiGlobalMomentum(Combine):
         return {"last": x.detach().clone(), "momentum": torch.zeros_like(x)}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        """x -= eta mu m; the displacement so far goes into m, the rest when the round lands."""
+        """x -= eta mu m;  m takes in the displacement."""
         last, m, mu = state["last"], state["momentum"], self.momentum
         x.sub_(m, alpha=turn.learning_rate * mu)
         m.mul_(mu)
         if turn.learning_rate > 0:
+            # As far as it goes now; the rest when the round lands.
             m.sub_(x - last, alpha=(1 - mu) / turn.learning_rate)
         last.copy_(x)
 
@@ -136,9 +136,10 @@ class QuasiGlobalMomentum(Combine):
         return {"mixing_rate": at(self.rate, turn)}
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        """x += rate * (mixed - sent), which is a displacement too."""
         correction = mixed.sub_(sent).mul_(at(self.rate, turn))
         x.add_(correction)
+        # Not to be counted again as part of the next update.
         state["last"].add_(correction)
         if turn.learning_rate > 0:
+            # A correction is a displacement, too.
             state["momentum"].sub_(correction, alpha=(1 - self.momentum) / turn.learning_rate)

@@ -33,15 +33,14 @@ class PushSum(Combine):
 
     @property
     def weights(self) -> Weights:
-        """p_ij = 1 / (1 + number of those that hear j)."""
         return OutDegree()
 
     @property
     def exact(self) -> int:
+        # w: rounded, it would scale all parameters.
         return 1
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """Columns that sum to one."""
         check_columns(topology, size, weights)
 
     def init(self, x: Tensor) -> State:
@@ -65,6 +64,7 @@ class PushSum(Combine):
 
     def launched(self, x: Tensor, sent: Callable[[], Tensor], state: State, turn: Turn) -> None:
         """Keep p_ii of it: X -= (1 - p_ii) X."""
+        # By what a codec made of it: what leaves here is then what arrives there.
         mass = sent()
         self._add(x, mass * (turn.own().to(mass) - 1), state)
 

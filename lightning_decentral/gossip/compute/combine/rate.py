@@ -79,17 +79,14 @@ class LearningRatePower(RateSchedule):
         return 1.0
 
     def __call__(self, turn: Turn) -> float:
-        """By the learning rate of the last update."""
         return (turn.learning_rate / turn.peak) ** self.power if turn.peak > 0 else 1.0
 
 
 def at(rate: Rate, turn: Turn) -> float:
-    """The rate of this round."""
     return rate(turn) if isinstance(rate, RateSchedule) else rate
 
 
 def largest(rate: Rate) -> float:
-    """The largest rate it may ever give."""
     return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
@@ -112,6 +109,7 @@ def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: 
 
 def below(limit: float) -> float:
     """The largest multiple of 0.001 that is less."""
+    # A limit that is such a multiple itself is not stable, hence the 1e-9.
     return max(0, int(limit * 1000 - 1e-9)) / 1000
 
 

@@ -22,8 +22,7 @@ class RelaySum(Combine):
 
         S_i(t) = sum_j m_{j->i}(t) = sum_j (T_j(t) - m_{i->j}(t-1)) = sum_j T_j(t) - d_i T_i(t-1) + S_i(t-2).
 
-    An error in S neither grows nor fades (the recursion's roots are 1, -1 and 0): rounding adds up as a random walk. So
-    all sums begin anew after `restart` rounds; for as many rounds as the diameter a worker then averages what it has
+    All sums begin anew after `restart` rounds; for as many rounds as the diameter a worker then averages what it has
     heard so far.
 
     Mixing does not keep the mean step by step. State: S and S(t-2) - d T(t-1), two copies of the parameters. Bytes: the
@@ -46,16 +45,17 @@ class RelaySum(Combine):
 
     @property
     def weights(self) -> Weights:
-        """Powers of two, from which sums come back without an error of one sign."""
+        # Powers of two, from which sums come back without an error of one sign.
         return Dyadic()
 
     @property
     def exact(self) -> int:
+        # The count.
         return 1
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
-        """A tree, weights that are powers of two, and one message in flight."""
         check_tree("RelaySum", topology, size, weights)
+        # S_i(t) is made of S_i(t-1) and S_i(t-2), which must have landed.
         check_one_flight("RelaySum", topology, size, delay)
 
     def init(self, x: Tensor) -> State:
@@ -85,7 +85,8 @@ class RelaySum(Combine):
         self._restart(state, turn.round // self.restart)
 
     def _restart(self, state: State, block: int) -> None:
-        """Forget where a new block of rounds begins; decided on the device, for which nobody waits."""
+        # An error in S neither grows nor fades (the recursion's roots are 1, -1 and 0): rounding adds up as a
+        # random walk until it is forgotten. Decided on the device, for which nobody waits.
         same = state["block"] == block
         for name in ("sum", "rest"):
             state[name].masked_fill_(~same, 0)

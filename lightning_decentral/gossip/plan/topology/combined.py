@@ -22,22 +22,18 @@ class Every(Topology):
         at_least_one("Every's steps", self.steps, "1 talks in every step, k in every k-th")
 
     def period(self, size: int) -> int:
-        """steps times the inner period."""
         return self.steps * self.inner.period(size)
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The inner topology's, or none."""
         return self.inner.sources(rank, size, step // self.steps) if self._talks(step) else ()
 
     def row(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """The inner topology's own weights, or 1 for itself."""
         return self.inner.row(rank, size, step // self.steps) if self._talks(step) else {rank: 1.0}
 
     def placed(self, workers_per_node: int) -> Topology:
         return Every(self.steps, self.inner.placed(workers_per_node))
 
     def label(self, size: int) -> str:
-        """Names the inner one as it is at this size."""
         return f"{self.inner.label(size)} every {self.steps} steps"
 
     def _talks(self, step: int) -> bool:
@@ -50,10 +46,7 @@ class Auto(Topology):
     card than all-reduce would (`traffic.copies_through_card`).
 
     One worker per node, or one node: one peer per step. A power of two gets Hypercube, everything else BaseGraph(1).
-    Hypercube rather than OnePeerExponential: its matrices are projections with eigenvalues 0 and 1, so that longer
-    delays stay stable at larger rates, and a worker needs one connection per step, in both directions at once. Several
-    nodes of several workers get AlternatingExponentialRing: there every worker's own peer would take L copies of the
-    parameters through the card.
+    Several nodes of several workers get AlternatingExponentialRing.
 
     Args:
         workers_per_node: L; the strategy fills in what it knows where None, which alone means one.
@@ -65,14 +58,17 @@ class Auto(Topology):
         at_least_one("workers_per_node", self.workers_per_node or 1, "leave it out, the strategy knows it")
 
     def placed(self, workers_per_node: int) -> Topology:
-        """With that number, unless one was given."""
         return self if self.workers_per_node else Auto(workers_per_node)
 
     def pick(self, size: int) -> Topology:
         """The topology for this number of workers."""
         per_node = self.workers_per_node or 1
+        # With a peer of its own for every worker a node's card would carry L copies of the parameters.
         if 1 < per_node < size:
             return AlternatingExponentialRing(per_node)
+        # Hypercube rather than OnePeerExponential: its matrices are projections with eigenvalues 0 and 1, so
+        # that longer delays stay stable at larger rates, and a worker needs one connection per step, in both
+        # directions at once.
         return BaseGraph(max_degree=1) if size & (size - 1) else Hypercube()
 
     def period(self, size: int) -> int:
@@ -105,19 +101,15 @@ class PeriodicAverage(Topology):
         at_least_one("PeriodicAverage's every", self.every, "1 averages in every step, k in every k-th")
 
     def period(self, size: int) -> int:
-        """The least common multiple of both."""
         return lcm(self.every if size > 1 else 1, self.inner.period(size))
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """All others, or the inner topology's."""
         return others(rank, range(size)) if self._averages(step) else self.inner.sources(rank, size, step)
 
     def row(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """1 / n, or the inner topology's own weights."""
         return dict.fromkeys(range(size), 1 / size) if self._averages(step) else self.inner.row(rank, size, step)
 
     def label(self, size: int) -> str:
-        """Names the inner one as it is at this size."""
         return f"{self.inner.label(size)}, exact average every {self.every} steps"
 
     def _averages(self, step: int) -> bool:

@@ -38,7 +38,6 @@ class AlternatingExponentialRing(Topology):
         return steps * max(1, 2 * len(prime_factors(size // self.workers_per_node)))
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The others of its group of nodes, or of its node."""
         per_node = self.workers_per_node
         group = self._group(rank // per_node, size // per_node, step)
         return others(rank, (node * per_node + place for node in group for place in range(per_node)))
@@ -47,9 +46,11 @@ class AlternatingExponentialRing(Topology):
         factors = prime_factors(nodes)
         if not factors:
             return range(node, node + 1)
+        # Two steps for each digit; a group's nodes differ in that digit alone.
         *lower, base = factors[: step // 2 % len(factors) + 1]
         stride = _product(lower)
         above, below = node // (stride * base), node % stride
+        # Groups are numbered: in even steps the even ones talk, in odd steps the others.
         talks = (above * stride + below) % 2 == step % 2
         first = above * stride * base + below
         return range(first, first + stride * base, stride) if talks else range(node, node + 1)
@@ -65,6 +66,7 @@ def _divided(number: int) -> Iterator[int]:
     divisor = 2
     while number > 1:
         if divisor * divisor > number:
+            # No divisor up to the root: what is left is prime.
             divisor = number
         if number % divisor:
             divisor += 1

@@ -24,7 +24,7 @@ class OnePeerRing(Topology):
         return super().period(size) * (1 if size <= 2 else size if size % 2 else 2)
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The other one of the pair."""
+        # Turned by one worker a step: pairs alternate, and of an odd number each is alone in turn.
         place = (rank - step) % size
         alone = place == size - 1 and size % 2 == 1
         return () if alone else ((rank + (-1 if place % 2 else 1)) % size,)
@@ -57,7 +57,6 @@ class Hypercube(Topology):
         return super().period(size) * max(1, ceil_log2(size))
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The other one of the pair."""
         return (rank ^ (1 << step % self.period(size)),) if size > 1 else ()
 
 
@@ -74,7 +73,6 @@ class BaseGraph(Topology):
         at_least_one("BaseGraph's max_degree", self.max_degree, "1 hears one peer per step")
 
     def period(self, size: int) -> int:
-        """The number of steps to exact consensus."""
         return super().period(size) * len(base_graph(size, self.max_degree))
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
@@ -100,10 +98,10 @@ class RandomMatching(Topology):
         at_least_one("RandomMatching's rounds", self.rounds, "64 serves thousands of workers")
 
     def period(self, size: int) -> int:
+        # Two workers have one matching only.
         return super().period(size) * (self.rounds if size > 2 else 1)
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The other one of the pair."""
         return others(rank, (matching(self.seed, size, step % self.period(size))[rank],))
 
 
@@ -227,5 +225,5 @@ def _spread(blocks: Sequence[Sequence[Sequence[int]]]) -> Pairs:
 
 
 def _cycled(steps: Sequence[Pairs], step: int) -> Pairs:
-    """A block that already has its mean keeps mixing: no change to the means, a closer agreement while training."""
+    # A block that already has its mean keeps mixing: no change to the means, a closer agreement while training.
     return steps[step % len(steps)] if steps else {}

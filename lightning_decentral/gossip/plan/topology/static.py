@@ -42,6 +42,7 @@ class FromGraph(Topology):
             graph = nx.empty_graph(1 + max(map(max, pairs)))
             graph.add_edges_from(pairs)
         nodes, directed = numbered(graph)
+        # Frozen, but with a constructor of its own: a value is hashed by its edges, not by the graph.
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "edges", directed)
 
@@ -52,11 +53,9 @@ class FromGraph(Topology):
         return super().period(size)
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The tails of the edges into `rank`."""
         return tuple(u for u, v in self.edges if v == rank)
 
     def label(self, size: int) -> str:
-        """With the number of its edges."""
         return f"FromGraph with {len(self.edges)} directed edges"
 
 
@@ -73,7 +72,6 @@ class Tree(Topology):
         at_least_one("Tree's children", self.children, "1 is a chain, 2 a binary tree")
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """The parent and the children."""
         first = rank * self.children + 1
         parent = (rank - 1) // self.children if rank else rank
         return others(rank, (parent, *range(first, min(first + self.children, size))))
@@ -92,7 +90,6 @@ class Ring(Topology):
     """Worker i hears i - 1 and i + 1, weights 1/3; second eigenvalue 1/3 + 2/3 cos(2 pi / n)."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """Both neighbours, which are one for two workers."""
         return others(rank, ((rank - 1) % size, (rank + 1) % size))
 
 
@@ -132,7 +129,6 @@ class Star(Topology):
     """Worker 0 and everyone else hear each other, weights 1/n."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
-        """Worker 0 hears all, the others worker 0."""
         return others(rank, (0,) if rank else range(size))
 
 

@@ -138,8 +138,9 @@ def grid(size: int, rows: int | None, columns: int | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def matching(seed: int, size: int, step: int) -> tuple[int, ...]:
-    """[rank] -> its partner, itself if alone. The standard library's generator gives one sequence on every platform."""
+    """[rank] -> its partner, itself if alone."""
     ranks = list(range(size))
+    # The standard library's generator gives one sequence on every platform.
     Random(f"{seed} {size} {step}").shuffle(ranks)
     partner = {ranks[-1]: ranks[-1]}
     for i, j in zip(ranks[::2], ranks[1::2], strict=False):
