@@ -1,9 +1,7 @@
 """What the methods share: the strategy base, checkpoints, the mean model, registration, loggers; and lazy exports.
 
 Below: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public: all
-names below. `lazy_exports` makes the faces of all folders: its `if TYPE_CHECKING:` block says where each public name
-lives, asking for one loads it. So a process reads what it uses (`from lightning_decentral.gossip import GossipStrategy`
-doesn't read the report, the simulation and the rules that nobody asked for); type checkers and readers see imports.
+names below. `lazy_exports` makes the faces of all folders.
 """
 
 import ast
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
     """(`__getattr__`, `__all__`) of a package (PEP 562), whose face imports as `from MODULE import NAME as NAME`."""
+    # The face's own imports for type checkers are the list, and only what is asked for is loaded: `from
+    # lightning_decentral.gossip import GossipStrategy` reads no report, no simulation and no other rules.
     tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
     blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
