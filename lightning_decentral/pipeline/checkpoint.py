@@ -1,7 +1,7 @@
 """Checkpoints of a pipeline: one plain file, as the unsliced model would have written it.
 
-The parts of the first pipeline's stages are put together on worker 0's host, never on a device. So the file loads
-without this package, and training goes on with another number of stages or with none.
+Worker 0 puts it together from the first pipeline's stages. It loads without this package, and training goes on with
+another number of stages or with none.
 
 Where pipelines drift apart the file is their mean's, and each worker's own state lies beside it, in
 `NAME.ckpt.workers/`.
@@ -57,12 +57,12 @@ class PipelineCheckpoints(Checkpoints):
     """One plain file of the whole model, and where pipelines drift each worker's own state.
 
     Attributes:
-        layout: who has what; kept after the end of training, when optimizers still hold one stage's states each.
+        layout: who has what.
     """
 
     def __init__(self, worker: StageWorker, mean_model: MeanModel) -> None:
         super().__init__(worker, mean_model)
-        self.layout: Ownership | None = None
+        self.layout: Ownership | None = None  # kept after training: optimizers still hold one stage's states each
         self._stage = worker
         self._restored: dict[str, Any] | None = None
         self._own: dict[str, Any] | None = None  # what this worker had where its pipeline had drifted
@@ -95,9 +95,10 @@ class PipelineCheckpoints(Checkpoints):
     def _part(self, checkpoint: Mapping[str, Any], layout: Ownership) -> dict[str, Any]:
         random = worker_state.random_state() if STATES in checkpoint else None
         if self._stage.pipeline > 0:
-            return {"random": random}
-        states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)
+            return {"random": random}  # the rest is the first pipeline's
+        states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # none: weights only
         return {
+            # On the host: no device need have room for the whole model.
             "state_dict": {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()},
             "optimizers": [optimizer_part(o, state, layout.order) for o, state in states],
             "random": random,
@@ -108,6 +109,7 @@ class PipelineCheckpoints(Checkpoints):
     ) -> dict[str, Any]:
         stages = parts[: self._stage.num_stages]
         order = list(layout.order.values())
+        # Reversed: of what stands on several stages the first one's is taken.
         union = {key: value for part in reversed(stages) for key, value in part["state_dict"].items()}
         joined = {**checkpoint, "state_dict": {key: union[key] for key in layout.state_keys}}
         if STATES in checkpoint:
@@ -133,10 +135,10 @@ class PipelineCheckpoints(Checkpoints):
         self._restored = known if same and self.fitting else None
         drifted = self._restored is not None and known.get("id") and self._worker.drifts
         self._own = self._read_own(path, known["id"], weights_only) if drifted else None
+        # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
     def _go_on_apart(self) -> None:
-        """Each worker from where it was, once Lightning has restored the mean and the first pipeline's optimizer."""
         if self._own is None:
             return
         own, self._own = self._own, None
@@ -164,6 +166,7 @@ class PipelineCheckpoints(Checkpoints):
             self._resume_random()
 
     def start(self) -> None:
+        # Not before: Lightning has now restored the mean and the first pipeline's optimizer.
         self._go_on_apart()
         self._start_random()
         self._restored = None

@@ -13,11 +13,7 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 
 
 class GlobalNorm:
-    """norm = sqrt(sum over stages of ||g||^2), in the place of what Lightning and optimizers measure on one stage.
-
-    Until `close` it stands in the precision plugin's `clip_grad_by_norm`, and in `norm` of optimizers that want one
-    over the whole model.
-    """
+    """norm = sqrt(sum over stages of ||g||^2), in the place of what Lightning and optimizers measure on one stage."""
 
     def __init__(
         self,
@@ -29,6 +25,7 @@ class GlobalNorm:
     ) -> None:
         self._pipe, self._holdings, self._precision, self._device = pipe, holdings, precision, device
         self._measuring = [optimizer for optimizer in optimizers if isinstance(optimizer, QuasiGlobalAdam)]
+        # On the instances, over their classes' methods: `close` has only to take them away.
         precision.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
         for optimizer in self._measuring:
             optimizer.norm = self._norm  # type: ignore[method-assign]
@@ -42,6 +39,7 @@ class GlobalNorm:
         """g <- g min(1, clip_val / (norm + 1e-6))"""
         parameters = [p for p in self._precision.main_params(optimizer) if p.grad is not None]
         norm = self._norm(parameters, [p.grad for p in parameters if p.grad is not None])
+        # No `if norm > clip_val`, which would wait for the device.
         factor = (clip_val / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             assert parameter.grad is not None
@@ -52,4 +50,5 @@ class GlobalNorm:
         counted = set(self._holdings.counted)
         pairs = zip(parameters, tensors, strict=True)
         squares = [t.detach().double().square().sum() for p, t in pairs if p in counted]
+        # From a zero: a stage without gradients takes part in the sum all the same.
         return self._pipe.total(sum(squares, torch.zeros((), dtype=torch.float64, device=self._device))).sqrt()

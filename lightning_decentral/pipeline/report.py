@@ -41,7 +41,6 @@ class PipelineReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the batch and how long its forward and backward took on this stage."""
         self._batch = batch
         strategy = trainer.strategy
         if isinstance(strategy, TokenPipelineStrategy):
@@ -63,7 +62,7 @@ class PipelineReport(Callback):
             self._lines["forecast"] = f"{expected.seconds:.4g} s a step, {ratio:.2f} of what was measured"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The module is whole again: compare, print and draw."""
+        # Lightning calls this after the teardown, which made the module whole again.
         if not self._found or not trainer.is_global_zero:
             return
         whole = _alone(pl_module, self._batch)
@@ -98,7 +97,7 @@ def _alone(module: LightningModule, batch: Any) -> float:
             module.training_step(batch, 0).backward()  # type: ignore[union-attr]
             times.append(time.perf_counter() - begin)
             module.zero_grad()
-    return statistics.median(times[1:])
+    return statistics.median(times[1:])  # the first one warms up
 
 
 def _from_zero(spans: Mapping[str, Span]) -> dict[str, Span]:

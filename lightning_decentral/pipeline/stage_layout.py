@@ -40,11 +40,11 @@ class StageLayout:
 
 
 class StageGroups:
-    """One worker's groups; every worker makes them at the same point.
+    """One worker's groups; collective.
 
     Attributes:
         over: the stages of its pipeline, for hidden states and whatever is small.
-        back: the same, for gradients: neither direction queues behind the other.
+        back: the same, for gradients.
         replicas: the workers that are this stage.
     """
 
@@ -53,8 +53,10 @@ class StageGroups:
         workers = range(layout.workers)
         over: Transport | None = None
         back: Transport | None = None
+        # Every worker makes all groups, also those that it isn't in.
         for first in workers[:: layout.stages]:
             group = workers[first : first + layout.stages]
+            # Two of the same stages: gradients don't queue behind hidden states.
             over = wire.group(group) or over
             back = wire.group(group) or back
         assert over is not None

@@ -102,7 +102,7 @@ class StageTraining:
         outcome = step.conclude(_finite(trained), device)
         for parameter in trained:
             if parameter.grad is not None:
-                parameter.grad.mul_(outcome.factor / scale)
+                parameter.grad.mul_(outcome.factor / scale)  # Lightning's own backward multiplies by `scale` again
                 if scaler is not None and not outcome.finite:  # every stage's scaler must skip the step and back off
                     parameter.grad.fill_(float("inf"))
         _set(trained, self._average([p.grad for p in trained], trained))
@@ -116,7 +116,7 @@ class StageTraining:
     def _run(
         self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any
     ) -> None:
-        """Forward and backward of all slices, into empty `.grad`s."""
+        # Empty, so that only this batch's gradients are divided and averaged; `step` puts the earlier ones back.
         _set(trained, [None] * len(trained))
         step.read(*args, **kwargs)
         stage = self.pipe.rank

@@ -106,7 +106,6 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     @property
     def layout(self) -> StageLayout:
-        """Of the workers over pipelines."""
         workers = self.num_nodes * self.num_processes
         return StageLayout(self.stages or workers, workers, self.num_processes)
 
@@ -116,17 +115,15 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     @property
     def pipeline(self) -> int:
-        """Which pipeline this worker belongs to."""
         return self.global_rank // self.num_stages
 
     @property
     def stage(self) -> int:
-        """Which stage of it this worker is."""
         return self.global_rank % self.num_stages
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All stages of a pipeline read the same batches."""
+        # All stages of a pipeline read the same batches.
         return {"num_replicas": self.layout.pipelines, "rank": self.pipeline}
 
     @property
@@ -136,7 +133,6 @@ class TokenPipelineStrategy(WorkersStrategy):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Check the numbers, then connect."""
         layout = self.layout
         if layout.pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
@@ -149,12 +145,9 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`, whose tensors have no memory until their stage is known.
-
-        Every worker draws what worker 0 would draw on its CPU. Collective.
-        """
+        """Around `configure_model`, whose tensors have no memory until their stage is known. Collective."""
         own = torch.get_rng_state()
-        first = self.broadcast(own)
+        first = self.broadcast(own)  # what is deferred is never sent: all draw what worker 0 draws on its CPU
         torch.set_rng_state(first)
         with torch.device("cpu"), self._deferred:
             yield
@@ -162,8 +155,7 @@ class TokenPipelineStrategy(WorkersStrategy):
             torch.set_rng_state(own)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning's; where there is no memory yet it's written down."""
-        with self._deferred.again():
+        with self._deferred.again():  # what has no memory yet is written down
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def convert(self, module: nn.Module) -> nn.Module:
@@ -171,7 +163,6 @@ class TokenPipelineStrategy(WorkersStrategy):
             return super().convert(module)
 
     def place(self, fitting: bool) -> None:
-        """Equal models everywhere, then each stage's own part; only that is moved to the device and optimized."""
         module = self._module
         wire = self._connect()
         if wire is not None:
@@ -180,7 +171,7 @@ class TokenPipelineStrategy(WorkersStrategy):
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
             start_from_worker_0(built, wire.flags)
         self._take_part(module)
-        self.model_to_device()
+        self.model_to_device()  # only now: a device need only have room for its stage
 
     def _take_part(self, module: LightningModule) -> None:
         model = pipelined(module, self.slicing)
@@ -201,7 +192,6 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
 
     def prepare(self, wire: Wire | None) -> None:
-        """The optimizers measure norms over all stages; equal stages join."""
         assert self._stage is not None
         self._updates = 0
         stage, layout = self._stage, self.layout
@@ -213,7 +203,6 @@ class TokenPipelineStrategy(WorkersStrategy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward."""
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
         return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
@@ -226,7 +215,6 @@ class TokenPipelineStrategy(WorkersStrategy):
             return self.bond.gradients(gradients, parameters)
 
     def advance(self, optimizer: Optimizer) -> None:
-        """What the replicas do after the user's update."""
         self._updates += 1
         self.bond.updated(optimizer)
 
@@ -243,7 +231,6 @@ class TokenPipelineStrategy(WorkersStrategy):
             return self._evaluated(self._module.predict_step, args, kwargs)
 
     def _evaluated(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The user's step, its model calls answered by the pipeline."""
         assert self._stage is not None
         return evaluated(self._stage.pipe, self.plans, lambda: step(*args, **kwargs))
 
@@ -253,21 +240,18 @@ class TokenPipelineStrategy(WorkersStrategy):
         return [self._updates]
 
     def wanted(self) -> list[int]:
-        """All must come to the update that this worker waits for."""
         return [self._updates + 1]
 
     # ---- the mean of the pipelines, checkpoints, the end ------------------------------------------------------------
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The exact mean over the replicas of this stage, by their shares; all must call it."""
         assert self._groups is not None
-        return mean(tensors, self._groups.replicas, self.bond.share())
+        return mean(tensors, self._groups.replicas, self.bond.share())  # other stages have other tensors
 
     def settle(self) -> None:
         self.bond.settle()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """This stage's part of each optimizer's state. Collective."""
         if self.checkpoints.layout is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
@@ -297,15 +281,12 @@ class TokenPipelineStrategy(WorkersStrategy):
         return {"pipelines": f"{self.layout.pipelines} of {self.num_stages} stages{together}", **self.plans.summary()}
 
     def measured(self) -> dict[str, Span]:
-        """When each action of the latest step computed, on all stages of this pipeline. Collective.
-
-        Clocks are those of the stages' hosts; on one host they are one.
-        """
+        """When each action of the latest step computed, on all stages, by their hosts' clocks. Collective."""
         assert self._stage is not None
         spans, over = self._stage.spans, self._stage.pipe.over
         rows = [spans] if over is None else gather_objects(over, spans)
         return {str(action): span for row in rows for action, span in row.items()}
 
     def expected(self) -> ScheduleForecast | None:
-        """What the timeline says of a step with the latest plan; None before the first step or without measurements."""
+        """A step with the latest plan; None before the first step or without measurements."""
         return self.plans.expected()

@@ -1,7 +1,7 @@
 """Training and evaluation steps of an unmodified LightningModule through the pipeline.
 
 The step of the user runs once per micro-batch on every stage up to its call of the model, which says what goes in. On
-the last stage it runs again, with the same random numbers, once the answer is there; what it returns goes back.
+the last stage it runs again once the answer is there; what it returns goes back.
 """
 
 import zlib
@@ -65,6 +65,7 @@ class Logs:
     @property
     def signature(self) -> int:
         """The same for the same names and options."""
+        # Not `hash`, which differs between processes.
         return zlib.crc32(repr(self._calls).encode())
 
     def publish(self, signature: int, values: Sequence[float], pipe: StageRunner, device: torch.device) -> None:
@@ -88,7 +89,7 @@ class _Recording:
         self._module.log = self._take
 
     def __exit__(self, *_: object) -> None:
-        del self._module.log
+        del self._module.log  # the class's own again
 
 
 class Outcome(NamedTuple):
@@ -124,6 +125,7 @@ class TrainingStep:
         """Cut the batch into micro-batches and see what the step asks of the model for each."""
         self._parts, self._rest = split(batch, self._microbatches), rest
         self._logs.begin()
+        # The last stage runs the step again in `_close`, where it must draw the same numbers.
         with torch.random.fork_rng(enabled=self._pipe.place.last), self._logs.recording(keep=False), torch.no_grad():
             self.calls = [called(self._pipe.model, lambda part=part: self._step(part)) for part in self._parts]  # type: ignore[misc]
 
@@ -156,6 +158,8 @@ class TrainingStep:
                 f"microbatches={len(self.calls)} needs a training_step that returns one mean of cross-entropy, as it "
                 "is and unweighted: only that can be put together from parts; use microbatches=1 for any other loss"
             )
+        # By all positions, not by all targets, which are known only when the first micro-batches have gone back. No
+        # weight exceeds 1, so no half-precision gradient exceeds that of the loss itself.
         return targets / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
     def conclude(self, finite: bool, device: torch.device) -> Outcome:
@@ -164,6 +168,7 @@ class TrainingStep:
         Raises:
             ValueError: the stages read different batches.
         """
+        # One gather for all: loss, factor, signature, finite, checksum, number of values, values. float64 holds a CRC.
         row = torch.zeros(FIXED + 1 + LOGGED, dtype=torch.float64)
         row[3], row[4] = float(finite), checksum(self.calls)
         if self._pipe.place.last:
@@ -218,6 +223,7 @@ def checksum(calls: Sequence[Call]) -> float:
     result = 0.0
     for call in calls:
         flat = call.inputs.detach().flatten().double().cpu()
+        # Weighed by place: the same tokens in another order are another batch.
         result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
     return result
 
@@ -231,6 +237,7 @@ def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -
 
     def answer(call: Call) -> Any:
         length = pipe.model.length(call)
+        # Nothing is measured for an evaluation: with 2 P equal slices the bubble is below a third.
         slices = Uniform(min(length, 2 * pipe.size)).slices(length, plans.situation(pipe.size))
         return pipe.model.answer(call, pipe.evaluate(call, slices))
 

@@ -112,7 +112,6 @@ class Checkpoints(ABC):
 
     @property
     def fitting(self) -> bool:
-        """Whether this is for training."""
         return bool(self._module.trainer.state.fn == TrainerFn.FITTING)
 
     def mid_epoch(self) -> bool:
@@ -148,7 +147,7 @@ class Checkpoints(ABC):
         try:
             checkpoint: dict[str, Any] = self._worker.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         except (FileNotFoundError, IsADirectoryError, PermissionError):
-            raise
+            raise  # these name the file, and it isn't damaged
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             name = os.fspath(path)
@@ -172,6 +171,7 @@ class Checkpoints(ABC):
                 problem = f"worker {self._worker.global_rank} can't read its own state {file} ({kind})"
         if own is not None and own[KEY]["id"] != identity:
             problem = f"{file} belongs to another checkpoint"
+        # All or none: own states and the mean don't mix.
         problems = [p for p in gather_world(problem) if p]
         if problems:
             rank_zero_warn(f"resuming {os.fspath(path)}: {problems[0]}; all workers start from the mean")
@@ -186,8 +186,8 @@ class Checkpoints(ABC):
             worker_state.set_random_state(self._random[0])
 
     def _start_random(self) -> None:
-        """Within an epoch, when training starts: Lightning has just drawn from it to build the iterator that the
-        uninterrupted run had built before the checkpoint."""
+        # Within an epoch only now: Lightning has just drawn from it to build the iterator, which the uninterrupted run
+        # had built before the checkpoint.
         if self._random is not None and self._random[1]:
             worker_state.set_random_state(self._random[0])
         self._random = None
@@ -239,7 +239,7 @@ class ReplicaCheckpoints(Checkpoints):
             self._write(self.held.whole(checkpoint), filepath, storage_options)
             return
         path, identity = self._agree(filepath)
-        # An average that a callback holds is swapped, too.
+        # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
         states = {key: self._mean_model.own(checkpoint[key]) for key in _OF_MODELS if key in checkpoint}
         means = {key: mean_of_states(state, self._mean_model.mean_of) for key, state in states.items()}
         full = "optimizer_states" in checkpoint and bool(self._progress.rounds())

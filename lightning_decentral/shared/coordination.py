@@ -97,7 +97,7 @@ class Coordination(Uncoordinated):
 
     def meet(self, call: Callable[[], Result]) -> Result:
         if not self._open:
-            return call()
+            return call()  # the fit has ended: nobody answers a roll call
         self._met += 1
         with self._roll:
             return call()
@@ -169,13 +169,13 @@ class LoopPatches:
 
     def _end_batch(self, inner: Callable[[object], None], fetcher: object) -> None:
         if self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._call_roll()
+            self._call_roll()  # before `inner`, which may validate, where all workers meet
         else:
             self._epoch_ended = False
         inner(fetcher)
 
     def _end_epoch(self, inner: Callable[[], None]) -> None:
-        self._call_roll()
+        self._call_roll()  # does nothing where a batch was known to be the last
         self._epoch_ended = False
         inner()
 

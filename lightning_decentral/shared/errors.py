@@ -34,6 +34,7 @@ FROM_EXTRAS: dict[str | None, str] = {"hydra/launcher/submitit_slurm": "slurm"}
 def mendable(error: BaseException) -> bool:
     """Whether its user can mend the error; one that Hydra wrapped counts as what it was."""
     original = unwrapped(error)
+    # What Hydra wrapped came from constructing what a configuration names: there these two are the user's.
     return isinstance(original, MENDABLE) or (original is not error and isinstance(original, (TypeError, ImportError)))
 
 

@@ -47,7 +47,6 @@ class WandbPerWorker(Logger):
 
     @property
     def name(self) -> str:
-        """The project, as WandbLogger has it."""
         return self.project
 
     @property
@@ -56,13 +55,12 @@ class WandbPerWorker(Logger):
 
     @property
     def save_dir(self) -> str:
-        """Where W&B keeps its files."""
         return self._save_dir
 
     @property
     def experiment(self) -> Any:
-        """This worker's `wandb.Run`, begun when first asked for: by then the worker knows its rank."""
-        if self._run is None:
+        """This worker's `wandb.Run`."""
+        if self._run is None:  # not in the constructor, where no worker knows its rank
             rank = rank_zero_only.rank  # type: ignore[attr-defined]
             self._run = wandb.init(
                 project=self.project,
@@ -81,11 +79,10 @@ class WandbPerWorker(Logger):
         return self._run
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """One row of this worker's run."""
         self.experiment.log({**metrics, **({} if step is None else {STEP: step})})
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Kept until the run begins: workers may not have been started yet."""
+        # Kept until the run begins: workers may not have been started yet.
         self._settings.update(_convert_json_serializable(_sanitize_callable_params(_convert_params(params))))
         if self._run is not None:
             self._run.config.update(self._settings, allow_val_change=True)
@@ -122,7 +119,6 @@ class Rows(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Into the row of that step."""
         if step is not None:
             self._rows.setdefault(step, {}).update(metrics)
 

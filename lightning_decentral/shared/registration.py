@@ -10,6 +10,7 @@ from torch import nn
 
 def refuse_unknown(strategy: type[DDPStrategy], options: Iterable[str]) -> None:
     """ValueError for an option that neither the strategy nor DDPStrategy itself has: nothing would read it."""
+    # Without a wrapper nothing would read `ddp_comm_hook` and its like.
     taken = {name for name in inspect.signature(DDPStrategy.__init__).parameters if not name.startswith("ddp_")}
     unknown = sorted(set(options) - taken)
     if unknown:

@@ -56,28 +56,25 @@ class ReplicaStrategy(WorkersStrategy):
         self.arrange()
 
     def _equalize(self, fitting: bool) -> None:
-        """Start equal: restored workers keep what they restored, replicas that a fit left apart are averaged, and
-        otherwise all take worker 0's values."""
         if self.wire is None or (not fitting and self.evaluate == "own"):
             return
         module = self._module
         check_same_model(module, self.wire.roll)
-        if fitting and self.checkpoints.resuming:
+        if fitting and self.checkpoints.resuming:  # each from what it restored
             return
-        if self.mean_model.apart:
+        if self.mean_model.apart:  # as the fit before left them
             self.mean_model.take(floating([module]))
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world)
 
     # ---- the mean model -----------------------------------------------------------------------------------------
 
     def averaged(self) -> list[Tensor]:
-        """What the mean model is made of; an averaged copy that a WeightAveraging callback validates with included."""
+        # A WeightAveraging callback validates with a copy of its own.
         callbacks = [c for c in self._trainer.callbacks if isinstance(c, WeightAveraging)]
         copies = [c._average_model for c in callbacks if c._average_model is not None]
         return floating([self._module, *copies])
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The exact mean over the workers, by their shares; all must call it."""
         assert self.wire is not None
         world, share = self.wire.world, self.share()
         return self._together.meet(lambda: mean(tensors, world, share))
@@ -88,5 +85,5 @@ class ReplicaStrategy(WorkersStrategy):
 
     @property
     def ends_at_mean(self) -> bool:
-        """With `evaluate="own"` only where the model is handed to another process."""
+        # Spawned and forked workers end with `fit`: one model is handed to the process that started them.
         return self.evaluate == "mean" or self._start_method != "popen"

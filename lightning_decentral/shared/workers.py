@@ -149,7 +149,7 @@ class WorkersStrategy(DDPStrategy):
             self,
             sigterm_every=self._sigterm_every,
             forward_signal=self._forward_signal,
-            name=f"fit-{self._fits}",
+            name=f"fit-{self._fits}",  # the store still has what earlier fits wrote
         )
         self._fits += 1
 
@@ -183,10 +183,10 @@ class WorkersStrategy(DDPStrategy):
         with self._together.updating:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.wire is not None:
-            self.mean_model.apart = self.drifts
+            self.mean_model.apart = self.drifts  # not before: up to the first update all are equal
             with self._together.waiting:
                 self.advance(optimizer)
-                if optimizer is self.optimizers[0]:
+                if optimizer is self.optimizers[0]:  # once a round, however many optimizers there are
                     self._together.tick()
         return output
 
@@ -229,7 +229,6 @@ class WorkersStrategy(DDPStrategy):
         return True
 
     def averaged(self) -> list[Tensor]:
-        """What the mean model is made of."""
         return floating([self._module])
 
     def on_validation_start(self) -> None:
@@ -243,11 +242,9 @@ class WorkersStrategy(DDPStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This worker's own model, also while the mean stands in its place."""
-        return self.mean_model.own(super().lightning_module_state_dict())
+        return self.mean_model.own(super().lightning_module_state_dict())  # the mean may stand in its place
 
     def on_train_end(self) -> None:
-        """Land what is in flight, and take the mean."""
         super().on_train_end()
         if self.mean_model.apart:
             self.settle()
@@ -285,7 +282,6 @@ class WorkersStrategy(DDPStrategy):
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Put Lightning's methods and the parameters' own storage back."""
         self._together.close()
         self.mean_model.forget()
         self.release()

@@ -69,8 +69,9 @@ class Int8Activations(Boundary):
     def encode(self, tensor: Tensor) -> Tensor:
         rows = tensor.reshape(-1, tensor.shape[-1]).float()
         scale = rows.abs().amax(dim=1, keepdim=True) / 127
+        # A row of zeros would be 0 / 0.
         levels = (rows / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127).to(torch.int8)
-        return torch.cat([levels, scale.view(torch.int8)], dim=1)
+        return torch.cat([levels, scale.view(torch.int8)], dim=1)  # the scale's four bytes: one message, not two
 
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         scale = message[:, -4:].contiguous().view(torch.float32)

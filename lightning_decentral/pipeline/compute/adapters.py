@@ -1,8 +1,4 @@
-"""Model adapters: any model that is a sequence of blocks, cut between blocks and never along tokens.
-
-Bidirectional attention (ViT) needs all tokens at once and a convolution has no tokens, so these run as a pipeline of
-micro-batches with one slice each.
-"""
+"""Model adapters: any model that is a sequence of blocks, cut between blocks and never along tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +41,7 @@ class Chain(Pipelined):
         reply: from the last block's result to what `module` returns.
     """
 
+    # Bidirectional attention (ViT) needs all tokens at once, and a convolution has none: micro-batches of one slice.
     sliceable = False
 
     def __init__(
@@ -76,7 +73,6 @@ class Chain(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """What this stage's blocks make of the micro-batch."""
         output = call.inputs if hidden is None else hidden
         for block in self._blocks[place.first_block : place.stop_block]:
             output = block.run(output)
@@ -94,6 +90,7 @@ def vit(module: Any) -> Chain:
     from transformers.modeling_outputs import ImageClassifierOutput
 
     inner, classifier = module.vit, module.classifier
+    # The classifier sees the first token alone.
     head = Block((inner.layernorm, classifier), lambda tokens: classifier(inner.layernorm(tokens)[:, 0, :]))
     return Chain(
         module,

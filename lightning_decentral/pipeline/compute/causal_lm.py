@@ -24,7 +24,6 @@ class Silent(nn.Module):
         self._dtype = dtype
 
     def forward(self, positions: Tensor) -> Tensor:
-        """A zero that adds to any shape."""
         return torch.zeros((), dtype=self._dtype, device=positions.device)
 
 
@@ -83,12 +82,12 @@ class CausalModel(Pipelined):
         return list(getattr(self._inner, self._anatomy.blocks))
 
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
-        """See `Pipelined.loads`; looking up an embedding costs no time worth counting."""
         a, inner = self._anatomy, self._inner
         embedding = sum(parameter_bytes(getattr(inner, name).parameters()) for name in (a.tokens, a.added) if name)
         last = (self.module.get_submodule("lm_head"), getattr(inner, a.norm))
         head = sum(parameter_bytes(part.parameters()) for part in last)
         sizes = [parameter_bytes(block.parameters()) for block in self.blocks]
+        # Looking up an embedding costs no time worth counting.
         return [weighed(size) for size in sizes], BlockCost(parameter_bytes=embedding), weighed(head)
 
     def keep(self, place: StagePlace) -> None:
@@ -115,7 +114,7 @@ class CausalModel(Pipelined):
         return config
 
     def structure(self) -> str:
-        """See `Pipelined.structure`; the configuration says what modules don't show, and names the version."""
+        # The configuration says what modules don't show, and names the version.
         return f"{super().structure()}\n{self._config.to_json_string()}\n{self._config._attn_implementation}"
 
     def restore(self) -> None:
@@ -126,7 +125,7 @@ class CausalModel(Pipelined):
         bound = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         given = {k: v for k, v in {**bound, **bound.get("kwargs", {})}.items() if k not in ("self", "kwargs")}
         asked = {name: value for name, value in given.items() if value is not None and value is not False}
-        if asked.get("logits_to_keep") == 0:
+        if asked.get("logits_to_keep") == 0:  # all of them
             del asked["logits_to_keep"]
         foreign = sorted(set(asked) - READ - IRRELEVANT - OF_THE_LOSS)
         name = type(self.module).__name__
@@ -152,7 +151,7 @@ class CausalModel(Pipelined):
         mask, positions = call.attention_mask, call.position_ids
         output: Tensor = self._inner(
             **begin,
-            attention_mask=None if mask is None else mask[:, :stop],
+            attention_mask=None if mask is None else mask[:, :stop],  # of the keys: the context's, too
             position_ids=None if positions is None else positions[..., start:stop],
             past_key_values=memory.at(start, stop),
             use_cache=True,

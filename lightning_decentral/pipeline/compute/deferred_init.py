@@ -1,8 +1,8 @@
 """Deferred initialization: a model built without its memory, of which each stage then gets its part's values.
 
 Within `Deferred` a tensor that is made gets no storage. What is done to it is written down, with the state of the
-generator where something is drawn; the draw is made and thrown away, so that the next one is what it would have been.
-`made` then repeats for one tensor what was done to it. So the most that is held is one tensor beyond what is asked for.
+generator where something is drawn. `made` then repeats for one tensor what was done to it: the most that is held is one
+tensor beyond what is asked for.
 """
 
 from collections import defaultdict
@@ -51,6 +51,7 @@ class _Given:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Given":
+        # Others may write to it before it is read: a small one is copied, a large one refused if its version changed.
         own = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else tensor
         return cls(own, own._version)
 
@@ -89,7 +90,7 @@ class _Done:
             generator.set_state(self.state)
         with _default(self.default):
             found = tree_leaves(self.function(*args, **kwargs))
-        generator.set_state(before)
+        generator.set_state(before)  # what is drawn afterwards knows nothing of the repetition
         for mine, view in zip(found, tree_leaves(self.result), strict=True):
             if isinstance(view, _View) and view.key not in storages:
                 assert (mine.dtype, *_place(mine)) == (view.dtype, *view.place), f"{self.function} made another tensor"
@@ -142,10 +143,8 @@ class Deferred(TorchDispatchMode):
         return result
 
     def _draw(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Draw into memory that is given back at once, so that the generator goes on as it would.
-
-        What is only read (means, rates) has its values, as some draws take more or fewer numbers for other values.
-        """
+        """Draw into memory that is given back at once, so that the generator goes on as it would."""
+        # What is only read (means, rates) has its values: some draws take more or fewer numbers for other ones.
         blank = {id(t): _blank(t) for t in _metas(_written(function, args, kwargs))}
         stand_in = lambda t: blank[id(t)] if id(t) in blank else self.made(t)  # noqa: E731
         drawn = function(*tree_map_only(Tensor, stand_in, args), **tree_map_only(Tensor, stand_in, dict(kwargs)))
@@ -195,7 +194,7 @@ class Deferred(TorchDispatchMode):
         for tensor in dropped:
             if _deferred(tensor):
                 _become(tensor, torch.empty(0, dtype=tensor.dtype))
-        self._done.clear()
+        self._done.clear()  # and what the operations were given with it
         self._of.clear()
 
 

@@ -22,7 +22,7 @@ def answering(model: Pipelined, answer: Callable[[Call], Any]) -> Iterator[None]
     try:
         yield
     finally:
-        del module.forward
+        del module.forward  # the class's own again
 
 
 def called(model: Pipelined, step: Callable[[], Any]) -> Call:

@@ -3,9 +3,7 @@
     forward:   rows[start:stop] = new;   returns rows[:stop]
     backward:  total = grad + carried;   returns total[start:stop];   carried = total[:start]
 
-What a later slice asks of an earlier one's keys waits in `carried` until that slice comes back. So a slice's graph ends
-at its own keys and values, is freed at its backward, and the sum is the gradient of the uncut model. Rows have
-absolute positions: writing them again (recomputation) changes nothing.
+A slice's graph ends at its own keys and values and is freed at its backward; the sum is the uncut model's gradient.
 """
 
 from typing import Any
@@ -31,7 +29,7 @@ class Store:
     def extend(self, new: Tensor, start: int, stop: int) -> Tensor:
         """rows[:stop] once `new` stands at start..stop, differentiable towards `new`."""
         if start == 0 and stop == self._length:
-            return new
+            return new  # a single slice: nobody comes later to read what would be stored
         prefix: Tensor = _Extend.apply(new, self, start, stop)  # type: ignore[no-untyped-call]
         return prefix
 
@@ -43,7 +41,7 @@ class Store:
         # `data` doesn't count as a change of the prefixes that earlier slices keep for their backward: these rows are
         # behind them.
         rows = self.rows.data
-        rows[..., start:stop, :] = new
+        rows[..., start:stop, :] = new  # by position: a recomputation writes the same again
         self._filled = max(self._filled, stop)
         return rows[..., :stop, :]
 
@@ -57,8 +55,8 @@ class Store:
             raise RuntimeError(f"slice {start}..{stop} came back before slice ..{self._returned}: last slice first")
         total = grad if self._carried is None else grad + self._carried
         self._returned = start
-        self._carried = total[..., :start, :]
-        if start == 0:
+        self._carried = total[..., :start, :]  # what later slices ask of these keys, until their own slice comes back
+        if start == 0:  # the last one to come back: nothing is needed any more
             self.rows = self._carried = None
         return total[..., start:, :]
 
@@ -88,7 +86,8 @@ class KVCache:
         self._start, self._stop = 0, length
 
     def at(self, start: int, stop: int) -> "KVCache":
-        """A view of the same rows for the slice start..stop: what is recomputed later still knows its place."""
+        """The same rows for the slice start..stop."""
+        # Another object for each slice: what is recomputed later still knows its place.
         view = KVCache(self.length)
         view._stores, view._start, view._stop = self._stores, start, stop
         return view

@@ -51,6 +51,7 @@ class TargetCount(TorchFunctionMode):
         reduction: str = "mean",
         **_: Any,
     ) -> None:
+        # Classes with weights and soft targets have means over something else than a number of targets.
         if reduction == "mean" and weight is None and not target.is_floating_point():
             self.means.append(Mean(result, int((target != ignore_index).sum())))
 
@@ -67,10 +68,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 class Share:
     """What a micro-batch counts: `weight` while it's computed; the sum of weights divides at the end.
 
-        weight_m = n_m / T   with T all positions of the batch;   loss = sum_m weight_m loss_m / sum_m weight_m
-
-    N is known only after the last micro-batch, when the first have long gone back. T is known before; and as
-    n_m <= T no half-precision gradient is larger than that of the loss itself.
+    weight_m = n_m / T   with T all positions of the batch;   loss = sum_m weight_m loss_m / sum_m weight_m
     """
 
     weight: float
@@ -82,6 +80,7 @@ def total(shares: Sequence[Share]) -> tuple[float, float]:
     weight = sum(share.weight for share in shares)
     if weight == 0:
         return float("nan"), 0.0
+    # Without targets a micro-batch's mean is nan, and so is zero times it.
     return sum(share.weight * share.value for share in shares if share.weight) / weight, 1 / weight
 
 

@@ -66,7 +66,7 @@ class Pipelined(ABC):
         """Take out of the module what stands on other stages. Names of what is kept stay as they are."""
 
     def restore(self) -> None:
-        """Put back what was taken out."""
+        # Last first: a parent may have been changed twice.
         for parent, modules in reversed(self._removed):
             parent._modules = modules
         self._removed = []
@@ -74,6 +74,7 @@ class Pipelined(ABC):
     def _replace(self, parent: nn.Module, changes: Mapping[str, nn.Module | None]) -> None:
         """Put other modules in the place of some; None takes out."""
         self._removed.append((parent, parent._modules))
+        # A new dictionary: the old one, kept whole, gives `restore` the order back as well.
         changed = {**parent._modules, **changes}
         parent._modules = {name: changed[name] for name in changed if changes.get(name, parent) is not None}
 

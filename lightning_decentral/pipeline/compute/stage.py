@@ -44,6 +44,7 @@ class Recompute(Activations):
     """
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
+        # Reentrant, the first stage would get no gradients: nothing that comes in asks for one.
         output: Tensor = checkpoint(compute, hidden, use_reentrant=False)
         return output
 
@@ -111,6 +112,7 @@ class Stage:
         if self.place.first:
             return None
         assert kept.hidden is not None
+        # Zeros where nothing asked for its gradient: the stage before waits for a message.
         return torch.zeros_like(kept.hidden) if kept.hidden.grad is None else kept.hidden.grad
 
     def weights(self, microbatch: int, index: int) -> None:

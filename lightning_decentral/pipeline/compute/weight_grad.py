@@ -60,18 +60,15 @@ class Apart(WeightGradients):
         self._halves: dict[Chunk, list[Callable[[], None]]] = {}
 
     def during(self, chunk: Chunk) -> AbstractContextManager[Any]:
-        """Linear maps of parameters are cut in two."""
-        return _Cutting(self._halves.setdefault(chunk, []))
+        return _Cutting(self._halves.setdefault(chunk, []))  # a recomputation comes a second time
 
     def finish(self, chunk: Chunk) -> None:
-        """Add to the weights' `.grad`."""
         for half in self._halves.pop(chunk):
             half()
 
     @property
     def waiting(self) -> set[Chunk]:
-        """Those that went back by half."""
-        return {chunk for chunk, halves in self._halves.items() if halves}
+        return {chunk for chunk, halves in self._halves.items() if halves}  # without any: not yet back at all
 
 
 class _Map(NamedTuple):

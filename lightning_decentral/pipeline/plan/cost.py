@@ -38,6 +38,7 @@ class CostModel:
     def __call__(self, tokens: int, context: int) -> float:
         """Seconds of a slice: positive."""
         added = _row(tokens, context) @ np.array(self.coefficients) if context else 0.0
+        # What was fitted may fall below zero: a0 has any sign.
         return max(float(self._without_context(tokens) + added), self._least(tokens))
 
     def _without_context(self, tokens: int) -> float:
@@ -103,12 +104,10 @@ def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...
 
 
 def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> tuple[float, float, float, float]:
-    """min |rows a - wanted|^2 with a1, a2, a3 >= 0: more tokens or more context never cost less, whatever noise says.
-
-    By trying which of the three are zero; with three there are eight ways.
-    """
+    """min |rows a - wanted|^2 with a1, a2, a3 >= 0: more tokens or context never cost less, whatever noise says."""
     scale = np.abs(rows).max(axis=0)  # tokens * context is a million times the constant
     best, residual = np.zeros(4), float("inf")
+    # Tried is every choice of which are zero; with three there are only eight.
     for used in ([0, *some] for count in range(4) for some in combinations((1, 2, 3), count)):
         found = np.zeros(4)
         found[used] = np.linalg.lstsq(rows[:, used] / scale[used], wanted, rcond=None)[0]

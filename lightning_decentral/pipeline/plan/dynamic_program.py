@@ -51,7 +51,7 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
     """
     count = len(costs)
     allowed = np.where(costs <= bound, costs, np.inf)
-    if max_pieces >= count - 1:
+    if max_pieces >= count - 1:  # no cut has more: their number need not be counted
         return _cheapest_uncounted(allowed)
     best = np.full((max_pieces + 1, count), np.inf)
     best[0, 0] = 0.0
@@ -98,8 +98,8 @@ def over_bounds(
 ) -> Found | None:
     """What attains min over t in candidates of whole(t) + factor * t, exactly; None where no bound is possible.
 
-    whole never grows with t. So no t in an interval [low, high] is better than whole(high) + factor * low, and an
-    interval that can't beat the best is left out: the published loop over all t, with most of it skipped.
+    Args:
+        whole: never grows with t.
     """
     bounds = sorted(set(candidates))
     best: tuple[float, Found] | None = None
@@ -110,10 +110,11 @@ def over_bounds(
             continue
         at_high = whole(bounds[high])
         if at_high is None:
-            continue
+            continue  # nor is any smaller bound possible
         value = at_high.seconds + factor * bounds[high]
         if best is None or value < best[0]:
             best = value, at_high.found
+        # No t in [low, high] is better than whole(high) + factor * low: the published loop, most of it skipped.
         if low < high and at_high.seconds + factor * bounds[low] < best[0]:
             middle = (low + high) // 2
             intervals += [(middle + 1, high - 1), (low, middle)]

@@ -1,7 +1,7 @@
 """Forecast of a token pipeline from a measured profile: the schedule's tasks, then the mean over equal stages.
 
 Every pipeline of P stages takes the batches of its P devices, so that a step sees as many samples as under data
-parallelism. Slices of a micro-batch are taken to cost equally much, which `Balanced` and `Planned` come close to.
+parallelism.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class Pipelining(Method):
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         """(hidden states to the next stage, gradients between equal stages)."""
         stages, cluster = self._stages(setting), setting.cluster
-        flows = min(stages, cluster.per_node) if cluster.nodes > 1 else 1
+        flows = min(stages, cluster.per_node) if cluster.nodes > 1 else 1  # a node's stages share its card
         equal, per_node = cluster.workers // stages, max(1, cluster.per_node // stages)
         price, everywhere = setting.network.price, cluster.reach(cluster.workers)
         sent = price("exchange", cluster.reach(stages), 2 if stages > 1 else 1)
@@ -85,6 +85,7 @@ class Pipelining(Method):
         state = model.state_bytes / max(1, model.parameter_bytes)
         held = self._run(setting, 1.0).chunks_in_flight
         saved = [sum(block.saved_bytes for block in part) * self._chunk(setting) for part in parts]
+        # 2: parameters and as many gradients.
         return max((2 + state) * _bytes(p) + chunks * s for p, chunks, s in zip(parts, held, saved, strict=True))
 
     def _crossings(self, setting: Setting) -> int:
@@ -108,6 +109,7 @@ class Pipelining(Method):
     def _chunk(self, setting: Setting) -> float:
         """A slice of a micro-batch, as a share of a profiled batch."""
         stages = self._stages(setting)
+        # All slices cost the same here, which `Balanced` and `Planned` come close to.
         return stages / (self.microbatches or stages) / self.slices
 
     def _stages(self, setting: Setting) -> int:

@@ -73,14 +73,14 @@ class Partition(ABC):
 
 @dataclass(frozen=True)
 class Even(Partition):
-    """Equal numbers of blocks; left over ones go to the middle stages: the ends have embedding and head."""
+    """Equal numbers of blocks; left over ones go to the middle stages."""
 
     def counts(
         self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
     ) -> tuple[int, ...]:
         refuse_more_stages_than_blocks(num_stages, len(blocks))
         few, more = divmod(len(blocks), num_stages)
-        first = (num_stages - more) // 2
+        first = (num_stages - more) // 2  # the ends have embedding and head
         return tuple(few + (first <= r < first + more) for r in range(num_stages))
 
 

@@ -4,8 +4,7 @@
     backward(r, m, s) needs  backward(r + 1, m, s), backward(r, m, s + 1), forward(r, m, s)
     weights(r, m, s)  needs  backward(r, m, s)          where a schedule splits the backward
 
-The causal order is written once, in `Action.needs`; the check, the forecast and the executor read it. A slice needs the
-keys and values of the slices before it, so its gradient isn't whole before theirs have come back: last slice first.
+The causal order is written once, in `Action.needs`; the check, the forecast and the executor read it.
 """
 
 from abc import ABC, abstractmethod
@@ -99,6 +98,7 @@ class OneForwardOneBackward(Schedule):
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
         forwards = list(_forwards(stage, num_microbatches, num_slices))
         backwards = _backwards(stage, range(num_microbatches), num_slices)
+        # One less than are held at most: every turn begins with a forward.
         warm = min(num_stages - stage - 2 + num_slices, len(forwards))
         turns = zip_longest(forwards[warm:], backwards)
         return chain(forwards[:warm], (action for turn in turns for action in turn if action is not None))
@@ -124,6 +124,7 @@ class ZeroBubble(Schedule):
             yield action
             if action.kind is Kind.BACKWARD:
                 halves.append(replace(action, kind=Kind.WEIGHTS))
+            # So stage r holds r chunks more than under 1F1B: as many as the first stage, which holds most.
             if len(halves) > stage:
                 yield halves.popleft()
         yield from halves
@@ -134,13 +135,12 @@ def _forwards(stage: int, num_microbatches: int, num_slices: int) -> Iterator[Ac
 
 
 def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iterator[Action]:
+    # Last slice first: a slice's gradient isn't whole before those that read its keys and values have come back.
     return (Action(Kind.BACKWARD, stage, m, s) for m in microbatches for s in reversed(range(num_slices)))
 
 
 def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
     """Every stage takes every chunk forward and backward exactly once, and they can go on to the end.
-
-    Transfers never block their sender, so what can't start in `timeline.run` is all that can deadlock.
 
     Raises:
         ValueError: a missing, repeated or misplaced action, or a deadlock, named.
@@ -156,6 +156,7 @@ def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices:
             raise ValueError(
                 f"stage {stage} must take every chunk once each way: {found} is missing, foreign or repeated"
             )
+    # Transfers never block their sender: what can't start here is all that can deadlock.
     try:
         run([Task(a, f"stage {a.stage}", 1.0, a.needs(len(stages), num_slices)) for stage in stages for a in stage])
     except Deadlock as error:

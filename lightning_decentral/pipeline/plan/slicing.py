@@ -129,12 +129,11 @@ def plan_for(
     proven to be optimal under one forward one backward, whose makespan has no closed form for unequal slices; never
     worse than what was tried by more than the error.
 
-    What can't be told apart is cut into fewer slices, which ask less of network and machine, unless the first stage
-    would hold more than under the fastest: the one-standard-error rule, which Breiman et al. (Classification and
-    Regression Trees, 1984) have for the sizes of trees.
-
     Raises:
         ValueError: nothing that was tried fits into the memory bound.
+
+    Source of the choice among equals: the one-standard-error rule for the sizes of trees, Breiman et al.,
+    Classification and Regression Trees, 1984.
     """
     most = min(max_slices, len(piece_boundaries(length_tokens, granularity)) - 1)
     tried = [balance(length_tokens, n, situation.seconds, granularity=granularity) for n in range(1, most + 1)]
@@ -148,6 +147,7 @@ def plan_for(
         )
     seconds = {slices: situation.step_seconds(slices) for slices in fitting}
     fastest = min(fitting, key=seconds.__getitem__)
+    # Fewer slices ask less of network and machine; what isn't told apart by seconds must not cost memory either.
     good = [slices for slices in fitting if seconds[slices] <= (1 + situation.error) * seconds[fastest]]
     frugal = [slices for slices in good if situation.held(slices) <= situation.held(fastest)]
     return min(frugal, key=lambda slices: (len(slices), seconds[slices]))

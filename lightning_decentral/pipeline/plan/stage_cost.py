@@ -56,6 +56,7 @@ class StageCost:
 def slowest(profiles: Sequence[StageCost]) -> tuple[Seconds, float]:
     """(seconds(tokens, context) forward on the slowest stage, how much longer a backward takes)."""
     tokens = profiles[0].forward.alone[-1][0]
+    # The slowest there and back together; one ratio splits it, as a situation has one for all stages.
     ratio = sum(p.backward(tokens, 0) for p in profiles) / sum(p.forward(tokens, 0) for p in profiles)
     return lambda i, j: max(p.seconds(i, j) for p in profiles) / (1 + ratio), ratio
 

@@ -1,7 +1,4 @@
-"""Point-to-point messages between stages: hidden states down, their gradients up; nobody waits to send.
-
-A receive is posted before its turn comes, so that a message arrives while the stage computes.
-"""
+"""Point-to-point messages between stages: hidden states down, their gradients up; nobody waits to send."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -44,7 +41,6 @@ class Nowhere(Channel):
         """Nothing comes."""
 
     def receive(self, action: Action) -> Tensor:
-        """Nothing can be asked for."""
         raise AssertionError(f"{action} has no neighbour")
 
     def send(self, action: Action, tensor: Tensor) -> None:
@@ -66,7 +62,7 @@ class Links(Channel):
 
     Args:
         forward: for hidden states.
-        backward: for gradients; on NCCL another group, so that the two directions don't wait for each other.
+        backward: for gradients; on NCCL another group.
         shapes: shapes(action, stage): of the action's chunk, of what leaves that stage forward.
     """
 
@@ -88,8 +84,10 @@ class Links(Channel):
         source = _before(action)
         if not 0 <= source < self.size:
             return
+        # A gradient has the shape of the hidden state that left the lower one of the two stages.
         shape = self._shapes(action, min(source, action.stage))
         message = self._boundary.buffer(*shape, self._device)
+        # Posted before its turn comes, so that the message arrives while the stage computes.
         _, (pending,) = self._exchange(action.kind, source, [], [Message(source, message, _tag(action))])
         self._arriving[action] = _Arriving(pending, message, shape)
 
@@ -104,7 +102,7 @@ class Links(Channel):
     def send(self, action: Action, tensor: Tensor) -> None:
         target = _after(action)
         _, dtype = self._shapes(action, min(target, action.stage))
-        message = self._boundary.encode(tensor.to(dtype))
+        message = self._boundary.encode(tensor.to(dtype))  # under autocast it may be of another type than expected
         (pending,), _ = self._exchange(action.kind, target, [Message(target, message, _tag(action))], [])
         self._leaving[action] = target, pending, message  # gloo reads it later
 
@@ -154,4 +152,4 @@ def _chunk(action: Action) -> tuple[int, int, int]:
 
 def _tag(action: Action) -> int:
     """Tells apart the messages of one direction between two stages."""
-    return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)
+    return 2 * (action.microbatch << 12 | action.slice) + (action.kind is Kind.BACKWARD)  # room for 4096 slices

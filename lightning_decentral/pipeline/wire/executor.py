@@ -77,6 +77,7 @@ class Executor:
         with self._timed(action):
             output = self._stage.forward(action.microbatch, action.slice, hidden)
             self._due.append((action.microbatch, action.slice))
+            # An evaluation, without gradients, has no loss.
             if self._stage.place.last and action.slice == len(self._stage.bounds) - 1 and torch.is_grad_enabled():
                 own = self._own()
                 self._finish(action.microbatch)
@@ -88,7 +89,7 @@ class Executor:
         """The loss over all slices, and its gradient towards each of them."""
         parts = self._stage.outputs.pop(microbatch)
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        whole.requires_grad_()
+        whole.requires_grad_()  # a leaf: each slice goes on from here with its part when its turn comes
         loss = self._close(microbatch, whole)
         with _outside_autocast(whole.device):
             loss.backward()
@@ -104,6 +105,7 @@ class Executor:
         assert not later, f"{action}: slices {later} must come back first"
         self._due.remove(key)
         last = self._stage.place.last
+        # From the end of the list, as slices come back last first.
         grad = self._grads[action.microbatch].pop() if last else self._channel.receive(action)
         with self._timed(action), _outside_autocast(grad.device):
             towards = self._stage.backward(*key, grad)
@@ -118,4 +120,5 @@ class Executor:
 
 
 def _outside_autocast(device: torch.device) -> torch.autocast:
+    # A step runs in Lightning's autocast; a backward keeps to the types of its forward.
     return torch.autocast(device.type, enabled=False)

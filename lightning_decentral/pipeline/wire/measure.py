@@ -5,8 +5,7 @@
 
 So a chunk is measured where it will stand: while the other stages compute and share memory with it (with a single
 slice: while they wait), its keys and values beside those of the whole sequence, gradients added to those of later
-slices. Processor seconds leave out what other work on the machine takes, and w_S is one number for a whole step. On a
-device p itself is read from the clock, when the device has finished.
+slices. On a device p is read from the clock.
 """
 
 import statistics
@@ -64,7 +63,6 @@ class RepeatedSteps:
 
     @property
     def loss_seconds(self) -> float:
-        """Processor seconds of the loss."""
         return statistics.mean(step.loss_seconds for step in self.rounds)
 
     def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
@@ -111,6 +109,7 @@ def _repeated(pipe: StageRunner, call: Call, slices: Sequence[int]) -> list[Step
 def _step(pipe: StageRunner, call: Call, slices: Sequence[int]) -> Step:
     now = clock(call.inputs.device)
     begin = now()
+    # Processor time leaves out other work on the machine, but sees nothing of what a device does.
     executor = pipe.train([call], slices, _loss, time.thread_time if call.inputs.device.type == "cpu" else now)
     seconds = now() - begin
     for parameter in pipe.model.module.parameters():
@@ -134,6 +133,7 @@ def fitted(measured: Sequence[RepeatedSteps], schedule: Schedule, stage: int, li
         stretches.append(steps.stretch(actions, links))
         losses.append(stretches[-1] * steps.loss_seconds if stage == len(links) - 1 else 0.0)
         for place, (forward, backward) in _chunks(steps, actions[stage]).items():
+            # The loss ran inside the last forward, and has a number of its own.
             closing = losses[-1] if sum(place) == sum(steps.slices) else 0.0
             there.append(Measured(*place, stretches[-1] * forward - closing))
             back.append(Measured(*place, stretches[-1] * backward))
@@ -159,7 +159,7 @@ SHORT = 16
 
 
 def ping(pipe: StageRunner, call: Call) -> Link:
-    """Between this stage and the next, one pair of stages after the other; zeros behind the last one. Collective."""
+    """Between this stage and the next, one pair of stages at a time; zeros behind the last one. Collective."""
     length, link = pipe.model.length(call), Link()
     for stage in range(pipe.size - 1):
         if pipe.rank in (stage, stage + 1):
@@ -199,14 +199,12 @@ def _answer(channel: Channel, stage: int, message: torch.Tensor) -> None:
 
 
 def clock(device: torch.device) -> Clock:
-    """Seconds by the clock, read when the device has finished what it was given.
-
-    Of the current stream only: on others there are receives that end when the other stage has answered.
-    """
+    """Seconds by the clock, read when the device has finished what the current stream was given."""
     if device.type == "cpu":
         return time.perf_counter
 
     def now() -> float:
+        # Not the whole device: on other streams there are receives that end when the other stage has answered.
         torch.cuda.current_stream(device).synchronize()
         return time.perf_counter()
 

@@ -31,12 +31,12 @@ class Ownership:
         """The first name of each parameter of the whole model, in its order."""
         self.state_keys = list(module.state_dict())
         """Names of the whole model's state."""
-        self._shapes = {parameter: parameter.shape for parameter in self.order}
+        self._shapes = {parameter: parameter.shape for parameter in self.order}  # what others hold will be empty
         inside = set(model.module.parameters())
         model.keep(place)
         self.kept = set(module.parameters())
         for parameter in self.order.keys() - self.kept:
-            parameter.data = parameter.data.new_empty(0)
+            parameter.data = parameter.data.new_empty(0)  # gives up the memory; `give_back` fills the same object
         mine = [self.order[p] for p in self.order if p in self.kept], list(module.state_dict())
         rows = [mine] if over is None else gather_objects(over, mine)
         self._keys = [set(keys) for _, keys in rows]
@@ -50,9 +50,9 @@ class Ownership:
         """Those that a sum over the stages takes from this one."""
 
     def give_back(self, device: torch.device) -> None:
-        """Make the module whole again on every stage, on the CPU; each tensor travels alone. Collective."""
+        """Make the module whole again on every stage, on the CPU. Collective."""
         self._model.restore()
-        self._module.cpu()
+        self._module.cpu()  # and one tensor after the other: a device need only have room for its own stage
         whole: Mapping[str, Tensor] = self._module.state_dict(keep_vars=True)
         mine = 0 if self._over is None else self._over.rank
         for name, tensor in whole.items():
@@ -83,6 +83,7 @@ def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
     """The state that the optimizer of the whole model would have."""
     groups = joined_names([part["names"] for part in parts], order)
     number = {name: i for i, name in enumerate(name for group in groups for name in group)}
+    # Reversed: the first stage's, where several have one.
     state = {number[name]: values for part in reversed(parts) for name, values in part["state"].items()}
     settings = [
         {**setting, "params": [number[name] for name in group]}

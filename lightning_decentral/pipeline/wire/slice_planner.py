@@ -45,11 +45,9 @@ class SlicePlanner:
     def measure(self, call: Call, pipe: StageRunner, world: Transport | None) -> None:
         """Where a slicing asks for it, before every step; it takes gradients away.
 
-        A measurement serves all sequences that aren't longer, of this batch size.
-
-        Collective: the first pipeline's call and measurements decide for all workers of `world`, whose own calls may be
-        longer or shorter, so that all measure in the same step and have one plan for a length.
+        A measurement serves all sequences that aren't longer, of this batch size. Collective over `world`.
         """
+        # The first pipeline's call decides: others may be longer or shorter, but all must measure in the same step.
         batch, length = _firsts((call.inputs.shape[0], pipe.model.length(call)), pipe, world)
         if batch != self._measured[0] or length > self._measured[1]:
             self.profiles = self._profiles(call, pipe, world)
@@ -62,11 +60,11 @@ class SlicePlanner:
         return slices
 
     def _profiles(self, call: Call, pipe: StageRunner, world: Transport | None) -> list[StageCost]:
-        """All stages' of earlier runs, or all measured now: every worker sees the same and goes the same way."""
+        """All stages' of earlier runs, or all measured now; the first pipeline's, so that a length has one plan."""
         everyones: Callable[[Any], list[Any]] = (lambda own: [own]) if world is None else partial(gather_objects, world)
         asked = conditions(pipe, call, everyones(platform.node())[: pipe.size])
         kept = everyones(self._costs.find(asked))[: pipe.size]
-        if None not in kept:
+        if None not in kept:  # all workers see the same list and go the same way: to measure is collective
             self._origin = "an earlier run"
             return kept
         own = profile(pipe, call)

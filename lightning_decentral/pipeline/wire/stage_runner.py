@@ -111,7 +111,7 @@ class StageRunner:
         if self.over is None or call.inputs.shape in self._shapes or self.model.shape(call, 0, 1) is not None:
             return
         shapes: list[Shape] = []
-        with evaluating(self.model.module):
+        with evaluating(self.model.module):  # dropout draws nothing, no statistics are taken of zeros
             for r in range(self.size):
                 mine = None
                 if r == self.rank:
@@ -129,6 +129,7 @@ class StageRunner:
         if self.over is None:
             assert tensor is not None
             return tensor
+        # Only the last stage knows type and shape: they travel first.
         head = torch.zeros(10, dtype=torch.int64, device=self._device)
         if tensor is not None:
             head[: 2 + tensor.dim()] = torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
@@ -156,7 +157,7 @@ class StageRunner:
         return number
 
     def tie(self, tied: Mapping[nn.Parameter, Sequence[int]], outside: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients of what stands on several stages; each of them then makes the same update. Collective."""
+        """Sum the gradients of what stands on several stages. Collective."""
         if self.over is None:
             return
         for parameter, stages in tied.items():
@@ -166,10 +167,11 @@ class StageRunner:
             kept, landing = self.over.exchange([Message(other, mine, TIED)], [Message(other, theirs, TIED)])
             for pending in (*landing, *kept):
                 pending.wait()
-            parameter.grad = mine + theirs
+            parameter.grad = mine + theirs  # a + b and b + a are the same bits: both holders make the same update
         for parameter in outside:
             parameter.grad = self.total(_gradient(parameter))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
+    # Zeros for none: the other stages wait for a message all the same.
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()

@@ -82,8 +82,7 @@ class BlockPass:
         return found[::-1]
 
     def saved_bytes(self) -> list[int]:
-        """By block: storages that several operations save once, for the highest block that needs them; parameters,
-        which are there anyway, not."""
+        """By block: distinct storages, without parameters."""
         blocks = range(len(self._names) + 1)
         return [sum(size for owner, size in self._saved.values() if owner == block) for block in blocks]
 
@@ -106,6 +105,7 @@ class BlockPass:
         self._back[block] = self._laps.lap()
 
     def _save(self, tensor: Tensor) -> Tensor:
+        # What several operations save counts once, for the highest block that needs it; parameters are there anyway.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._parameters:
             self._saved[storage.data_ptr()] = self.entered[-1] if self.entered else 0, storage.nbytes()
@@ -126,6 +126,7 @@ def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int
         passes.append(BlockPass(root, names, device))
         passes[-1].watch_saved(run)
         passes[-1].refuse_another_order()
+    # Without the first pass, which warms up.
     seconds = [min(times) for times in zip(*(p.forward() for p in passes[1:]), strict=True)]
     titles = ["inputs", *names] if names else ["all"]
     rows = zip(titles, seconds, parameter_bytes, passes[-1].saved_bytes(), strict=True)

@@ -89,6 +89,7 @@ class Bucket:
         first, last = max(1, whole - most), whole - least
         begins = [offset for offset in self._offsets if first <= offset <= last and offset % self._grain == 0]
         places = range(last // self._grain * self._grain, first - 1, -self._grain)
+        # The last ones first: the shorter what is behind it, the better.
         return next((place for place in [*begins[::-1], *places] if not within_row(place)), None)
 
     def store(self) -> None:
@@ -121,18 +122,15 @@ class BucketSpan:
         return tuple(found)
 
     def adopt(self) -> None:
-        """The bucket's; once for all its spans."""
-        if not self._start:
+        if not self._start:  # once for all spans of the bucket
             self._bucket.adopt()
 
 
 class Pool:
-    """Message buffers that are used again, so that a round allocates nothing.
-
-    Fresh memory costs more than the copy into it: on a host every page is faulted in anew.
-    """
+    """Message buffers that are used again, so that a round allocates nothing."""
 
     def __init__(self) -> None:
+        # Fresh memory costs more than the copy into it: on a host every page is faulted in anew.
         self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
@@ -152,12 +150,10 @@ class Pool:
 
 
 def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
-    """The last bucket in two where it's long and has a place for that, so that the last one is short.
-
-    The messages of one round may still be under way for as long as the last bucket takes when the next one's begin: for
-    more, two neighbours' messages fill the queues on the way to a worker, and packets are dropped. Cut is also where
-    nothing overlaps (without a delay, on a device), for one small message more, so that a checkpoint fits everywhere.
-    """
+    """The last bucket in two where it's long and has a place for that, so that the last one is short."""
+    # The next round's messages may begin while the last bucket's are under way; were it longer, two neighbours' would
+    # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps (without a
+    # delay, on a device), for one small message more: so a checkpoint fits everywhere.
     whole = sum(bucket.bytes for bucket in buckets)
     if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole):
         return [*buckets]
@@ -190,11 +186,9 @@ def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
-    """An eighth of their bytes, from 2 MiB to 256 MiB.
-
-    While one bucket is mixed the links wait for it, so a few are better than one; each costs a message's latency, so
-    few are better than many.
-    """
+    """An eighth of their bytes, from 2 MiB to 256 MiB."""
+    # While one bucket is mixed the links wait for it: a few are better than one. Each costs a message's latency: few
+    # are better than many.
     known = (p for p in dict.fromkeys(parameters) if not isinstance(p, UninitializedParameter))
     whole = sum(p.numel() * p.element_size() for p in known)
     return min(max(-(-whole // BUCKETS), LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)

@@ -31,11 +31,7 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """Sums device seconds between `start` and `stop` on the current stream, by events, without making the host wait.
-
-    A host clock would see nothing: waiting for NCCL only queues a wait on the stream. Intervals count once the device
-    passed them.
-    """
+    """Sums device seconds between `start` and `stop` on the current stream, by events, without making the host wait."""
 
     def __init__(self) -> None:
         self._total = 0.0
@@ -59,6 +55,7 @@ class DeviceStopwatch:
 
 def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:
     """The stopwatch that sees waiting on `device`."""
+    # A host clock would see nothing of a device: waiting for NCCL only queues a wait on the stream.
     return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
 
 
@@ -114,8 +111,7 @@ def duration(call: Callable[[], object], device: torch.device) -> float:
 class AsyncRead:
     """A small tensor on its way to the host.
 
-    One of the host is there at once. From a device it is copied to pinned memory behind what the current stream has to
-    do, and `read` waits for that copy alone, not for what was queued after it.
+    One of the host is there at once. From a device it is copied behind what the current stream has to do.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -124,6 +120,7 @@ class AsyncRead:
         if tensor.is_cuda:
             self._source = tensor  # its memory is not to be used again before the copy is done
             self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            # An event for this copy alone: `read` doesn't wait for what is queued after it.
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 

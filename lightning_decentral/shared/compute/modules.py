@@ -25,8 +25,8 @@ def candidates(module: nn.Module) -> list[Chain]:
     """Chains of two or more blocks with parameters, the likeliest first.
 
     A block is a member of a Sequential or ModuleList, containers flattened: the layers of all stages are one chain.
-    Likely is a chain that holds half of the largest one's parameters, and of these the longest: blocks before the
-    branches inside of them, and layers before stages. Whether a chain may be cut is for `verify` to say.
+    Likely is a chain that holds half of the largest one's parameters, and of these the longest. Whether a chain may be
+    cut is for `verify` to say.
     """
     modules = dict(module.named_modules())
     members: dict[type, list[str]] = defaultdict(list)
@@ -37,6 +37,7 @@ def candidates(module: nn.Module) -> list[Chain]:
     found = [Chain(kind.__name__, tuple(names)) for kind, names in outermost.items() if len(names) > 1]
     sizes = {chain: sum(p.numel() for name in chain.names for p in modules[name].parameters()) for chain in found}
     enough = max(sizes.values(), default=0) / 2
+    # Half of the parameters: blocks before the branches inside of them; the longest: layers before stages.
     return sorted(found, key=lambda chain: (sizes[chain] < enough, -len(chain.names), -sizes[chain]))
 
 

@@ -1,7 +1,7 @@
 """Worker state: what a worker needs to resume exactly (random state too), and where: `NAME.ckpt.workers/worker-0-of-4`.
 
 A worker's file is a complete Lightning checkpoint of that worker's own model, plus its random state and its messages
-in flight. It holds tensors and primitives only, so that it loads with `weights_only=True`.
+in flight.
 """
 
 import os
@@ -31,6 +31,7 @@ def random_state() -> dict[str, Any]:
     """The state of the generators of torch (host and devices), numpy and Python."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, python_gauss = random.getstate()
+    # Tensors and primitives only, so that a file loads with `weights_only=True`.
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],

@@ -30,10 +30,8 @@ class BackwardPiece:
 
 
 def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Iterator[BackwardPiece]:
-    """The backward from the last block on, cut wherever a bucket is full; a block's gradients come evenly.
-
-    As in torch, the first bucket is small, so that the network has something to do early.
-    """
+    """The backward from the last block on, cut wherever a bucket is full; a block's gradients come evenly."""
+    # As in torch the first bucket is small, so that the network has something to do early.
     bucket, room = 0, float(min(FIRST_BUCKET_BYTES, bucket_bytes))
     for block in reversed(blocks):
         left = float(block.parameter_bytes)
@@ -74,7 +72,6 @@ class DataParallel(Synchronous):
     bucket_bytes: int = BUCKET_BYTES
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """The all-reduce over all workers."""
         workers = setting.cluster.workers
         return (
             setting.network.price("all_reduce", setting.cluster.reach(workers), workers, 1, setting.cluster.per_node),
@@ -86,11 +83,9 @@ class DataParallel(Synchronous):
         return 2 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
 
     def memory_bytes(self, setting: Setting) -> float:
-        """A replica, and the buckets beside the gradients."""
-        return replica_bytes(setting.model) + setting.model.parameter_bytes
+        return replica_bytes(setting.model) + setting.model.parameter_bytes  # buckets lie beside the gradients
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Of a worker whose computation takes `factor` times as long."""
         return step(setting.model.blocks, self.prices(setting)[0], factor, self.bucket_bytes)
 
 
@@ -101,6 +96,7 @@ def sharded_step(
     1 / shards of the parameters."""
     tasks: list[Task[str]] = []
     for at, block in enumerate(blocks):
+        # One block is gathered ahead: two are whole at a time.
         free = (f"forward {blocks[at - 2].name}",) if at > 1 else ()
         tasks.append(Task(f"gather {block.name}", "network", gather.seconds(block.parameter_bytes), free))
         needs = (f"gather {block.name}",)
@@ -118,7 +114,7 @@ def _backward(blocks: Sequence[BlockCost], gather: Price, scatter: Price, factor
         tasks.append(Task(f"gather {block.name} again", "network", gather.seconds(block.parameter_bytes), (free,)))
         needs = (f"gather {block.name} again",)
         tasks.append(Task(f"backward {block.name}", "compute", factor * block.backward_seconds, needs))
-        if at:
+        if at:  # behind the next gather, for which the backward would wait
             tasks.append(_scatter(blocks[at - 1], scatter))
     return [*tasks, _scatter(blocks[-1], scatter)]
 
@@ -140,7 +136,6 @@ class ShardedForecast(Synchronous):
     """Parameters, gradients and optimizer state are spread over all workers; all wait for the slowest."""
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        """Gathering and scattering over all workers."""
         workers, per_node = setting.cluster.workers, setting.cluster.per_node
         reach = setting.cluster.reach(workers)
         price = setting.network.price
@@ -152,10 +147,8 @@ class ShardedForecast(Synchronous):
         return 3 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
 
     def memory_bytes(self, setting: Setting) -> float:
-        """A shard, and two blocks whole."""
         return sharded_bytes(setting.model, setting.cluster.workers)
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
-        """Of a worker whose computation takes `factor` times as long."""
         gather, scatter = self.prices(setting)
         return sharded_step(setting.model.blocks, gather, scatter, setting.cluster.workers, factor)

@@ -12,7 +12,7 @@ from lightning_decentral.shared.plan.network import NO_NETWORK, Network, Price
 from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
-EXACT_POINTS = 12
+EXACT_POINTS = 12  # each is a timeline to be simulated
 
 
 @dataclass(frozen=True)

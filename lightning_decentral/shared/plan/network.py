@@ -12,9 +12,8 @@ the nearest number of them (the bytes are those of all messages, so a link's sec
     all_reduce                    2 (n - 1)      2 (n - 1) / n
     broadcast                     ceil(log2 n)   1
 
-A ring's numbers, of the whole message's bytes. More flows than measured share what the card gave; fewer aren't thought
-to be faster, since one flow alone may be limited otherwise. Where an operation wasn't measured, another one's hop and
-copy stand for it, an exchange's first.
+A ring's numbers, of the whole message's bytes. Where an operation wasn't measured, another one's hop and copy stand for
+it, an exchange's first.
 """
 
 from collections.abc import Callable
@@ -77,8 +76,6 @@ class Network:
     ) -> Price:
         """Of an operation on a group, `per_node` of which share a node; nothing for a group of one.
 
-        An exchange with more neighbours than an exponential graph has isn't marked as extrapolated for that.
-
         Inside a node, where only the network was measured, the network's: too dear, and marked as extrapolated.
         """
         if workers < 2:
@@ -86,9 +83,11 @@ class Network:
         cost = self._nearest(operation, reach, workers, flows, per_node, peers)
         asked, measured = OPERATIONS[operation], OPERATIONS[cost.operation]
         hops = asked.hops(workers) / measured.hops(cost.workers)
+        # More flows than measured share what the card gave; fewer may be no faster, one alone being limited otherwise.
         copies = asked.copies(workers) / measured.copies(cost.workers) * max(1.0, flows / cost.flows)
         found = (cost.operation, cost.reach, cost.workers, cost.flows)
         measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
+        # For more neighbours than an exponential graph has, nothing is marked.
         as_many = operation != "exchange" or cost.peers >= min(peers, (workers - 1).bit_length())
         return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not (measured_so and as_many))
 
@@ -99,7 +98,7 @@ class Network:
             sizes = abs(log(cost.workers / workers)) + abs(log(cost.flows / flows))
             neither = others and cost.operation != "exchange"
             together = abs(log(cost.peers / (peers if operation == "exchange" else 1)))
-            return cost.reach != reach, others, neither, shared, sizes, together
+            return cost.reach != reach, others, neither, shared, sizes, together  # the first difference decides
 
         known = [cost for cost in self.costs if cost.workers > 1 and cost.operation in OPERATIONS]
         usable = [cost for cost in known if reach in (cost.reach, "inside")]

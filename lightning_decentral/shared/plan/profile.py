@@ -189,6 +189,7 @@ def read(path: str | Path) -> Profile:
 
 def _profile(found: Mapping[str, Any]) -> Profile:
     model = dict(found["model"])
+    # A KeyError for what is always measured, although it has a default.
     blocks = tuple(BlockCost(**block | {key: block[key] for key in ALWAYS_MEASURED}) for block in model.pop("blocks"))
     if not blocks:
         raise ValueError("a model without blocks")

@@ -61,7 +61,7 @@ def run(tasks: Sequence[Task[Name]]) -> dict[Name, Span]:
         while queue:
             task = queue[0]
             missing = next((name for name in task.needs if name not in spans), None)
-            if missing is not None:
+            if missing is not None:  # when it has finished, this worker is ready again
                 waiting.setdefault(missing, []).append(worker)
                 break
             start = max([free.get(worker, 0.0), *(spans[name].finish for name in task.needs)])

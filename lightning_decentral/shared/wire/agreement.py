@@ -15,7 +15,7 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport, gather_objects
 
 PATIENCE_SECONDS = 1.0
-ALERT_SECONDS = 0.02
+ALERT_SECONDS = 0.02  # once it's known that somebody has ended, and must be asked for every further round
 
 
 def check_same_model(module: nn.Module, over: Transport) -> None:
@@ -50,8 +50,7 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport) -> Non
 class StopFlag:
     """A signal that reached one worker stops all of them after the same step, and nobody waits for it.
 
-    Every `every` rounds the workers start to sum their flags; the sum is read `every` rounds later. A worker waits for
-    another only if it's more than `every` rounds ahead.
+    Every `every` rounds the workers start to sum their flags; the sum is read `every` rounds later.
     """
 
     def __init__(self, over: Transport, every: int) -> None:
@@ -65,7 +64,7 @@ class StopFlag:
         """Once per round, on every worker."""
         if self._tick % self._every == 0:
             if self._sum is not None:
-                self._sum[0].wait()
+                self._sum[0].wait()  # only for a worker that is more than `every` rounds behind
                 self.agreed |= bool(self._sum[1])
             votes = torch.tensor([int(self.raised)])
             self._sum = self._over.all_reduce(votes), votes
@@ -76,8 +75,8 @@ class RollCall:
     """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
 
     A worker that has no batch left waits here until all have come. Another that waits long for a message says so in
-    the store; whoever waits here then takes part in its round, without an update. In the usual case, equal numbers, it
-    costs one small gather at an epoch's end, where validation would make the workers meet anyway.
+    the store; whoever waits here then takes part in its round, without an update. With equal numbers it costs one small
+    gather at an epoch's end.
 
     Args:
         rounds: how many rounds this worker has taken, one number for each optimizer.
@@ -103,6 +102,7 @@ class RollCall:
         self._alert = False
         self._waiting_since: float | None = None
         self._closed = threading.Event()
+        # A thread: whoever waits is blocked in a message or a collective call, and can't say so itself.
         self._watch = threading.Thread(target=self._say_when_waiting, name="lightning_decentral-roll-call", daemon=True)
         self._watch.start()
 
@@ -125,11 +125,10 @@ class RollCall:
                     self._ask()
 
     def _patience(self) -> float:
-        """Short once it is known that somebody has ended and must be asked for every further round."""
         return ALERT_SECONDS if self._alert else PATIENCE_SECONDS
 
     def _ask(self) -> None:
-        if self._store.check([self._key("ended")]):
+        if self._store.check([self._key("ended")]):  # else the other is only slow
             self._alert = True
             self._store.set(self._key("needed"), ",".join(map(str, [*self._wanted(), self._met()])))
 
@@ -144,6 +143,7 @@ class RollCall:
         """
         mine = self._rounds()
         self._store.set(self._key("ended"), "yes")
+        # Done when all have come; until then somebody may need further rounds of this worker.
         gathering, rows = self._over.all_gather(torch.tensor(mine))
         pause = 0.001
         while not gathering.done():
@@ -175,6 +175,7 @@ class RollCall:
         """What another waits for, if one does."""
         key = self._key("needed")
         with suppress(RuntimeError):  # worker 0 has passed and ended, and the store with it; or died: the gather knows
+            # Checked first: `get` waits for a key that isn't there.
             return list(map(int, self._store.get(key).decode().split(","))) if self._store.check([key]) else None
         return None
 

@@ -71,14 +71,13 @@ class Sharded:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Whole parameters in a plain module; collective. They lie on the host: shards had more room than one device
-        may have."""
+        """Whole parameters, on the host, in a plain module. Collective."""
         self.reshard()
-        whole: dict[int, nn.Parameter] = {}
+        whole: dict[int, nn.Parameter] = {}  # by identity: what was tied is tied again
         for part in self._before:
             for name, parameter in part.named_parameters(recurse=False):
                 if id(parameter) not in whole:
-                    full = full_tensor(parameter).cpu()
+                    full = full_tensor(parameter).cpu()  # one device may have less room than all had for the shards
                     whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 part._parameters[name] = whole[id(parameter)]
         for part, before in self._before.items():
@@ -158,7 +157,7 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
     mesh = parameter.device_mesh
     rows = whole.chunk(mesh.size(), dim=0)
     place = mesh.get_local_rank()
-    return rows[place] if place < len(rows) else whole[:0]
+    return rows[place] if place < len(rows) else whole[:0]  # fewer rows than devices
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -167,18 +166,14 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 class ShardBucket(Bucket):
-    """`flat` is a copy of this device's shards: FSDP keeps their storage for itself.
-
-    `adopt` reads them, `store` writes back what mixing made of them.
-    """
+    """`flat` is a copy of this device's shards, which `adopt` reads and `store` writes: their storage is FSDP's."""
 
     def elements(self, parameter: nn.Parameter) -> int:
         return local(parameter).numel()
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """None: a shard of a matrix has fewer rows than a low rank needs."""
-        return ()
+        return ()  # a shard of a matrix has fewer rows than a low rank needs
 
     @torch.no_grad()
     def adopt(self) -> None:

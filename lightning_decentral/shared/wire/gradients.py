@@ -50,10 +50,8 @@ def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
 
 
 def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[bool]:
-    """Of which some worker has a gradient, from the sum of the flags.
-
-    Only who lacks one waits for the others, and reads what may lie on a device.
-    """
+    """Of which some worker has a gradient, from the sum of the flags."""
+    # Only who lacks one waits for the others, and reads what may lie on a device.
     if all(gradient is not None for gradient in gradients):
         return [True] * len(gradients)
     pending.wait()
@@ -93,8 +91,6 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 
 class Launcher(Generic[Kind]):
     """Starts buckets in their order, each as soon as the backward has made all gradients of it and of those before it.
-
-    In the same order on every worker, so that workers with unequal graphs still pair the right ones.
 
     Args:
         launch: starts a bucket's message.
@@ -153,6 +149,7 @@ class Launcher(Generic[Kind]):
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         self.buckets[index].waiting.discard(parameter)
+        # Never past one that waits: workers with unequal graphs still pair the right ones.
         while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
             self._launched += 1
             self._launch(self.buckets[self._launched - 1])
@@ -165,8 +162,7 @@ class GradientAverage:
     are, buckets in the same order on every device, the last parameters first; the backward pass meanwhile goes on. No
     wrapper: the module, its names and its forward stay what they are.
 
-    A parameter that a device did not use counts as zero there; one that no device used keeps no gradient. Who used what
-    the hosts tell each other: no host reads what its device computes.
+    A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
 
     Args:
         over: the transport of the devices that share gradients, for this alone.
@@ -224,6 +220,7 @@ class GradientAverage:
         bucket.pending = self._over.all_reduce(flat.div_(self._over.size))
 
     def _land_after_backward(self) -> None:
+        # At the first gradient: only within a backward can its end be waited for.
         torch.autograd.Variable._execution_engine.queue_callback(self._land)
 
     def _land(self) -> None:
@@ -233,6 +230,7 @@ class GradientAverage:
         self._launcher.rest()
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
+        # The hosts tell each other who used what: no host reads what its device computes.
         flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
         some = iter(used(gradients, flags, self._hosts.all_reduce(flags)))
         for bucket in buckets:

@@ -10,17 +10,15 @@ from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.gradients import pack, parts
 from lightning_decentral.shared.wire.transport import Transport
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
 
 
 @torch.no_grad()
 def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None) -> list[Tensor]:
     """sum over workers of share * each tensor, as new tensors; every worker gets the same bits.
 
-    Shares sum to one; None is 1/n each.
-
-    Each worker divides before the sum, so that a mask of the largest finite number stays finite. Half precision is
-    summed in float32. What isn't floating point (counters, indices) is this worker's own.
+    Shares sum to one; None is 1/n each. Half precision is summed in float32. What isn't floating point (counters,
+    indices) is this worker's own.
     """
     results = [tensor.detach().clone() for tensor in tensors]
     chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
@@ -40,6 +38,7 @@ def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | No
     exact = torch.promote_types(tensors[0].dtype, torch.float32)
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=exact, device=tensors[0].device)
     pack(tensors, tensors, flat)
+    # Before the sum: a mask of the largest finite number stays finite.
     flat = flat.div_(over.size) if share is None else flat.mul_(share)
     over.all_reduce(flat).wait()
     for tensor, part in zip(tensors, parts(flat, tensors), strict=True):
@@ -61,6 +60,7 @@ def mean_of_states(state: Mapping[str, Any], mean_of: Callable[[Sequence[Tensor]
 def _place(key: str, tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], str]:
     """Equal for tied tensors."""
     here = local(tensor)
+    # Empty tensors have no address: they would all be tied.
     return here.data_ptr(), tensor.shape, tensor.stride(), key if here.numel() == 0 else ""
 
 
@@ -80,7 +80,8 @@ class Swap:
             tensor.copy_(value)
 
     def undo(self) -> None:
-        """Put back, bit for bit, what was there; a buffer that changed meanwhile (a best score) keeps its change."""
+        """Put back, bit for bit, what was there; a buffer that changed meanwhile keeps its change."""
+        # A best score, say, that validation has found.
         for i, stood in self._buffers.items():
             if not torch.equal(self._tensors[i], stood):
                 self._own[i] = self._tensors[i].clone()
@@ -133,7 +134,7 @@ class MeanModel:
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """x_i <- mean, on all workers. Collective."""
-        Swap(tensors, self.mean_of(tensors))
+        Swap(tensors, self.mean_of(tensors))  # never undone
         self.apart = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Naming:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # Backends raise RuntimeError for everything: only the text tells a lost peer.
         if isinstance(error, RuntimeError) and re.search(
             "closed|reset|refused|timed? ?out|gloo|NCCL|abort", str(error)
         ):

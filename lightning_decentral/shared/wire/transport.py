@@ -1,9 +1,6 @@
 """Transport over gloo and NCCL: groups, batched send and receive, collectives; the one door to torch.distributed.
 
-Gloo and NCCL want peers addressed differently. Gloo takes plain sends and receives on the group object
-(`batch_isend_irecv` refuses groups that are not registered, which a world of threads never is) and tells messages
-apart by tag; NCCL wants all sends and receives of a round coalesced into one launch and pairs them by order. Whoever
-holds a `Transport` sees neither.
+Gloo and NCCL want peers addressed differently; whoever holds a `Transport` sees neither.
 """
 
 from abc import ABC, abstractmethod
@@ -83,6 +80,8 @@ class GlooTransport(Transport):
     """Plain sends and receives on the group object; CPU tensors."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        # On the group object: `batch_isend_irecv` refuses groups that aren't registered, as a world of threads never
+        # is. Messages are told apart by tag.
         incoming = [self._post(self.group.recv, m) for m in receives]
         outgoing = [self._post(self.group.send, m) for m in sends]
         return (
@@ -91,7 +90,7 @@ class GlooTransport(Transport):
         )
 
     def _post(self, start: Callable[..., Any], message: Message) -> Any:
-        """A broken connection may show here already."""
+        # A broken connection may show here already.
         with Naming(f"neighbour {message.peer}", self.rank):
             return start([message.tensor], message.peer, message.tag)
 
@@ -102,6 +101,7 @@ class NcclTransport(Transport):
     queued = True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        # NCCL wants all of a round coalesced into one launch, and pairs sends and receives by order.
         operations = [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
         operations += [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -110,16 +110,14 @@ class NcclTransport(Transport):
 
 
 class StagedTransport(Transport):
-    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory.
-
-    The host waits for every copy from the device, as the inner transport reads it at once.
-    """
+    """Device tensors over a transport that only takes CPU tensors: copied through pinned host memory."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group)
         self._inner = inner
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        # The host waits for every copy from the device: the inner transport reads it at once.
         staged_sends = [m._replace(tensor=_pinned(m.tensor).copy_(m.tensor)) for m in sends]
         staged_receives = [m._replace(tensor=_pinned(m.tensor)) for m in receives]
         outgoing, incoming = self._inner.exchange(staged_sends, staged_receives)
@@ -174,8 +172,8 @@ def transport(group: Any, device: torch.device) -> Transport:
 
 @contextmanager
 def world(timeout: timedelta) -> Iterator[None]:
-    """The world that torchrun's variables describe, for programs that Lightning doesn't run: by gloo, so that workers
-    can talk before they agree on devices."""
+    """The world that torchrun's variables describe, for programs that Lightning doesn't run."""
+    # By gloo: workers talk before they agree on devices.
     dist.init_process_group("gloo", timeout=timeout)
     try:
         yield
@@ -185,7 +183,7 @@ def world(timeout: timedelta) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Wire:
-    """What one worker talks over. A group orders its calls, so what may happen in another order has another group."""
+    """What one worker talks over."""
 
     world: Transport
     """Means over all workers."""
@@ -221,6 +219,7 @@ def connect(device: torch.device, timeout: timedelta | None, backend: str | None
         made = dist.new_group(None if ranks is None else list(ranks), backend="gloo", **settings)
         return None if made is dist.GroupMember.NON_GROUP_MEMBER else GlooTransport(made)
 
+    # A group orders its calls: what may happen in another order on another worker has another group.
     world, flags, roll = group(None), hosts(None), hosts(None)
     assert world is not None
     assert flags is not None
