@@ -53,7 +53,6 @@ def verdicts(plan: CutPlan) -> Table:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print blocks, cuts, verdicts and predictions."""
     found = cut_plan(options.application, options.overrides)
     console = Console()
     console.print(f"chain: {found.chain or 'as named'}")

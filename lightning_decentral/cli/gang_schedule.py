@@ -45,7 +45,6 @@ class Planned:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, print, draw."""
     refuse(options)
     found = PLANS[options.policy](options)
     console = Console(highlight=False)

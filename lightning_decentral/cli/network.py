@@ -66,7 +66,6 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def shown(costs: Sequence[LinkCost]) -> Table:
-    """One row a line."""
     table = Table(
         "operation", "reach", "workers", "flows", "neighbours", "latency us", "MB/s", "largest error", title="network"
     )
@@ -127,6 +126,7 @@ def run(options: argparse.Namespace) -> None:
     device = device_of(local_rank, per_node)
     timeout = timedelta(seconds=options.timeout_seconds)
     with world(timeout):
+        # One that can't start says so before the devices' groups are made: the others would wait for it there.
         agree(start_of(options, rank, per_node, device))
         plan = probes(size, per_node)
         wire = connect(device, timeout, "nccl" if device.type == "cuda" else "gloo")

@@ -53,7 +53,6 @@ def messages(topology: Topology, size: int) -> list[Step]:
 
 
 def shown(links: HostLinks, found: Placement) -> Table:
-    """One row a rank."""
     table = Table("rank", "host", "was", title="exact" if found.exact else "by local search")
     for rank, host in enumerate(found.order):
         table.add_row(str(rank), links.hosts[host], links.hosts[rank])
@@ -61,7 +60,6 @@ def shown(links: HostLinks, found: Placement) -> Table:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Find, print, write."""
     links = read(options.hosts)
     if options.among:
         links = links.only(options.among.split(","))
@@ -86,7 +84,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add(commands: Any) -> None:
-    """Describe the subcommand to argparse."""
     command = commands.add_parser("placement", help="which host should get which rank")
     command.add_argument("hosts", help="delays and bandwidths between hosts, JSON or CSV")
     command.add_argument("overrides", nargs="*", help="words about the topology: strategy.topology.max_degree=2")

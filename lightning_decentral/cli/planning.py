@@ -36,7 +36,6 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table and the recommendation."""
     if options.profile is None or options.workers is None:
         raise ValueError("plan needs a profile and --workers: lightning-decentral plan profile.json --workers 64")
     console = Console()

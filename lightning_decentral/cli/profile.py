@@ -53,10 +53,10 @@ class StepProfile(Callback):
     def steps(self) -> list[float]:
         """Seconds of each whole step behind the measured one."""
         stamps = self._laps.seconds() if self._laps else []
+        # Laps are the begin and the end of a batch in turn: every second difference lies between two batches.
         return [end - start for start, end in list(pairwise(stamps))[::2]]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what has no blocks to measure."""
         if not pl_module.automatic_optimization:
             raise ValueError(
                 f"{type(pl_module).__name__} optimizes manually, so nobody knows what belongs to a step: "
@@ -64,7 +64,6 @@ class StepProfile(Callback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measure the blocks once, then start the clock."""
         if trainer.global_step < WARM_UP:
             return
         if self._laps is None:
@@ -88,7 +87,7 @@ class StepProfile(Callback):
         try:
             self.blocks = measure_blocks(module, names, run, trainer.optimizers, module.device, self._done)
         finally:
-            del module.__dict__["log"]
+            del module.__dict__["log"]  # `step_of` has silenced it
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
@@ -133,7 +132,6 @@ def _refuse_accumulation(batches: int) -> None:
 
 
 def shown(model: Model) -> Table:
-    """One row a block."""
     table = Table("block", "forward ms", "backward ms", "update ms", "parameters kB", "saved kB", "output kB")
     table.title = f"{model.name} on {model.device}, {model.batch} samples a step"
     for name, block in zip(_short([block.name for block in model.blocks]), model.blocks, strict=True):
@@ -173,7 +171,6 @@ def mixing(model: Model) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print, write."""
     with quiet(), Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps + ROUNDS)
         found, seconds = profile(options.application, options.overrides, options.steps, lambda: progress.advance(task))
@@ -191,7 +188,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add(commands: Any) -> None:
-    """Describe the subcommand to argparse."""
     command = commands.add_parser("profile", help="what a training step of a recipe costs on one device")
     command.add_argument(
         "overrides", nargs="*", help="words of recipes/train.py: recipe=vit model.config.hidden_size=64"

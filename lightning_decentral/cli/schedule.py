@@ -65,7 +65,6 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, simulate, print, train, draw."""
     names = options.policy.split(",")
     if set(names) & set(gang_schedule.PLANS):
         gang_schedule.run(options)
@@ -199,7 +198,6 @@ def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], said: str) -> str
 
 
 def written(options: argparse.Namespace, found: Mapping[str, Spans]) -> list[str]:
-    """Files that were asked for."""
     policy = options.policy.partition(",")[0]
     panels = {f"{policy}, {title}": gantt.bars_of_schedule(spans) for title, spans in found.items()}
     events = [event for title, spans in found.items() for event in chrome_trace(spans, title)]

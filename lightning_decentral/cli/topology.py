@@ -48,7 +48,6 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print, and draw where asked."""
     topology = topology_of(options.name, options.overrides).placed(options.per_node)
     check(topology, options.workers)
     found = curves(topology, options.workers)
@@ -61,7 +60,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def lines(topology: Topology, size: int, found: Curves) -> list[str]:
-    """What is printed."""
     period = topology.period(size)
     shown = [
         f"step {step}: spectral gap {gap:.3g}: {heard(topology, size, step)}" for step, gap in enumerate(found.gaps)

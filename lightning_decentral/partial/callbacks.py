@@ -60,22 +60,19 @@ class PartialBackpropMonitor(Callback):
         self._rows: dict[int, list[tuple[float, float]]] = defaultdict(list)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counters start anew with every fit."""
         self._watch = stopwatch(pl_module.device)
         self._step = self._logged = trainer.global_step
         self._seconds, self._sent = 0.0, 0.0
         self._rows.clear()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """The depth of this step, and the clock."""
         strategy = trainer.strategy
         if isinstance(strategy, Partial) and strategy.driver is not None:
-            self._depth = strategy.driver.depth(trainer.global_step)
+            self._depth = strategy.driver.depth(trainer.global_step)  # when the batch ends, the step has moved on
         self._watch.start()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the strategy waits for the means."""
-        self._watch.stop()
+        self._watch.stop()  # before the strategy waits for the means, which is no backward
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -98,19 +95,20 @@ class PartialBackpropMonitor(Callback):
         self._rows[self._depth].append((metrics["partial/backward_seconds"], metrics["partial/sent_bytes"]))
         for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name == "partial/depth", logger=False)
+        # Not by `log`, which would keep a row every log_every_n_steps only; by the step that Lightning logs by.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class PartialBackpropTable(PartialBackpropMonitor):
-    """At the end of training worker 0 prints one line for each depth: steps, seconds of a backward, what it kept and
-    sent, and what the costs of the pieces predict for the compute of a step against a full one."""
+    """At the end of training worker 0 prints one line for each depth: steps, what a backward kept, medians of its
+    seconds and of what it sent, and what the costs of the pieces predict for the compute of a step against a full one.
+    """
 
     def __init__(self) -> None:
         super().__init__(every_n_steps=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Medians over the steps of a depth."""
         strategy = trainer.strategy
         if trainer.is_global_zero and isinstance(strategy, Partial) and strategy.driver is not None and self._rows:
             Console().print(self._table(strategy.driver))
@@ -167,15 +165,15 @@ class PartialBackward(Callback):
         self._undo: Callable[[], None] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
-        """The warm-up in steps, so that a resumed run keeps it."""
+        # A resumed run, which may be longer, keeps the warm-up in steps.
         return {} if self.driver is None else warm_up_state(self.depth, self.driver.assignment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the cut around the strategy's training step, for this fit."""
         refuse_unserved(pl_module)
+        # A wrapped model (DDP) averages by itself, over workers that have no gradient, too.
         if isinstance(trainer.strategy, Partial) or trainer.strategy.model is not pl_module:
             name = type(trainer.strategy).__name__
             raise ValueError(
@@ -190,11 +188,11 @@ class PartialBackward(Callback):
             with driver.alone(trainer.global_step):
                 return inner(*args, **kwargs)
 
-        strategy.training_step = cut
+        strategy.training_step = cut  # of this object, for this fit: teardown takes it off again
         self._undo = lambda: delattr(strategy, "training_step")
 
     def _find(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> DepthController:
-        before = worker_state.random_state()
+        before = worker_state.random_state()  # the search draws random numbers of the run's generators
         plan = search(pl_module, self.cuts, self.balance, run_of(trainer, *args, **kwargs))
         worker_state.set_random_state(before)
         plan = trainer.strategy.broadcast(plan)  # a measured balance may come out otherwise on each worker
@@ -205,7 +203,6 @@ class PartialBackward(Callback):
         return self.driver
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """What happens to what this worker didn't train."""
         if self.driver is not None:
             settle(self.absent, optimizer, self.driver.own_absent(trainer.global_step))
 

@@ -36,10 +36,10 @@ def refuse_unserved(module: LightningModule) -> None:
 def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) -> DepthAssignment:
     """The assignment with its warm-up in steps of this run. Every worker calls it at the same point.
 
-    Those of the checkpoint that is resumed (`warm_up_state`) where it had the same assignment, so that a longer run
-    goes on where the shorter one was; otherwise worker 0's estimate.
+    Those of the checkpoint that is resumed (`warm_up_state`) where it had the same assignment; otherwise worker 0's
+    estimate.
     """
-    if saved.get("assignment") == repr(depth):
+    if saved.get("assignment") == repr(depth):  # a longer run goes on where the shorter one was
         return replace(depth, warm_up=saved["warm_up"])
     total_steps = trainer.estimated_stepping_batches
     if 0 < depth.warm_up < 1 and not ended(total_steps):

@@ -80,7 +80,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
-        """What would hang or go wrong without a sign."""
         if self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
             raise ValueError(
                 "SyncBatchNorm gathers over all workers in the backward of every layer, and a worker whose backward "
@@ -99,14 +98,13 @@ class PartialBackpropStrategy(ReplicaStrategy):
             self._buffers = RunningBuffers(self._module, buffers)
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
-        """Worker 0 searches, all take what it found, or its error."""
         found: CutPlan | str = ""
         if self.global_rank == 0:
-            before = worker_state.random_state()
+            before = worker_state.random_state()  # the search draws random numbers of the run's generators
             try:
                 found = search(self._module, self._wish(), self.balance, run_of(self._trainer, *batch, **kwargs))
             except ValueError as error:
-                found = str(error)
+                found = str(error)  # the others wait for an answer: the error travels as one
             worker_state.set_random_state(before)
         found = self.broadcast(found)
         if isinstance(found, str):
@@ -114,15 +112,15 @@ class PartialBackpropStrategy(ReplicaStrategy):
         return self._drive(found)
 
     def _wish(self) -> Cuts:
-        """The cuts of the checkpoint that is resumed, if they were wished for in the same words: a measured balance
-        may come out otherwise today."""
-        saved = self._saved
+        """The cuts of the checkpoint that is resumed, if they were wished for in the same words."""
+        saved = self._saved  # and not searched for again: a measured balance may come out otherwise today
         return list(saved["boundaries"]) if saved and saved["wish"] == _words(self.cuts) else self.cuts
 
     def _drive(self, plan: CutPlan) -> DepthController:
         place = Rank(self.global_rank, self._shares())
         driver = DepthController(self._module, plan, timed(self.depth, self._trainer, self._saved or {}), place)
         cuts, kind = list(plan.boundaries), type(self.depth).__name__
+        # A memory is about the segments and the assignment that it was made with.
         if self._saved and (self._saved["boundaries"], self._saved["depth"]) == (cuts, kind):
             driver.memory = tuple(self._saved["memory"])
         if self.wire is not None:
@@ -131,7 +129,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
         return driver
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Shared out by the assignment, where its shares are unequal and this is for training."""
         shares = [self.depth.share(rank, self.world_size) for rank in range(self.world_size)]
         if not self._trainer.training or len(set(shares)) == 1:
             return dataloader
@@ -163,12 +160,10 @@ class PartialBackpropStrategy(ReplicaStrategy):
             self._blocked = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Gradients of complete buckets leave from here on."""
-        if not self._blocked:
+        if not self._blocked:  # only the last backward of an accumulated step sends
             self._begin()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """The means are in `.grad`."""
         if not self._blocked:
             self._finish()
 
@@ -183,11 +178,10 @@ class PartialBackpropStrategy(ReplicaStrategy):
                 self._reducer.finish()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """The user's update of what was trained; with the rest, what `absent` says."""
-        step = self._step
+        step = self._step  # the update moves it on
 
         def averaged() -> Any:
-            loss = closure()
+            loss = closure()  # with the backward, in the first batch with the search for cuts
             if self.driver is not None:
                 settle(self.absent, optimizer, self.driver.absent(step))
             return loss
@@ -202,7 +196,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
             driver.observe(step, lambda: norms(driver.segments), self.broadcast)
 
     def advance(self, optimizer: Optimizer) -> None:
-        """After each update: worker 0's running statistics to all."""
+        # Once an epoch, look which further buffers have changed: comparing all takes time.
         look, self._epoch = self._epoch != self._trainer.current_epoch, self._trainer.current_epoch
         self._rounds += 1
         if self._buffers is not None:
@@ -218,7 +212,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
         return [self._rounds + 1]
 
     def release(self) -> None:
-        """Take all hooks out of the module."""
         if self.driver is not None:
             self.driver.remove()
         if self._reducer is not None:
@@ -228,7 +221,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
     # ---- checkpoints: those of ddp, and what the assignment remembers -----------------------------------------------
 
     def progress_state(self) -> dict[str, Any]:
-        """Cuts and the assignment's memory."""
         if self.driver is None:
             return {}
         plan = self.driver.plan

@@ -112,7 +112,7 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
 # ---- from words to forecasts ------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # a map of clusters asks for the same words in every cell, and composing takes long
 def strategy_of(words: str) -> Strategy:
     """What these words make.
 

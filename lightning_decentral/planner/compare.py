@@ -105,7 +105,7 @@ def plan(
     """
     factors = drawn(variation, setting.cluster.workers)
     asked = [Candidate(words, words) for words in tuple(also)]
-    for candidate in asked:
+    for candidate in asked:  # a mistake in words that were asked for is the user's to mend, not a row that is refused
         strategy_of(candidate.words)
     rows, refused = [], []
     for candidate in [*candidates(setting.cluster, setting.model, slices), *asked]:
@@ -131,6 +131,7 @@ def _best(rows: Sequence[Row], memory_bytes: float | None, threshold: float) -> 
 def chosen(found: Sequence[tuple[Candidate, float]], threshold: float) -> Candidate | None:
     """By seconds: ddp if nothing gains enough over it; otherwise, of the fastest that do, the one that mixes most."""
     baseline = next(((candidate, seconds) for candidate, seconds in found if candidate.words == BASELINE), (None, inf))
+    # Both, as at a threshold of 0 to be as fast is no gain.
     gaining = [
         (candidate, seconds)
         for candidate, seconds in found

@@ -1,8 +1,6 @@
 """Network benchmark: seconds of collectives and of messages between neighbours, measured.
 
 seconds = median over repeats of the largest over workers of its own seconds
-
-Before each repeat all workers meet, so that none is charged for another that was late.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,6 +124,7 @@ class Meter:
         """The same number on all workers; those without a call only meet."""
         own = []
         for _ in range(WARM_UP + self.repeats):
+            # All meet, so that none is charged for another that was late.
             self.wire.flags.all_reduce(torch.zeros(1)).wait()
             own.append(duration(call, self.device) if call else 0.0)
         pending, rows = self.wire.flags.all_gather(torch.tensor(own[WARM_UP:], dtype=torch.float64))

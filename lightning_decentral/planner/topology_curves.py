@@ -104,7 +104,7 @@ def _graph(axes: Any, topology: Topology, size: int, step: int) -> None:
 
 
 def _distances(axes: Any, found: Curves) -> None:
-    floor = 1e-16
+    floor = 1e-16  # exact consensus is 0, for which a logarithmic axis has no place
     for curve, colour, label in ((found.distances, ACCENT, "worst start"), (found.typical, INK, "random start")):
         axes.semilogy([max(value, floor) for value in curve], color=colour, marker="o", markersize=3, label=label)
     axes.legend(frameon=False, fontsize=8)

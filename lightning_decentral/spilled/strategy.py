@@ -71,8 +71,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Every Trainer is asked anew."""
-        return []
+        return []  # Lightning gives its own only to a strategy that has none, and every Trainer is to be asked
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
@@ -95,7 +94,6 @@ class SpilledStrategy(SingleDeviceStrategy):
     # ---- set-up -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """As for one device, but for where things live."""
         assert self.lightning_module is not None
         _refuse_unserved(self.lightning_module)
         super().setup(trainer)
@@ -105,11 +103,10 @@ class SpilledStrategy(SingleDeviceStrategy):
             self.precision_plugin.scaler = host_scaler(self.precision_plugin.scaler)
 
     def model_to_device(self) -> None:
-        """Buffers and what has no parameters; parameters stay."""
         module = self.lightning_module
         assert module is not None
         place = self.root_device
-        _update_properties(module, device=place)
+        _update_properties(module, device=place)  # module.device: where it computes, though parameters stay
         for part in module.modules():
             if any(True for _ in part.parameters()):
                 part._buffers.update({k: b if b is None else b.to(place) for k, b in part._buffers.items()})
@@ -130,7 +127,6 @@ class SpilledStrategy(SingleDeviceStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """The module as it was."""
         if self.engine is not None:
             self.engine.detach()
         self.engine = self._updating = None
@@ -144,19 +140,16 @@ class SpilledStrategy(SingleDeviceStrategy):
         return self.engine
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's, block by block."""
         with self._running.step("training", (args, kwargs), backward=True):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Block by block; then nothing is left on the device."""
         with self._running.counting():
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._running.finish()
         return loss
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Training step, backward, clipping and the update, where it is to run."""
         assert self._updating is not None, "steps run between set-up and teardown"
         with self._updating.taking(optimizer, self._running.parameters):
             return super().optimizer_step(optimizer, *args, **kwargs)

@@ -1,8 +1,4 @@
-"""Eviction (swapping): what a training keeps on its device, taken to the host and back without anybody noticing.
-
-Storages are emptied and refilled, not tensors replaced: parameters, views of flat buffers, tied weights and the
-optimizer's references stay the very objects that they were.
-"""
+"""Eviction (swapping): what a training keeps on its device, taken to the host and back without anybody noticing."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -60,10 +56,12 @@ class Residence:
             # Pinned memory makes both ways a copy at the full rate of the bus; a processor's own memory needs none.
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             self._away.append((storage, host.copy_(there)))
+        # Storages are emptied, not tensors replaced: parameters, views of flat buffers, tied weights and what the
+        # optimizer refers to stay the very objects that they were.
         for storage, _ in self._away:
             storage.resize_(0)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the allocator would keep it from other processes
 
     def enter(self) -> None:
         """Every storage back, with the same bytes."""
@@ -72,7 +70,7 @@ class Residence:
             there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             there.copy_(host, non_blocking=True)
         if self._away and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._device)  # the host's copies, still read until here, are dropped next
         self._away.clear()
 
     def _storages(self) -> list[torch.UntypedStorage]:

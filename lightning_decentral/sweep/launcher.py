@@ -97,6 +97,7 @@ class Launch:
         return done
 
     def _go_on(self, entrant: SweepMember) -> None:
+        # Lightning names a further one last-v1.ckpt: the youngest counts.
         last = max(entrant.folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
         if last is None or self._checkpoint not in entrant.config:
             reason = "no last.ckpt in its folder" if last is None else f"no key {self._checkpoint} takes one"
@@ -164,8 +165,8 @@ def starts_on(devices: Sequence[str]) -> type[Fork] | type[Spawn]:
 
 
 def _must_spawn(devices: Sequence[str]) -> bool:
-    """A copy of this process has none of its threads, and can't use a GPU that this process has asked about."""
-    tasks = Path("/proc/self/task")
+    # A copy of this process has none of its threads, and can't use a GPU that this process has asked about.
+    tasks = Path("/proc/self/task")  # threads of libraries, too, of which `threading` knows nothing
     alone = len(os.listdir(tasks)) == 1 if tasks.exists() else False
     return not alone or threading.active_count() > 1 or any(name.startswith("cuda") for name in devices)
 

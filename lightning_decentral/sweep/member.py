@@ -54,10 +54,10 @@ def failed(entrant: SweepMember, error: BaseException) -> JobReturn:
 
 
 def write_record(entrant: SweepMember, outcome: JobReturn) -> None:
-    """The outcome into the member's folder, whole or not at all. Its configuration is known without it."""
+    """The outcome into the member's folder, whole or not at all."""
     entrant.folder.mkdir(parents=True, exist_ok=True)
     about = {"task_name": outcome.task_name, "working_dir": outcome.working_dir}
-    new = entrant.folder / f".{RECORD}"
+    new = entrant.folder / f".{RECORD}"  # renamed when it is whole: a member may be killed at any moment
     new.write_bytes(_packed(entrant.overrides, outcome.status, outcome._return_value, about))
     new.replace(entrant.folder / RECORD)
 
@@ -66,7 +66,7 @@ def _packed(overrides: list[str], status: JobStatus, value: object, about: dict[
     """What can't be packed, or not unpacked, is replaced by an error that says so."""
     try:
         packed = pickle.dumps((overrides, status, value, about))
-        pickle.loads(packed)
+        pickle.loads(packed)  # here, where it fails one member and not the sweep
     except Exception as error:
         kind = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"returned {value!r:.200}"
         replaced = RuntimeError(f"{kind} (which can't be sent to the sweep: {error})")

@@ -36,9 +36,10 @@ class Fork:
             return run_entrant(self._hydra_context, self._task_function, entrant)
 
         def main() -> None:
-            lifeline[1].close()
+            lifeline[1].close()  # the writing end must be the sweep's alone for its end to be noticed
             live(entrant, environment, lifeline[0], run)
 
+        # What is buffered would be printed by the copy, too.
         sys.stdout.flush()
         sys.stderr.flush()
         process = multiprocessing.get_context("fork").Process(target=main)
@@ -96,13 +97,10 @@ def run_entrant(hydra_context: HydraContext, task_function: TaskFunction, entran
 
 
 def live(entrant: SweepMember, environment: Mapping[str, str], lifeline: Connection, run: Run) -> None:
-    """The life of a member's process, from its start to its record.
-
-    It leads a session of its own: Ctrl-C reaches the sweep alone, and the end of the sweep, however sudden, reaches the
-    member and all that it has started.
-    """
+    """The life of a member's process, from its start to its record."""
+    # A session of its own: Ctrl-C reaches the sweep alone, and killing the group all that the member has started.
     os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has inherited the sweep's handler
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background of a shell ignores it
     os.environ.update(environment)
     threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
@@ -113,7 +111,7 @@ def live(entrant: SweepMember, environment: Mapping[str, str], lifeline: Connect
 
 def _die_with(lifeline: Connection) -> None:
     try:
-        lifeline.recv_bytes()
+        lifeline.recv_bytes()  # nothing is ever sent: it returns when the sweep has ended, however suddenly
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
 
@@ -121,7 +119,7 @@ def _die_with(lifeline: Connection) -> None:
 def redirect(log: Path) -> None:
     """What this process prints goes to the file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as stream:
+    with log.open("ab") as stream:  # by number: what libraries and children print goes there, too
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
@@ -154,7 +152,7 @@ def terminated_as_interrupted() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt("SIGTERM")
 
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # only there handlers may be set
         yield
         return
     before = signal.signal(signal.SIGTERM, interrupt)

@@ -50,7 +50,6 @@ def seconds_left(sweep: Sweep) -> float | None:
 
 
 def picture(sweep: Sweep) -> Table:
-    """The table of this moment."""
     part, left = shares(sweep), seconds_left(sweep)
     end = "not known yet" if left is None else f"in {clock(left)}"
     through = f"{len(sweep.outcomes)} of {len(sweep.entrants)} members ended"
@@ -80,6 +79,7 @@ class LiveTable:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
+        # Drawn by `show`: not in a thread, which a fork wouldn't survive.
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "LiveTable":
@@ -93,7 +93,6 @@ class LiveTable:
         self._live.stop()
 
     def show(self, sweep: Sweep) -> None:
-        """Drawn from here: no thread, which a fork wouldn't survive."""
         if self._live.is_started:
             self._live.update(picture(sweep), refresh=True)
 

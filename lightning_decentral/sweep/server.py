@@ -103,7 +103,7 @@ class Sweep:
                 self._shown = self.now
 
     def _look_around(self) -> None:
-        """A sentinel is silent while a process that the member left behind holds it open."""
+        # A sentinel is silent while a process that the member left behind holds it open.
         for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
             self._ended(self.entrants[name])
         self._watcher.show(self)
@@ -114,6 +114,7 @@ class Sweep:
             socket=self._path,
             member=entrant.name,
             width=entrant.width,
+            # Several devices are kept: the member's workers would wait for each other.
             quantum_seconds=self.arbiter.quantum_seconds if entrant.width == 1 else float("inf"),
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
@@ -126,7 +127,7 @@ class Sweep:
         process = self.processes.pop(entrant.name)
         self._selector.unregister(process.sentinel)
         process.join()
-        if process.exitcode:
+        if process.exitcode:  # it had no time to end what it had started
             kill_group(process.pid)
         self._hang_up(entrant.name)
         self.arbiter.leave(entrant.name, self.now)
@@ -150,7 +151,6 @@ class Sweep:
                 self._leaves_seat(name)
 
     def _act(self, lines: Lines, message: Message) -> None:
-        """One event of one member."""
         if message["say"] == "hello":
             self._seats[message["member"]] = lines.connection
             return

@@ -49,8 +49,7 @@ class Gate(Callback):
     # What the seat asks of it.
 
     def leave(self) -> None:
-        """The training's storages to the host."""
-        self._residence = self._of_training()
+        self._residence = self._of_training()  # anew: gradients and optimizer state come and go
         self._residence.leave()
 
     def enter(self) -> None:
@@ -61,7 +60,6 @@ class Gate(Callback):
     # What Lightning calls.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """On a GPU from here on: the module moves there next."""
         granted = self._admission.width
         if trainer.world_size > granted:
             raise ValueError(
@@ -72,12 +70,11 @@ class Gate(Callback):
         self._peak_bytes = 0
         if self._device.type == "cuda":
             self._limit_cuda()
-            self._take()
+            self._take()  # now: the module moves there next
         elif self._admission.threads and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(self._admission.threads)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What the predictions start from, and the first thing known of the memory."""
         try:
             self._total = float(trainer.estimated_stepping_batches)
         except MisconfigurationException:  # accumulation that changes from epoch to epoch
@@ -89,13 +86,12 @@ class Gate(Callback):
             self._refuse_beyond(self._of_training().kept_bytes + gradients)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """With the device from here on."""
         gap = max(0.0, self._clock() - self._batch_end)
+        # A running mean: one late batch alone gives no device away.
         self._gap_seconds += 0.2 * (gap - self._gap_seconds)
         self._take()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Data that take their time are awaited without the device."""
         if self._admission.memory_bytes is not None and self._active.global_step <= self._first[0] + 1:
             self._measure()  # gradients beside optimizer state; validation, for one, lets gradients go
         if self._gap_seconds > IDLE_SECONDS:
@@ -112,8 +108,7 @@ class Gate(Callback):
         self._take()
 
     def on_train_epoch_end(self, *_: Any) -> None:
-        """What comes between loops, checkpoints and logs, needs no device."""
-        self._rest()
+        self._rest()  # what comes between loops, checkpoints and logs, needs no device
 
     def on_validation_end(self, *_: Any) -> None:
         self._rest()
@@ -133,8 +128,7 @@ class Gate(Callback):
         self._leave_for_good()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lightning has taken the module off the device."""
-        self._leave_for_good()
+        self._leave_for_good()  # Lightning has taken the module off the device
 
     # How.
 
@@ -150,7 +144,7 @@ class Gate(Callback):
     @property
     def _seat(self) -> Seat:
         """One per process, whichever of its Trainers asks; forked workers have their own."""
-        if os.getpid() not in _SEATS:
+        if os.getpid() not in _SEATS:  # a fork has the dictionary, but its parent's seat in it
             _SEATS[os.getpid()] = Seat(self._admission, self)
         seat = _SEATS[os.getpid()]
         seat.baggage = self
@@ -176,8 +170,8 @@ class Gate(Callback):
                 self._seat.vacate()
 
     def _turn(self) -> TurnReport:
-        """What it reports with the end of a grant, once the device has done all that it was given."""
-        if self._device.type == "cuda":
+        """What it reports with the end of a grant."""
+        if self._device.type == "cuda":  # a grant ends when the device has done all that it was given
             torch.cuda.synchronize(self._device)
         progress, remaining = self._progress()
         if self._admission.memory_bytes is None:

@@ -115,12 +115,12 @@ class Trainings:
         return slots(self._devices, gpus)
 
     def _through(self, trainings: Sequence[Training], arbiter: Arbiter, folder: Path, words: Sequence[str]) -> None:
-        """All processes are alive at once."""
         refuse_without_gate()
         with self._composing() as context:
             entrants = self._entrants(trainings, folder, words)
             starts = starts_on(arbiter.devices)(context, self._application.train)
             with table.LiveTable() as live:
+                # All processes are alive at once: the arbiter grants nothing before all have asked.
                 Sweep(entrants, arbiter, starts, _Strict(live), len(entrants)).run()
 
     @contextmanager

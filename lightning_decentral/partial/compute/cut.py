@@ -14,8 +14,8 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        """x, as a view: in-place operations behind a boundary stay errors where they were."""
         ctx.factor = factor
+        # A view: in-place operations behind a boundary stay errors where they were.
         return x.view_as(x)
 
     @staticmethod
@@ -41,8 +41,6 @@ class Cutter:
     Between `with cutter.at(cut, factors)` what runs before boundary `cut` has no graph: no saved activations, no
     backward. Gradients that flow back across boundary j are multiplied by factors[j]. Outside the module is untouched.
 
-    `no_grad` and not `detach`: a detached prefix builds its whole graph before it drops it.
-
     Args:
         root: the module, or a LightningModule around it.
         boundaries: names of modules.
@@ -60,6 +58,7 @@ class Cutter:
         self._hooks = [b.register_forward_pre_hook(self._crossing(j), with_kwargs=True) for j, b in enumerate(blocks)]
         self._network = _enclosing(root, boundaries)
         if self._network is not None:
+            # It may run several times in a step, and each time its own bottom comes first.
             self._hooks.append(self._network.register_forward_pre_hook(self._enter))
             self._hooks.append(self._network.register_forward_hook(self._leave, always_call=True))
 
@@ -75,7 +74,7 @@ class Cutter:
         self.met, self._cut, self._active = [], cut, True
         self._factors = factors or [1.0] * len(self._factors)
         try:
-            if self._network is None:
+            if self._network is None:  # root's own forward passes the boundaries: what runs first lies below
                 self._enter()
             yield
         finally:
@@ -85,6 +84,7 @@ class Cutter:
     def _enter(self, *_: Any) -> None:
         if self._active and self._cut is not None:
             self._graph_wanted = torch.is_grad_enabled()  # not where the user runs it without a graph
+            # Not `detach` at the boundary: a detached prefix builds its whole graph before it drops it.
             torch.set_grad_enabled(False)
 
     def _leave(self, *_: Any) -> None:
@@ -105,10 +105,10 @@ class Cutter:
 
 
 def _enclosing(root: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    """The member of `root` that holds all the named ones: it may run several times in a step, and each time its own
-    bottom comes first. None where root's own forward passes through the boundaries."""
+    """The member of `root` that holds all the named ones; None where root's own forward passes the boundaries."""
     heads = {name.partition(".")[0] for name in names}
     nested = all("." in name for name in names)
     found = next(iter(heads)) if len(heads) == 1 and nested else None
     module = root.get_submodule(found) if found else None
+    # A list has no forward whose beginning could be hooked.
     return None if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else module

@@ -35,7 +35,6 @@ class Decay(Absent):
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """By the values of the parameter's group."""
         absent = set(parameters)
         for group in optimizer.param_groups:
             factor = 1 - float(group["lr"]) * float(group.get("weight_decay", 0.0))
@@ -45,7 +44,7 @@ class Decay(Absent):
 
 
 def settle(absent: Absent, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """No gradient, not even zeros, where a user's `zero_grad` leaves them; then what was chosen."""
-    for parameter in parameters:
+    """`.grad` of the parameters becomes None; then what was chosen."""
+    for parameter in parameters:  # a user's zero_grad may leave zeros, with which optimizers would update
         parameter.grad = None
     absent.settle(optimizer, parameters)

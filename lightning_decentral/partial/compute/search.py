@@ -23,8 +23,7 @@ AUTO_SEGMENTS = 4
 class CutPlan:
     """Verified boundaries and, for every parameter, the segment it belongs to, from the bottom.
 
-    A tied parameter belongs to the highest segment it's used in, one that no gradient reached to the highest of all:
-    whatever it contributes later is then averaged over all contributors of the loss, which is exact.
+    A tied parameter belongs to the highest segment it's used in, one that no gradient reached to the highest of all.
     """
 
     boundaries: tuple[str, ...]
@@ -35,7 +34,6 @@ class CutPlan:
 
     @property
     def segments(self) -> int:
-        """How many pieces the cuts make."""
         return len(self.boundaries) + 1
 
 
@@ -44,7 +42,7 @@ def check_wish(cuts: Cuts) -> None:
     match cuts:
         case "auto":
             return
-        case bool() | str():
+        case bool() | str():  # before int, which True is, too
             raise ValueError(f"cuts must be 'auto', a number of cuts, or names of modules, got {cuts!r}")
         case int() if cuts < 1:
             raise ValueError(f"cuts must be at least 1, got {cuts}: without a cut use the ddp strategy")
@@ -81,7 +79,7 @@ def _along_a_chain(trial: nn.Module, number: int | None, balance: Balance, run: 
     for chain in candidates(trial):
         try:
             return _cut_chain(trial, chain, number, balance, run)
-        except TooFewBlocks:
+        except TooFewBlocks:  # this chain comes apart, only not so often: no reason to try another one
             raise
         except ValueError as error:
             reasons.append(f"{chain}: {error}")
@@ -121,12 +119,17 @@ def plan(trial: nn.Module, boundaries: list[str], run: Run) -> CutPlan:
 def _segment(name: str, judged: Sequence[Judged]) -> int:
     """How many boundaries lie below it."""
     verdicts = [j.verdicts[name] for j in judged]
+    # Tied and unused ones count as above: what they contribute later is then averaged over all contributors of the
+    # segment above, for unused ones of the loss, which is exact.
     return len(judged) - verdicts.count(Verdict.BELOW)
 
 
 def trial_copy(module: nn.Module) -> nn.Module:
-    """A copy in which every parameter may show its gradient: nothing frozen, no matrix of zeros that hides what lies
-    below it."""
+    """A copy in which every parameter may show its gradient.
+
+    Raises:
+        ValueError: it can't be copied.
+    """
     try:
         trial = copy.deepcopy(module)
     except (RuntimeError, TypeError) as error:
@@ -135,10 +138,11 @@ def trial_copy(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} can't be copied, and cuts are verified on a copy ({reason}): "
             "keep what can't be copied out of the module"
         ) from error
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # its own: the run's random numbers stay as they are
     for parameter in trial.parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(True)
+            # A matrix of zeros passes no gradient on, which would hide what lies below it.
             if parameter.ndim > 1 and not parameter.detach().any():
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.data.copy_(noise)
@@ -191,10 +195,10 @@ def _entered(trial: nn.Module, run: Run) -> list[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [name for name in names if names.count(name) == 1]
+    return [name for name in names if names.count(name) == 1]  # a boundary is met once in a pass
 
 
 def _after(entered: Sequence[str], last: str) -> list[str]:
-    """What is entered behind `last` and isn't a part of it; the likeliest few, each costs a verification."""
+    """What is entered behind `last` and isn't a part of it; the likeliest few."""
     later = entered[entered.index(last) + 1 :]
-    return [name for name in later if not name.startswith(f"{last}.")][:2]
+    return [name for name in later if not name.startswith(f"{last}.")][:2]  # each costs a verification

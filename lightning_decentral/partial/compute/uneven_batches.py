@@ -26,10 +26,10 @@ def counts(shares: Sequence[float], samples: int) -> list[int]:
 class SharedBatches(Sampler[list[int]]):
     """The worker's slice of every global batch: the samples that a DistributedSampler gives all workers together.
 
-    An incomplete last batch is left out, so that every batch has the same shares.
+    An incomplete last batch is left out.
 
     Args:
-        sampler: this worker's; the other workers' samples are those of copies with another rank.
+        sampler: this worker's.
         batch_size: of each worker, if all had the same.
         sizes: samples of each worker; they add up to the number of workers times `batch_size`.
     """
@@ -38,7 +38,7 @@ class SharedBatches(Sampler[list[int]]):
         self.sampler, self._batch_size, self.sizes = sampler, batch_size, tuple(sizes)
 
     def __len__(self) -> int:
-        return len(self.sampler) // self._batch_size
+        return len(self.sampler) // self._batch_size  # an incomplete batch would have other shares
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = [list(self._of(rank)) for rank in range(len(self.sizes))]
@@ -49,7 +49,7 @@ class SharedBatches(Sampler[list[int]]):
             yield together[first : first + self.sizes[self.sampler.rank]]
 
     def _of(self, rank: int) -> Iterator[int]:
-        other = copy.copy(self.sampler)
+        other = copy.copy(self.sampler)  # of the same seed and epoch: with another rank, another worker's samples
         other.rank = rank
         return iter(other)
 

@@ -9,9 +9,6 @@ above   g2 == g,  g0 == g         the cut doesn't change it
 below   g2 == 2 g,  no g0         all of it crosses the boundary
 tied    both parts are there      used on both sides, each part crosses or doesn't
 leak    the law is broken         something goes around the boundary (a skip connection): no cut here
-
-Equal means up to a thousandth, or a millionth of the whole gradient: some gradients are zero but for rounding (the
-bias of an attention's keys).
 """
 
 from collections.abc import Mapping
@@ -25,8 +22,8 @@ from torch import Tensor, nn
 from lightning_decentral.partial.compute.cut import Cutter
 from lightning_decentral.shared.compute.block_cost import Run
 
-TOLERANCE = 1e-3
-FLOOR = 1e-6
+TOLERANCE = 1e-3  # of a parameter's gradient: closer ones are equal
+FLOOR = 1e-6  # of the whole gradient: some are zero but for rounding (the bias of an attention's keys)
 
 Gradients = dict[str, Tensor | None]
 
@@ -80,11 +77,11 @@ def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
 
 
 def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> Gradients:
-    """By name of the parameter; None where the loss doesn't reach it. Backward runs outside of the cut, as in training:
-    what activation checkpointing runs again must come out the same."""
+    """By name of the parameter; None where the loss doesn't reach it."""
     root.zero_grad(set_to_none=True)
     with cut:
         loss = run()
+    # Outside of the cut, as in training: what activation checkpointing runs again must come out the same.
     loss.backward()
     found = {name: p.grad for name, p in root.named_parameters()}
     root.zero_grad(set_to_none=True)
@@ -112,7 +109,7 @@ def verdict(plain: Tensor | None, doubled: Tensor | None, left: Tensor | None, f
     rest = torch.zeros_like(plain) if left is None else left
     across, removed = doubled - plain, plain - rest
     small = TOLERANCE * max(float(plain.norm()), float(rest.norm())) + floor
-    if not float((across - removed).norm()) <= small:
+    if not float((across - removed).norm()) <= small:  # so NaN is a leak, too
         return Verdict.LEAK
     if left is None:
         return Verdict.BELOW

@@ -22,7 +22,6 @@ def memory_fraction(costs: Sequence[BlockCost], depth: int) -> float:
 
 
 def saved_bytes(costs: Sequence[BlockCost]) -> int:
-    """Of all, for their backward."""
     return sum(cost.saved_bytes for cost in costs)
 
 
@@ -81,6 +80,7 @@ def partition(sizes: Sequence[float], pieces: int) -> list[int]:
 
     Among equally good ones, the least sum of squares.
     """
+    # Squared, as plain sums have the same total for all cuts, which would decide nothing between equals.
     at = linear_partition(piece_sums(sizes) ** 2, pieces)
     assert at is not None  # whoever asks has as many blocks
     return list(at[1:-1])

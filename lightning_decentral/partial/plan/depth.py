@@ -120,11 +120,10 @@ class Temporal(DepthAssignment):
 
     All save compute and traffic in the same step, so the step gets shorter: seconds (1 + 2 f) / 3 of full ones at
     fraction f of equal blocks. The peak of memory is that of the largest depth: with a warm-up, or an order with full
-    steps such as the default, as much as `Full` needs. The first quarter of the run is at full depth, which loses least
-    of what was tried (`benchmarks/partial_accuracy.py`).
+    steps such as the default, as much as `Full` needs. The first quarter of the run is at full depth.
     """
 
-    warm_up: float = 0.25
+    warm_up: float = 0.25  # loses least of what was tried (benchmarks/partial_accuracy.py)
     order: Order = field(default_factory=Cyclic)
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
@@ -147,21 +146,21 @@ class Staircase(DepthAssignment):
     uniform: ClassVar[bool] = False
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """One stair for each worker."""
+        # ceil in whole numbers, without a float's rounding
         return -(-(rank + 1) * segments // size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balanced(Staircase):
-    """The depths of the staircase, and batches in proportion to 1 / (1 + 2 i / n) for worker i of n.
+    """The depths of the staircase, and batches in proportion to 1 / (1 + 2 i / n) for worker i = rank + 1 of n.
 
     A worker's step takes n_i (1 + 2 i / n) for equal segments: the same for all. Gradients are weighted by samples, so
-    that a segment's is the mean over the samples of its contributors. The warm-up keeps the shares, as loaders are made
-    once; an incomplete last batch of an epoch is left out.
+    that a segment's is the mean over the samples of its contributors. The warm-up has the same shares; an incomplete
+    last batch of an epoch is left out.
     """
 
     def share(self, rank: int, size: int) -> float:
-        """1 / (1 + 2 (rank + 1) / size), over the sum of all workers'."""
+        # Of no step: loaders are made once, so the warm-up has these shares, too.
         rates = [1 / (1 + 2 * (r + 1) / size) for r in range(size)]
         return rates[rank] / sum(rates)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 def of_fraction(fraction: float, segments: int) -> int:
     """max(1, ceil(fraction * segments)): the depth that holds this fraction of the segments."""
-    return max(1, math.ceil(fraction * segments - 1e-9))
+    return max(1, math.ceil(fraction * segments - 1e-9))  # 0.07 * 100 is 7.000000000000001 in floats
 
 
 def check_fractions(fractions: tuple[float, ...]) -> None:
@@ -19,7 +19,7 @@ def check_fractions(fractions: tuple[float, ...]) -> None:
 
 
 class Order(ABC):
-    """depth(step, segments) in 1..segments, a pure function, so that all workers agree without asking."""
+    """depth(step, segments) in 1..segments, a pure function."""
 
     @abstractmethod
     def depth(self, step: int, segments: int) -> int:
@@ -64,6 +64,7 @@ class Random(Order):
     seed: int = 0
 
     def depth(self, step: int, segments: int) -> int:
+        # Of seed and step alone: all workers agree without asking, and a resumed run goes on with the same depths.
         return random.Random(f"{self.seed}/{step}").randint(1, segments)
 
     def reach(self, segments: int) -> int:

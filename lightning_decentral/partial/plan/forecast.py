@@ -36,8 +36,8 @@ def cut(blocks: Sequence[BlockCost], depth: int) -> tuple[BlockCost, ...]:
 class PartialForecast(Method):
     """Every step as long as that of the worker that is last, each at its own depth, gradients all-reduced.
 
-    A warm-up of a part w of the run counts as that part, w full steps + (1 - w) steady ones; one of some steps, of a
-    run whose length isn't known, takes memory only. An assignment that looks at gradients is taken at its first depths.
+    A warm-up of a part w of the run counts as that part, w full steps + (1 - w) steady ones; one of some steps takes
+    memory only. An assignment that looks at gradients is taken at its first depths.
     A segment that only some workers train is taken to cost what all of them would.
     """
 
@@ -69,7 +69,6 @@ class PartialForecast(Method):
         return self._step(setting, max(self._depths(setting, 0)), 1.0)
 
     def card_bytes(self, setting: Setting) -> float:
-        """The mean of the trained blocks' all-reduces."""
         depths = [max(self._depths(setting, step)) for step in range(COUNTED_STEPS)]
         trained = [sum(b.parameter_bytes for b in setting.model.blocks[-d:]) for d in depths]
         share = sum(trained) / len(trained) / max(1, setting.model.parameter_bytes)
@@ -86,6 +85,7 @@ class PartialForecast(Method):
     @property
     def _whole(self) -> float:
         """The part of the run at full depth."""
+        # Of a warm-up in steps nobody knows it: a forecast has no length of the run.
         return self.depth.warm_up if self.depth.warm_up < 1 else 0.0
 
     def _depths(self, setting: Setting, step: int) -> list[int]:

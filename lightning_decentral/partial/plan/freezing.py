@@ -41,7 +41,6 @@ class FreezeOut(DepthAssignment):
             raise ValueError(f"first must be in (0, 1], got {self.first}: 1 never freezes")
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
-        """How many have not left."""
         ends = [self.first + (1 - self.first) * i / max(1, segments - 1) for i in range(segments - 1)]
         powers = [t**3 if self.cubed else t for t in ends]
         return 1 + sum(step < t * self.total_steps for t in powers)
@@ -67,6 +66,7 @@ class PipeTransformer(DepthAssignment):
             raise ValueError(f"alpha must be in (0, 1), got {self.alpha}: the paper takes 1/3")
 
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+        # 1e-9: a rounding upwards must not freeze one more
         frozen = math.ceil(segments * (1 - (1 - self.alpha) ** (step // self.every)) - 1e-9)
         return max(1, segments - frozen)
 
@@ -102,11 +102,9 @@ class AutoFreeze(DepthAssignment):
         return (0.0,) * (1 + 2 * segments)
 
     def watches(self, step: int) -> bool:
-        """Every step after the warm-up."""
         return step >= self.warm_up
 
     def observe(self, step: int, norms: Sequence[float], memory: Memory) -> Memory:
-        """Add to the sums; at the end of an interval, freeze."""
         n, frozen = len(norms), int(memory[0])
         before, sums = memory[1 : 1 + n], [a + b for a, b in zip(memory[1 + n :], norms, strict=True)]
         if (step - self.warm_up + 1) % self.every:

@@ -72,10 +72,7 @@ class Packing:
         self._stores: dict[Kind, Tensor] = {}
 
     def buckets(self, contributors: Sequence[Ranks]) -> list[ContributorBucket]:
-        """In the order in which backward completes them; what nobody contributes to is in none.
-
-        Segments share a bucket as far as it has room: a message for each would cost a worker more than its bytes do.
-        """
+        """In the order in which backward completes them; what nobody contributes to is in none."""
         kinds: dict[Kind, list[_Row]] = {}
         for place, (segment, members) in enumerate(self._pieces):
             if contributors[segment]:
@@ -90,6 +87,7 @@ class Packing:
 
     def _join(self, rows: list[_Row], piece: _Row) -> None:
         """To the last row where it has room for it, otherwise as a row of its own."""
+        # Segments share a bucket: a message for each would cost a worker more than its bytes do.
         both = _Row(piece.ranks, [*(rows[-1].parameters if rows else []), *piece.parameters], piece.place)
         room = both.elements * piece.parameters[0].element_size() <= self._most
         if rows and rows[-1].ranks == piece.ranks and room:
@@ -98,7 +96,7 @@ class Packing:
             rows.append(piece)
 
     def _store(self, kind: Kind, elements: int) -> Tensor:
-        """As large as was needed so far."""
+        # As large as was needed so far: contributors, and with them the sizes, change from step to step.
         if kind not in self._stores or self._stores[kind].numel() < elements:
             self._stores[kind] = torch.empty(elements, dtype=kind[0], device=kind[1])
         return self._stores[kind][:elements]

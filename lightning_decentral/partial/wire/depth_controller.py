@@ -36,7 +36,6 @@ class DepthController:
         self._cutter = Cutter(module, plan.boundaries)
 
     def remove(self) -> None:
-        """Take the hooks out of the module."""
         self._cutter.remove()
 
     def depth(self, step: int) -> int:
@@ -55,7 +54,7 @@ class DepthController:
 
     def _cut(self, step: int) -> int | None:
         lowest = self.plan.segments - self.depth(step)
-        return lowest - 1 if lowest else None
+        return lowest - 1 if lowest else None  # boundary j lies between segments j and j + 1
 
     def absent(self, step: int) -> list[nn.Parameter]:
         """What no worker trains at this step, of what is trained at all."""

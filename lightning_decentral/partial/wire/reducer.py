@@ -3,9 +3,8 @@
     grad_s = (1 / W_s) sum_{i in contributors of s} w_i g_i,s        W_s = sum_{i in contributors of s} w_i
 
 Worker i's weight w_i is its share of the global batch. What it has in `.grad` of segment s is already multiplied by
-W / W_s (W over all workers), because what flows back across a boundary is scaled there (`factors`); so w_i / W is left
-to do, whatever the segment. That makes a parameter used in several segments exact, too: each part of its gradient
-crossed its own boundaries.
+W / W_s (W over all workers), because what flows back across a boundary is scaled there (`factors`). That makes a
+parameter used in several segments exact, too: each part of its gradient crossed its own boundaries.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +44,7 @@ class Reducer:
     """Averages gradients segment by segment, from the top, as soon as the backward has made them.
 
     A segment with all workers as contributors is all-reduced. With k of n, they reduce it among themselves to one, who
-    hands it to all; others send nothing for it. With none, nothing is sent and no gradient appears. Buckets start in a
-    fixed order, so that workers with unequal graphs still pair the right ones.
+    hands it to all; others send nothing for it. With none, nothing is sent and no gradient appears.
 
     Args:
         segments: parameters of each segment from the bottom.
@@ -90,11 +88,13 @@ class Reducer:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
         self._contributors = contributors
         self._groups.prepare(contributors)
+        # They start in this order, whatever is complete first: workers with unequal graphs still pair the right ones.
         self._launcher.begin(self._packing.buckets(contributors))
 
     def _launch(self, bucket: ContributorBucket) -> None:
         if self._place.rank not in bucket.ranks:
             return
+        # w_i / W, whatever the segment: `factors` has done the rest.
         bucket.pack(self._place.shares[self._place.rank])
         if len(bucket.ranks) == self._place.size:
             bucket.pending = self._groups.world.all_reduce(bucket.flat)
@@ -109,7 +109,7 @@ class Reducer:
         """
         self._refuse_strays()
         self._launcher.rest()
-        for bucket in self._launcher.buckets:
+        for bucket in self._launcher.buckets:  # all under way before the first landing waits
             self._hand_on(bucket)
         for bucket in self._launcher.buckets:
             bucket.land()
@@ -126,6 +126,7 @@ class Reducer:
 
     def _refuse_strays(self) -> None:
         for segment, (ranks, parameters) in enumerate(zip(self._contributors, self._segments, strict=True)):
+            # Zeros don't count: a user's zero_grad may leave them.
             trained = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
             if self._place.rank not in ranks and any(bool(gradient.any()) for gradient in trained):
                 raise RuntimeError(
@@ -145,7 +146,6 @@ class Groups:
         self.world = world
 
     def prepare(self, contributors: Sequence[tuple[int, ...]]) -> None:
-        """Make those that are new."""
         for ranks in contributors:
             if 1 < len(ranks) < self._size and ranks not in self._made:
                 self._made[ranks] = self._group(ranks)
@@ -169,7 +169,7 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 
 class RunningBuffers:
-    """As DDP, without sending what never changes (masks, tables of positions): most of the bytes of some models.
+    """Worker 0's buffers that change (running statistics) for all, as DDP does it with every buffer.
 
     Args:
         over: a transport of its own.
@@ -186,6 +186,7 @@ class RunningBuffers:
         if look:
             changed = [n for n, before in self._before.items() if n in buffers and not _same(buffers[n], before)]
             found = {name for row in gather_objects(self._over, changed) for name in row} | set(self._names)
+            # What never changes (masks, tables of positions) isn't sent: most of the bytes of some models.
             self._names = [name for name in buffers if name in found]
             self._before = {name: before for name, before in self._before.items() if name not in found}
         self._broadcast([buffers[name] for name in self._names if name in buffers])

@@ -53,6 +53,7 @@ class HostLinks:
 
     def seconds(self, message_bytes: float) -> Matrix:
         """[source, target] of a message; 0 on the diagonal."""
+        # The diagonal may hold anything, zeros too.
         with np.errstate(divide="ignore", invalid="ignore"):
             found = self.latency_seconds + message_bytes / self.bytes_per_second
         np.fill_diagonal(found, 0.0)
@@ -84,7 +85,7 @@ def of(hosts: Sequence[str], pairs: Sequence[Sequence[tuple[float, float]]]) -> 
 
 
 def read(path: str | Path) -> HostLinks:
-    """From JSON that `Links.write` wrote, or a CSV file with the columns source, target, latency_seconds,
+    """From JSON that `HostLinks.write` wrote, or a CSV file with the columns source, target, latency_seconds,
     bytes_per_second and one line for each direction of each link.
 
     Raises:

@@ -24,7 +24,7 @@ Step = Sequence[tuple[int, int]]
 """Messages as (rank of the source, rank of the target)."""
 MOST_BY_FORCE = 9
 MOST_BY_HELD_KARP = 12
-CHUNK = 20_000
+CHUNK = 20_000  # orders that are priced at once, which bounds the memory
 
 
 class Graph(ABC):

@@ -2,9 +2,6 @@
 
 seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth > 0 of
     sum over points of (latency + bytes / bandwidth - seconds)^2 / seconds
-
-Weights between those of equal errors, which would forget the latency, and of equal relative errors, which would take a
-bandwidth from small messages that a buffer on the way swallows whole.
 """
 
 from collections.abc import Sequence
@@ -83,6 +80,7 @@ def fit(points: Sequence[Point]) -> tuple[float, float, float]:
         points: (bytes, seconds), at least one; seconds > 0.
     """
     slowest = 1 / MOST_BYTES_PER_SECOND
+    # The least under constraints lies where the gradient is zero, or at an end of what is allowed.
     lines = [line for line in (_free(points), _through_zero(points)) if line[0] >= 0 and line[1] >= slowest]
     lines.append((_constant(points), slowest))
     latency, per_byte = min(lines, key=lambda line: _distance(points, *line))
@@ -90,6 +88,8 @@ def fit(points: Sequence[Point]) -> tuple[float, float, float]:
 
 
 def _distance(points: Sequence[Point], latency: float, per_byte: float) -> float:
+    # Weights between those of equal errors, which would forget the latency, and of equal relative errors, which would
+    # take a bandwidth from small messages that a buffer on the way swallows whole.
     return sum((latency + per_byte * size - seconds) ** 2 / seconds for size, seconds in points)
 
 

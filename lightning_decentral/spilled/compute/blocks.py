@@ -26,7 +26,7 @@ class ParameterPlace:
         return found
 
     def put(self, tensor: Tensor) -> None:
-        """Stand there; not as an assignment would, which takes parameters only."""
+        # An assignment would take parameters only.
         self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
         if isinstance(self.module, nn.RNNBase):  # keeps a list of its own
             self.module._flat_weights = [getattr(self.module, name) for name in self.module._flat_weights_names]
@@ -60,9 +60,9 @@ def places(root: nn.Module) -> list[ParameterPlace]:
 def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> list[str]:
     """Names of the blocks: those wished for and, of the rest, every outermost module that has parameters of its own.
 
-    "auto" wishes for the members of chains of layers, see `chain.candidates`: layers before stages, if one stage holds
-    most of them all, and before the branches inside of layers. Parameters of a module around blocks, or around what is
-    resident, belong to none.
+    "auto" wishes for the members of chains of layers, see `modules.candidates`: layers before stages, if one stage
+    holds most of them all, and before the branches inside of layers. Parameters of a module around blocks, or around
+    what is resident, belong to none.
 
     Args:
         resident: names of modules and parameters that aren't loaded by themselves.

@@ -68,8 +68,10 @@ class Engine:
         self._refuse_large()
         self._pin()
         self._hollow = {place.name: _hollow(place.held, device.place) for place in self._places}
+        # By storage, which `expand` keeps.
         self._absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
         for block in self._spilling:
+            # What torch calls in place of _call_impl, which `spilled` calls in turn: hooks run where they did.
             block.module._compiled_call_impl = spilled(block, self._loader)
 
     def _block(self, index: int, name: str) -> Spilling:
@@ -95,7 +97,7 @@ class Engine:
 
     def _pin(self) -> None:
         for place in self._places:
-            place.held.data = self.device.pinned(place.held.data)
+            place.held.data = self.device.pinned(place.held.data)  # optimizers go on holding the parameter
 
     def detach(self) -> None:
         """The module without a trace of this."""
@@ -149,6 +151,7 @@ class Engine:
         found, self._kind = self.plans.get(kind), kind
         if found is None:
             self._loader.begin(Singly(), Unmeasured(), None)
+            # The first step of a kind is checked, which takes time: the second one is timed.
             self._log = Log(self.device, checks=kind not in self._first)
             self._loader.log = self._log
         else:

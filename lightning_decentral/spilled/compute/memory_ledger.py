@@ -1,7 +1,4 @@
-"""Memory tracker for a device which isn't there: bytes of every storage that an operation makes, until it dies.
-
-A result of host tensors only is on the host, any other one on the device, as on a real one.
-"""
+"""Memory tracker for a device which isn't there: bytes of every storage that an operation makes, until it dies."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -71,13 +68,14 @@ class Counting(TorchDispatchMode):
         self._ledger, self._absent = ledger, absent
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation, then its new storages."""
         result = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if _counted(leaf)]
+        # Views and in-place operations make no new bytes.
         old = {tensor.untyped_storage()._cdata for tensor in given}
         made = [leaf for leaf in tree_leaves(result) if _counted(leaf) and leaf.untyped_storage()._cdata not in old]
         if made:
             self._refuse(old)
+            # As on a real device: a result of host tensors only is on the host, any other one on the device.
             on_host = bool(given) and all(self._ledger.where(tensor) == HOST for tensor in given)
             self._ledger.add(made, HOST if on_host else DEVICE)
         return result
@@ -92,4 +90,4 @@ class Counting(TorchDispatchMode):
 
 
 def _counted(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided  # sparse ones have no storage to ask

@@ -39,7 +39,7 @@ class Fresh(Singly):
 
 
 class Route:
-    """The way of one step through the shards of a plan. Where a step leaves it, nothing is loaded early."""
+    """The way of one step through the shards of a plan."""
 
     prefetches = True
     keeps = True
@@ -49,10 +49,9 @@ class Route:
         self._visits = [(visit.block, visit.backward) for visit in plan.footprint.visits]
 
     def step(self, block: int, backward: bool) -> tuple[Shard, Shard | None]:
-        """(the shard of this visit, the one that comes)."""
         plan, ahead = self._plan, range(self._next, len(self._visits))
         here = next((i for i in ahead if self._visits[i] == (block, backward)), None)
-        if here is None:
+        if here is None:  # the step has left the route: nothing is loaded early
             shard = plan.shard_of.get(block)
             return ((block,) if shard is None else plan.shards[shard]), None
         self._next, coming = here + 1, plan.coming[here]
@@ -116,7 +115,7 @@ class Loader:
         came_bytes = self._load(shard)
         copies = {name: self._present[name].ready()[0] for name in self._blocks[block]}
         self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
-        self._load(coming or ())
+        self._load(coming or ())  # behind what this visit waits for: one stream copies both
         if run is not None:
             self._await(run)
         return copies
@@ -131,10 +130,11 @@ class Loader:
     def _await(self, run: Waiting) -> None:
         if run in self.runs:
             self.runs.remove(run)
-        if self._route.prefetches and self.runs:
+        if self._route.prefetches and self.runs:  # inputs of the next backward come while this one computes
             self.runs[-1].prefetch()
 
     def _land(self, everything: bool) -> None:
+        # What was sent two visits ago: its copies had the visit between to hide behind.
         due = [*self._left, *(self._leaving if everything else [])]
         self._left, self._leaving = [] if everything else self._leaving, []
         for leaving in due:

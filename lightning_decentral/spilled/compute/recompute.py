@@ -15,7 +15,7 @@ from lightning_decentral.spilled.compute.transfer import Device
 class Moment:
     """Random numbers, autocast, default type and buffers just before a call of the module.
 
-    Create it before the call, `seal` it behind, run the second call within `again`. Running statistics thus move once.
+    Create it before the call, `seal` it behind, run the second call within `again`.
     """
 
     def __init__(self, module: nn.Module, device: Device) -> None:
@@ -29,8 +29,9 @@ class Moment:
         self._buffers = [(part, name, b, b.clone()) for part, name, b in held if b is not None]
 
     def seal(self) -> None:
-        """Keep the former values of what the call changed only. Values say so: not every operation counts versions."""
+        """Keep the former values of what the call changed only."""
         rows = self._buffers
+        # Values are compared, as not every operation counts versions.
         self._buffers = [r for r in rows if _at(r[0], r[1]) is not r[2] or not torch.equal(r[2], r[3])]
 
     @contextmanager
@@ -48,7 +49,7 @@ class Moment:
                     module._buffers[name] = former
                 yield
             finally:
-                for module, name, held in now:
+                for module, name, held in now:  # the first call's: running statistics move once
                     module._buffers[name] = held
                 torch.set_default_dtype(default)
                 self._device.set_random_state(random)

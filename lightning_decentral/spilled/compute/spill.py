@@ -126,7 +126,6 @@ class Run:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """The inputs come to the device."""
         if self._arriving is None and self._kept is not None:
             self._arriving = self._loader.device.fetch(self._kept.land())
 
@@ -163,7 +162,7 @@ class Run:
         try:
             with self._moment.again(), torch.enable_grad():
                 answer = Taken(self._call(inputs))
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # a RuntimeError, too, but none of the block's making
             raise
         except RuntimeError as error:
             raise self._unlike(f" ({error})") from error
@@ -211,7 +210,7 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # no zeros on the device for results that the loss doesn't use
         results = run.forward(inputs)
         ctx.mark_non_differentiable(*(t for t in results if not (t.is_floating_point() or t.is_complex())))
         return results

@@ -12,7 +12,7 @@ from lightning_decentral.spilled.plan.footprint import BlockFootprint, Footprint
 
 
 class Unmeasured:
-    """Nobody looks."""
+    """A step that isn't measured: the calls of `Log` without effect."""
 
     checks = False
 
@@ -75,9 +75,9 @@ class Log:
         self._open = None
 
     def open(self, block: int, backward: bool, loaded_bytes: int, came_bytes: int) -> None:
-        """A visit begins, with so many bytes of parameters on the device, of which some just came."""
         began = self._device.now()
         self._load_bytes += came_bytes
+        # Since `close`, loads alone were waited for.
         self._load_seconds += began - self._closed if came_bytes else 0.0
         self._device.forget_peak()
         self._open = _Open(block, backward, began, loaded_bytes, self._device.present_bytes())
@@ -87,7 +87,6 @@ class Log:
             self._open.sent_bytes += sum(t.numel() * t.element_size() for t in tensors)
 
     def ran_again(self) -> None:
-        """The forward of a visit of a backward has run."""
         if self._open is not None:
             self._open.again_seconds = self._device.now() - self._open.began
             self._open.saved_bytes = self._device.present_bytes() - self._open.before_bytes
@@ -112,13 +111,11 @@ def _awaiting(visits: Sequence[Visit]) -> tuple[Visit, ...]:
 
 
 def joined(first: Footprint, second: Footprint) -> Footprint | None:
-    """The second step's seconds, and the bytes of whichever step had more; None where they went different ways.
-
-    Nothing but copies is counted in a second step on the CPU.
-    """
+    """The second step's seconds, and the bytes of whichever step had more; None where they went different ways."""
     if [(v.block, v.backward) for v in first.visits] != [(v.block, v.backward) for v in second.visits]:
         return None
     pairs = zip(first.visits, second.visits, strict=True)
+    # On the CPU a second step counts nothing but copies.
     visits = tuple(
         replace(w, other_bytes=max(v.other_bytes, w.other_bytes), saved_bytes=v.saved_bytes) for v, w in pairs
     )

@@ -1,8 +1,6 @@
 """Optimizer offload: an update on the device, a few parameters at a time; parameter, gradient and state come and go.
 
-    present + sum over what travels together of (parameter + gradient + state + what the update makes) <= memory_bytes
-
-The first update of a parameter is made alone and measured: its state may appear only then.
+present + sum over what travels together of (parameter + gradient + state + what the update makes) <= memory_bytes
 """
 
 import copy
@@ -45,6 +43,7 @@ class Travelling:
         plain = optimizer.step
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
+            # Before anything travels: forward and backward load the host's parameters themselves.
             with torch.enable_grad():
                 loss = closure() if closure is not None else None
             self._update(optimizer, plain, named)
@@ -76,6 +75,7 @@ class Travelling:
         together: list[Tensor] = []
         used = 0
         for parameter in given:
+            # An unmeasured one takes all the room, so that it goes alone: its state may appear only with its update.
             need = self._needs.get(id(parameter), room)
             if together and used + need > room:
                 yield together
@@ -111,7 +111,7 @@ class Travelling:
             for trip in trips:
                 trip.end()
             optimizer.param_groups = groups
-        self._device.settle()
+        self._device.settle()  # what was put has come, and the memory that is given back isn't used any more
 
 
 class Trip:
@@ -173,7 +173,8 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _refuse_remembering(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Of all parameters in its groups, which every visit would change anew."""
+    """ValueError for an optimizer that keeps something for all parameters of a group."""
+    # Every visit of a part of the group would change it anew.
     for group, was in zip(optimizer.param_groups, before, strict=True):
         changed = [key for key in group if key != "params" and group[key] is not was.get(key)]
         if changed:

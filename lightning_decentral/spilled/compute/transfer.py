@@ -25,10 +25,11 @@ class PendingCopies:
 
 
 class Leaving:
-    """Copies on their way to the host; what they are copies of is held until they are there."""
+    """Copies on their way to the host."""
 
     def __init__(self, copies: list[Tensor], held: list[Tensor], event: torch.cuda.Event | None = None) -> None:
         self._copies, self._event = copies, event
+        # Memory that is still read isn't given back; versions tell whether it was written to meanwhile.
         self._held = [(tensor, tensor._version) for tensor in held]
 
     def land(self) -> list[Tensor]:
@@ -112,7 +113,7 @@ class Device(ABC):
 
 
 class CpuTransfer(Device):
-    """The CPU in the place of a device: copies are real copies, so that whoever computes with the wrong one is found.
+    """The CPU in the place of a device.
 
     Its bytes are those of the copies, and of what operations make while a `Counting` into its ledger is active.
     """
@@ -126,7 +127,7 @@ class CpuTransfer(Device):
         return tensor
 
     def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
-        copies = [host.detach().clone() for host in hosts]
+        copies = [host.detach().clone() for host in hosts]  # real ones: computing with the wrong is found
         self.ledger.add(copies, DEVICE)
         return PendingCopies(copies)
 
@@ -143,7 +144,7 @@ class CpuTransfer(Device):
         self.ledger.add(present, DEVICE)
 
     def settle(self) -> None:
-        """It has."""
+        """Here calls return when they are done."""
 
     def present_bytes(self) -> int:
         return self.ledger.present_bytes
@@ -156,8 +157,7 @@ class CpuTransfer(Device):
 
 
 class Cuda(Device):
-    """One stream for each way. Memory is the computing stream's on both ways, so that there is one pool of it; nothing
-    is given back before `settle` has seen that nobody uses it any more."""
+    """One stream for each way; nothing may be given back before `settle` has seen that nobody uses it any more."""
 
     overlaps = True
 
@@ -166,12 +166,12 @@ class Cuda(Device):
         self._in, self._out = torch.cuda.Stream(place), torch.cuda.Stream(place)
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory."""
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
-        """On its own stream, behind whatever used that memory before."""
+        # Made on the computing stream, as all memory of the device, so that there is one pool of it.
         copies = [torch.empty_like(host, device=self.place, requires_grad=False) for host in hosts]
+        # Behind whatever used that memory before.
         self._in.wait_stream(torch.cuda.current_stream(self.place))
         with torch.cuda.stream(self._in), torch.no_grad():
             for copy, host in zip(copies, hosts, strict=True):
@@ -179,8 +179,7 @@ class Cuda(Device):
         return PendingCopies(copies, self._in.record_event())
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
-        """On its own stream, behind what makes them."""
-        self._out.wait_stream(torch.cuda.current_stream(self.place))
+        self._out.wait_stream(torch.cuda.current_stream(self.place))  # behind what makes them
         with torch.cuda.stream(self._out), torch.no_grad():
             copies = [self._sent(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
         return Leaving(copies, list(tensors), self._out.record_event())
@@ -192,14 +191,13 @@ class Cuda(Device):
         return copy.copy_(tensor, non_blocking=True)
 
     def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        """On the computing stream, behind what makes them."""
-        _copy_into(hosts, tensors)
+        _copy_into(hosts, tensors)  # on the computing stream, behind what makes them
 
     def note(self, hosts: Sequence[Any], present: Sequence[Any]) -> None:
         """The allocator knows."""
 
     def settle(self) -> None:
-        """The computing stream; copies to the host may still be on their way."""
+        # The computing stream alone: copies to the host may still be on their way.
         torch.cuda.current_stream(self.place).synchronize()
 
     def present_bytes(self) -> int:
@@ -212,7 +210,6 @@ class Cuda(Device):
         torch.cuda.reset_peak_memory_stats(self.place)
 
     def random_state(self) -> list[Tensor]:
-        """The host's and the device's."""
         return [torch.get_rng_state(), torch.cuda.get_rng_state(self.place)]
 
     def set_random_state(self, state: list[Tensor]) -> None:

@@ -33,7 +33,7 @@ class Update(ABC):
 
     @abstractmethod
     def begin(self, device: Device, budget_bytes: int) -> Updating:
-        """A run."""
+        """What makes the updates of one run."""
 
 
 class _Here:
@@ -46,7 +46,7 @@ class OnHost(Update):
     """Where everything is: any optimizer, all parameters at once, at the speed of the host's memory."""
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """None."""
+        """No optimizer is refused."""
 
     def begin(self, device: Device, budget_bytes: int) -> Updating:
         return _Here()
@@ -58,7 +58,6 @@ class OnDevice(Update):
     each parameter by itself."""
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """Those that call the closure again and again, as LBFGS."""
         refuse_joint(optimizer)
 
     def begin(self, device: Device, budget_bytes: int) -> Updating:

@@ -3,8 +3,7 @@
     T = load_1 + sum_i max(compute_i, load_{i+1})
     bytes at visit v = other_v + sent_{v-1} + awaited_{v+1} + bytes(shard(v) and the next one) <= budget
 
-A step visits its blocks in forward order and then, in general, in backward order. Shards of one block each need the
-least, so a budget that is too small for them is too small.
+A step visits its blocks in forward order and then, in general, in backward order.
 
 Source: spilling and double buffering, Nagrecha et al. 2110.08633.
 """
@@ -43,7 +42,6 @@ class ShardPlan:
 
     @cached_property
     def shard_of(self) -> dict[int, int]:
-        """From a block to its shard."""
         return {block: shard for shard, blocks in enumerate(self.shards) for block in blocks}
 
     @cached_property
@@ -84,7 +82,6 @@ class ShardPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """What the device holds at most."""
         opening = self.footprint.opening_bytes + (self.shard_bytes[self.route[0]] if self.route else 0)
         return max([opening, *self.needs_bytes])
 
@@ -131,7 +128,7 @@ def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
         ValueError: not even single blocks fit (which one, its bytes, the least budget).
     """
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
-    _refuse(finest, budget_bytes)
+    _refuse(finest, budget_bytes)  # shards of one block need the least: what is too small for them is too small
     packed = {_packed(footprint, cap) for cap in _caps(footprint, budget_bytes)}
     others = [ShardPlan(footprint, shards) for shards in packed if shards != finest.shards]
     fitting = [finest, *(other for other in others if other.peak_bytes <= budget_bytes)]

@@ -203,7 +203,7 @@ class Arbiter:
                 if not other.leaving and other.phase is Phase.WAITING:
                     other.leaving = True
                     yield other.name, Instruction.LEAVE
-            return
+            return  # it goes on waiting: when they have left, `settle` comes here again
         member.phase, member.devices, member.resident = Phase.RUNNING, devices, True
         member.served, member.since, self._grants = self._grants, now, self._grants + 1
         yield member.name, Instruction.RUN
@@ -220,6 +220,7 @@ class Arbiter:
         jobs = [job for job in self.jobs(*Phase) if self.members[job.name] in beside]
         rank = {job.name: (self.policy.key(job, jobs, ()), job.arrived) for job in jobs}
         excess = peak + sum(other.turn.kept_bytes for other in beside) - self.memory_bytes
+        # Those who leave already, then those who wait: who doesn't wait can't be told to leave.
         for other in sorted(beside, key=lambda m: (m.leaving, m.phase is Phase.WAITING, rank[m.name]), reverse=True):
             if excess > 0:
                 order.append(other)
@@ -236,12 +237,12 @@ class Arbiter:
         for running in [member for member in self.members.values() if member.phase is Phase.RUNNING]:
             beside = self._beside(running)
             waiting = [job for job in self.jobs(Phase.WAITING) if self.members[job.name] in beside]
-            if not waiting or running.turn.peak_bytes is None:
+            if not waiting or running.turn.peak_bytes is None:  # nobody knows what room an unmeasured one leaves
                 continue
             after = self.members[self.policy.choose(waiting, ()).name]
             there = running.turn.peak_bytes + sum(m.turn.kept_bytes for m in beside if m.resident)
             if not after.resident and there + after.turn.kept_bytes <= self.memory_bytes:
-                after.resident = after.turn.peak_bytes is not None
+                after.resident = after.turn.peak_bytes is not None  # an unmeasured one comes when it runs, alone
                 if after.resident:
                     yield after.name, Instruction.ENTER
 

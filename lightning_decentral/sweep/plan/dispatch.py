@@ -99,7 +99,7 @@ class Dispatch:
 
     A free device takes the policy's choice among the jobs that wait. While it computes, it also chooses what comes
     next, if that has to be loaded: among the jobs that wait and the next piece of the job it computes. A loaded piece
-    stays where it is. What needs no loading is chosen when the device is free, as late as possible.
+    stays where it is.
 
     Raises:
         ValueError: no jobs, two of one name, or one that needs more memory than any device has.
@@ -137,6 +137,7 @@ class Dispatch:
         slot.computing = None
         self._left -= 1
         self._progress[job].done += 1
+        # Its next piece may be loaded here already: then no other device takes it.
         own_next = slot.coming is not None and slot.coming[0] == job
         self._progress[job].waits = not own_next and self._progress[job].done < len(self.queues[job].pieces)
 
@@ -165,7 +166,7 @@ class Dispatch:
         job = self._number[self.policy.choose(seen, self._running(device)).name]
         piece = self._next(job, device)
         to_load = self.queues[job].pieces[piece].load_seconds > 0
-        if ahead and not to_load:
+        if ahead and not to_load:  # chosen when the device is free, as late as possible
             return
         slot, progress = self._slots[device], self._progress[job]
         slot.coming, slot.loaded = (job, piece), not to_load

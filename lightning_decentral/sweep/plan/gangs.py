@@ -76,7 +76,6 @@ class Turns:
     order: tuple[int, ...]
 
     def seconds(self, job: int, device: int) -> float:
-        """Of the job's piece there."""
         return self.gangs[job].seconds[self.pieces[job][device]]
 
     @property
@@ -122,15 +121,13 @@ class Turns:
 
 def ordered(turns: Turns) -> Turns:
     """In the order of least mean completion time: all are tried for a few jobs of a few iterations, beyond that fewest
-    seconds first.
-
-    One order for all devices is enough for jobs of one iteration: exchanging two neighbours so that all devices agree
-    never delays a job's end (concurrent open shop).
-    """
+    seconds first."""
     jobs = range(len(turns.gangs))
     if factorial(len(jobs)) * turns.devices * sum(gang.iterations for gang in turns.gangs) > MOST_TRIED:
         work = [gang.iterations * sum(gang.seconds) for gang in turns.gangs]
         return replace(turns, order=tuple(sorted(jobs, key=lambda j: (work[j], j))))
+    # One order for all devices is enough for jobs of one iteration: exchanging two neighbours so that all devices agree
+    # never delays a job's end (concurrent open shop).
     orders = (replace(turns, order=order) for order in permutations(jobs))
     return min(orders, key=lambda found: (found.mean_completion_seconds(), found.order))
 
@@ -175,7 +172,6 @@ class ComplementaryPairing(Pairing):
     """Two by two, those of like spread: one's longest piece beside the other's shortest. Exact for two jobs."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
-        """The first of a pair ascending, the second descending."""
         like = sorted(range(len(gangs)), key=lambda j: max(gangs[j].seconds) - min(gangs[j].seconds), reverse=True)
         place = {job: at for at, job in enumerate(like)}
         return [_ascending(gang)[:: -1 if place[j] % 2 else 1] for j, gang in enumerate(gangs)]
@@ -186,7 +182,6 @@ class LatinSquare(Pairing):
     """d(j, g) = (j + g) mod G, pieces by length. Equal sums for G equal jobs, and for any multiple of G."""
 
     def pieces(self, gangs: Sequence[Gang]) -> list[list[int]]:
-        """Shifted by one from job to job."""
         rows = [_ascending(gang) for gang in gangs]
         return [[row[(j + g) % len(row)] for g in range(len(row))] for j, row in enumerate(rows)]
 
@@ -232,7 +227,7 @@ class ExactGangs(Pairing):
 
 
 def _program(gangs: Sequence[Gang]) -> tuple[MILP, dict[tuple[int, int, int], int]]:
-    """The first job's pieces stay where they are: devices are alike."""
+    """(the program of `ExactGangs`, its variables x by job, piece and device)."""
     program, size = MILP(), len(gangs[0].seconds)
     cycle = program.variable(cost=1.0)
     x = {(j, d, g): program.binary() for j in range(len(gangs)) for d in range(size) for g in range(size)}
@@ -241,7 +236,7 @@ def _program(gangs: Sequence[Gang]) -> tuple[MILP, dict[tuple[int, int, int], in
             program.equal({x[j, one, g]: 1.0 for g in range(size)}, 1.0)
             program.equal({x[j, d, one]: 1.0 for d in range(size)}, 1.0)
     for g in range(size):
-        program.equal({x[0, g, g]: 1.0}, 1.0)
+        program.equal({x[0, g, g]: 1.0}, 1.0)  # devices are alike, so the first job's pieces may stay where they are
         terms = {x[j, d, g]: gang.seconds[d] for j, gang in enumerate(gangs) for d in range(size)}
         program.at_most({**terms, cycle: -1.0}, 0.0)
     return program, x

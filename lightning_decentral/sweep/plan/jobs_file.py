@@ -13,9 +13,8 @@
       - name: wide
         overrides: [recipe=vit, model.config.hidden_size=96, trainer.max_steps=40]
 
-A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward once more as only its
-input was kept. Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate. A step of a training is
-one piece.
+A step of a model in n shards is 2 n pieces: n forward, n backward, in which a shard runs forward once more.
+Each piece moves its shard's parameters: load = bytes / rate, 0 without a rate. A step of a training is one piece.
 
 Jobs of several devices at once stand in files of their own:
 
@@ -72,7 +71,6 @@ class Training:
     memory_bytes: float = 0.0
 
     def queue(self, seconds: Sequence[float]) -> Queue:
-        """With these seconds of its steps."""
         return Queue(self.name, tuple(map(WorkPiece, seconds)), self.arrival_seconds, self.memory_bytes)
 
 
@@ -241,6 +239,7 @@ def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = fl
     behind = [sum(b.backward_seconds + b.update_seconds for b in group) for group in groups]
     loads = [sum(b.parameter_bytes for b in group) / load_bytes_per_second for group in groups]
     there = [WorkPiece(f, load) for f, load in zip(forward, loads, strict=True)]
+    # Forward once more, as only the shard's input was kept.
     back = [WorkPiece(f + b, load) for f, b, load in zip(forward, behind, loads, strict=True)]
     return [*there, *reversed(back)]
 
@@ -253,6 +252,7 @@ def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
     """
     if shards > len(blocks):
         raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")
+    # Squared, as plain sums have the same total for all cuts, which would decide nothing between equals.
     at = linear_partition(piece_sums([block.parameter_bytes for block in blocks]) ** 2, shards)
     assert at is not None  # there are as many blocks
     return [list(blocks[start:end]) for start, end in pairwise(at)]
@@ -273,7 +273,7 @@ def _numbers(entry: Mapping[str, Any], key: str, place: str) -> tuple[float, ...
 def _number(entry: Mapping[Any, Any], key: str | int, place: str, default: float | None) -> float:
     """None: there is no default."""
     value = entry.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):  # to Python, True is a number
         raise ValueError(f"{place}: {key} must be a number, got {value!r}")
     return float(value)
 

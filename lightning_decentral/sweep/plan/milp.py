@@ -50,11 +50,9 @@ class MILP:
         self.rows.append((terms, low, high))
 
     def equal(self, terms: Mapping[int, float], value: float) -> None:
-        """The sum is this value."""
         self.between(terms, value, value)
 
     def at_most(self, terms: Mapping[int, float], value: float) -> None:
-        """The sum is this value or less."""
         self.between(terms, -float("inf"), value)
 
     def solve(self, limit_seconds: float) -> Solution:

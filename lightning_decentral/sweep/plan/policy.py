@@ -62,8 +62,7 @@ class LRTF(Policy):
     """
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """Unmeasured ones first, then -remaining"""
-        return (job.measured, -job.remaining_seconds)
+        return (job.measured, -job.remaining_seconds)  # False is less: unmeasured ones run first, to be known
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class SRTF(Policy):
     """Shortest remaining time first: the least mean completion time on one device."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """Unmeasured ones first, then remaining"""
         return (job.measured, job.remaining_seconds)
 
 
@@ -80,7 +78,6 @@ class RoundRobin(Policy):
     """Whoever has waited for the most grants: equal shares."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """The number of its last grant"""
         return (job.served,)
 
 
@@ -103,7 +100,6 @@ class Complementary(Policy):
     """
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
-        """How far from the mean"""
         beside = [other.next_seconds for other in running]
         every = [*beside, *(other.next_seconds for other in waiting)]
         return (abs(sum(beside, job.next_seconds) / (len(beside) + 1) - sum(every) / len(every)),)

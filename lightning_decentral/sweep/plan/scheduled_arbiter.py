@@ -53,18 +53,16 @@ class Gathered(Arbiter):
         return []
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
-        """What it asked for before is over: it may have ended without a word."""
         super().give_back(name, turn, now)
+        # What it asked for before is over: it may have ended without a word.
         self._asking = [other for other in self._asking if other != name]
 
     def leave(self, name: str, now: float) -> None:
-        """The others don't wait for one that failed at its start."""
         super().leave(name, now)
-        self._absent.discard(name)
+        self._absent.discard(name)  # the others don't wait for one that failed at its start
         self._asking = [other for other in self._asking if other != name]
 
     def settle(self, now: float) -> Orders:
-        """As ever, once all are there, among those that have arrived."""
         if not self._absent:
             self.opened = min(self.opened, now)
         for name in [name for name in self._asking if self._due(name) <= now]:
@@ -97,9 +95,9 @@ class Timing(Gathered):
         self._until: dict[str, dict[int, float]] = {}
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
-        """With the steps that are done; of an accumulated step, the first time that it is."""
         super().give_back(name, turn, now)
         until = self._until.setdefault(name, {0: 0.0})
+        # Of a step, the first time that it is done: accumulated batches report the step before again.
         until.setdefault(round(self._steps * (turn.progress or 0.0)), self.members[name].busy_seconds)
 
     def steps_of(self, name: str) -> Steps:
@@ -129,7 +127,6 @@ class Scheduled(Gathered):
         self._remaining = {queue.name: remaining_seconds(queue) for queue in queues}
 
     def seen(self, member: MemberAccount, expected: float) -> Job:
-        """Of its queue, what its progress leaves."""
         pieces, remaining = self._queues[member.name].pieces, self._remaining[member.name]
         done = min(round((member.turn.progress or 0.0) * len(pieces)), len(pieces) - 1)
         return Job(member.name, member.arrived, remaining[done], pieces[done].compute_seconds, member.served)

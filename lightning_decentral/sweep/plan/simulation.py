@@ -50,7 +50,7 @@ def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Poli
     spans: Spans = {}
     while events:
         moment = events[0][0] + INSTANT_SECONDS
-        while events and events[0][0] <= moment:
+        while events and events[0][0] <= moment:  # all of a moment is told before anything is decided
             now = events[0][0]
             _tell(dispatch, heapq.heappop(events))
         for order in dispatch.orders():

@@ -124,7 +124,7 @@ class GreedySpase(Allocation):
 class ExactSpase(Allocation):
     """The mixed-integer program, for small sets: what it could not prove within its time is the plan's gap.
 
-    Needs scipy (extra `schedule`). The better of it and `Greedy`, with the gap that is left when the time is over.
+    Needs scipy (extra `schedule`). The better of it and `GreedySpase`, with the gap that is left when the time is over.
     """
 
     limit_seconds: float = 10.0
@@ -161,6 +161,7 @@ class _Program:
         self._has = [[p.binary() for _ in range(devices)] for _ in tables]
         for j in range(len(tables)):
             self._allocate(j)
+        # Every plan satisfies it; without it the bound of the relaxation, in which M forbids little, is weak.
         area = {x: k * t.seconds[k] for t, runs in zip(tables, self._runs, strict=True) for k, x in runs.items()}
         p.at_most({**area, self._end: -float(devices)}, 0.0)
         for i, j in combinations(range(len(tables)), 2):
@@ -188,8 +189,8 @@ class _Program:
         return self._program.solve(limit_seconds)
 
     def granted(self, solution: Solution) -> tuple[Granted, ...]:
-        """Its devices and its order, the starts computed anew: a solver's are true to its tolerance only."""
-        value = solution.values
+        """Its devices and its order, the starts computed anew."""
+        value = solution.values  # true to the solver's tolerance only
         free = [0.0] * len(self._has[0])
         found = {}
         for j in sorted(range(len(self._tables)), key=lambda j: value[self._start[j]]):

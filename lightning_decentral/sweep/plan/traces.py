@@ -72,7 +72,6 @@ class Tiresias(TraceColumns):
     )
 
     def lines(self, text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
-        """By the names in the header, whatever their order."""
         reader = csv.reader(text.splitlines())
         header = [name.strip() for name in next(reader, [])]
         missing = [name for _, name in self.columns if name not in header]
@@ -96,13 +95,14 @@ class Gavel(TraceColumns):
     widths: tuple[int, ...] = (9, 10)
 
     def lines(self, text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
-        """By place from the end, as older files lack the directory; jobs are named after their line."""
+        """Jobs are named after their line."""
         for number, line in enumerate(text.splitlines(), start=1):
             fields = line.split("\t")
             if not line.strip():
                 continue
             if len(fields) not in self.widths:
                 raise ValueError(f"line {number}: {len(fields)} fields between tabs, there must be 9 or 10")
+            # From the end, as older files lack the directory.
             model, steps, devices, arrival = fields[0], fields[-5], fields[-4], fields[-1]
             named = {"name": str(number), "model": model.strip(), "devices": devices}
             yield number, {**named, "arrival_seconds": arrival, "iterations": steps}

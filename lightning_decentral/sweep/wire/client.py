@@ -162,9 +162,10 @@ class Lines:
         """
         try:
             chunk = self.connection.recv(1 << 16)
-        except ConnectionResetError:
+        except ConnectionResetError:  # it was killed with messages unread
             chunk = b""
         if not chunk:
             raise EOFError("the other side has closed the connection")
+        # A message may come in pieces.
         *whole, self._rest = (self._rest + chunk).split(b"\n")
         yield from map(json.loads, whole)
