@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.codec import DifferenceCompression as DifferenceCompression
     from lightning_decentral.gossip.compute.codec import Float16 as Float16
     from lightning_decentral.gossip.compute.codec import Float32 as Float32
+    from lightning_decentral.gossip.compute.codec import Frame as Frame
     from lightning_decentral.gossip.compute.codec import Int8 as Int8
     from lightning_decentral.gossip.compute.codec import LowRank as LowRank
+    from lightning_decentral.gossip.compute.codec import MessageLayout as MessageLayout
+    from lightning_decentral.gossip.compute.codec import Payload as Payload
+    from lightning_decentral.gossip.compute.codec import PayloadPart as PayloadPart
     from lightning_decentral.gossip.compute.codec import Plain as Plain
     from lightning_decentral.gossip.compute.codec import TopK as TopK
     from lightning_decentral.gossip.compute.combine import Combine as Combine
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import RelaySum as RelaySum
     from lightning_decentral.gossip.compute.combine import State as State
     from lightning_decentral.gossip.compute.combine import Turn as Turn
+    from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
     from lightning_decentral.gossip.plan.stability import largest_stable_rate as largest_stable_rate
     from lightning_decentral.gossip.plan.topology import AlternatingExponentialRing as AlternatingExponentialRing
@@ -59,12 +64,17 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.topology import Topology as Topology
     from lightning_decentral.gossip.plan.topology import Torus as Torus
     from lightning_decentral.gossip.plan.topology import Tree as Tree
+    from lightning_decentral.gossip.plan.traffic import all_reduce_copies as all_reduce_copies
+    from lightning_decentral.gossip.plan.traffic import copies_through_card as copies_through_card
     from lightning_decentral.gossip.plan.weights import Dyadic as Dyadic
     from lightning_decentral.gossip.plan.weights import MetropolisHastings as MetropolisHastings
     from lightning_decentral.gossip.plan.weights import OutDegree as OutDegree
     from lightning_decentral.gossip.plan.weights import Own as Own
     from lightning_decentral.gossip.plan.weights import Uniform as Uniform
     from lightning_decentral.gossip.plan.weights import Weights as Weights
+    from lightning_decentral.gossip.plan.weights import consensus_steps as consensus_steps
+    from lightning_decentral.gossip.plan.weights import mixing_matrix as mixing_matrix
+    from lightning_decentral.gossip.plan.weights import spectral_gap as spectral_gap
     from lightning_decentral.gossip.report import Report as Report
     from lightning_decentral.gossip.strategy import GossipStrategy as GossipStrategy
     from lightning_decentral.gossip.wire.island import AllReduce as AllReduce
@@ -72,6 +82,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.wire.island import Island as Island
     from lightning_decentral.gossip.wire.island import Solo as Solo
     from lightning_decentral.gossip.wire.replicas import GossipReplicas as GossipReplicas
+    from lightning_decentral.gossip.wire.simulation import MatrixExchange as MatrixExchange
     from lightning_decentral.gossip.wire.simulation import simulate as simulate
 
 __getattr__, __all__ = lazy_exports(__name__)

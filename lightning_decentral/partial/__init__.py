@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from lightning_decentral.partial.plan.depth import Balanced as Balanced
     from lightning_decentral.partial.plan.depth import DepthAssignment as DepthAssignment
     from lightning_decentral.partial.plan.depth import Full as Full
+    from lightning_decentral.partial.plan.depth import Memory as Memory
     from lightning_decentral.partial.plan.depth import PerWorker as PerWorker
     from lightning_decentral.partial.plan.depth import Staircase as Staircase
     from lightning_decentral.partial.plan.depth import Temporal as Temporal
+    from lightning_decentral.partial.plan.depth import contributors as contributors
     from lightning_decentral.partial.plan.depth_order import Cyclic as Cyclic
     from lightning_decentral.partial.plan.depth_order import Order as Order
     from lightning_decentral.partial.plan.depth_order import Random as Random

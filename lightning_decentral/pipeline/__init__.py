@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lightning_decentral.pipeline.compute.activation_codec import Boundary as Boundary
     from lightning_decentral.pipeline.compute.activation_codec import ExactActivations as ExactActivations
     from lightning_decentral.pipeline.compute.activation_codec import Int8Activations as Int8Activations
+    from lightning_decentral.pipeline.compute.adapters import Chain as Chain
+    from lightning_decentral.pipeline.compute.adapters import blocks_of as blocks_of
     from lightning_decentral.pipeline.compute.stage import Activations as Activations
     from lightning_decentral.pipeline.compute.stage import Keep as Keep
     from lightning_decentral.pipeline.compute.stage import Recompute as Recompute
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_decentral.pipeline.plan.partition import Even as Even
     from lightning_decentral.pipeline.plan.partition import Fastest as Fastest
     from lightning_decentral.pipeline.plan.partition import Partition as Partition
+    from lightning_decentral.pipeline.plan.schedule import Action as Action
+    from lightning_decentral.pipeline.plan.schedule import Kind as Kind
     from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward as OneForwardOneBackward
     from lightning_decentral.pipeline.plan.schedule import Schedule as Schedule
     from lightning_decentral.pipeline.plan.schedule import TeraPipe as TeraPipe
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_decentral.pipeline.plan.slicing import Balanced as Balanced
     from lightning_decentral.pipeline.plan.slicing import Given as Given
     from lightning_decentral.pipeline.plan.slicing import Planned as Planned
+    from lightning_decentral.pipeline.plan.slicing import Situation as Situation
     from lightning_decentral.pipeline.plan.slicing import Slicing as Slicing
     from lightning_decentral.pipeline.plan.slicing import Uniform as Uniform
     from lightning_decentral.pipeline.report import PipelineReport as PipelineReport

@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_decentral.shared.loggers import Rows as Rows
     from lightning_decentral.shared.loggers import WandbPerWorker as WandbPerWorker
+    from lightning_decentral.shared.plan.data_parallel import DataParallel as DataParallel
+    from lightning_decentral.shared.plan.forecast import Cluster as Cluster
+    from lightning_decentral.shared.plan.forecast import Setting as Setting
+    from lightning_decentral.shared.plan.forecast import forecast as forecast
+    from lightning_decentral.shared.plan.forecast import one_slow as one_slow
+    from lightning_decentral.shared.plan.network import Network as Network
+    from lightning_decentral.shared.plan.profile import BlockCost as BlockCost
+    from lightning_decentral.shared.plan.profile import LinkCost as LinkCost
+    from lightning_decentral.shared.plan.profile import Model as Model
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:

@@ -11,11 +11,23 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
+    from lightning_decentral.sweep.plan.dispatch import Queue as Queue
+    from lightning_decentral.sweep.plan.dispatch import WorkPiece as WorkPiece
+    from lightning_decentral.sweep.plan.dispatch import devices as devices
+    from lightning_decentral.sweep.plan.gangs import ComplementaryPairing as ComplementaryPairing
+    from lightning_decentral.sweep.plan.gangs import LatinSquare as LatinSquare
+    from lightning_decentral.sweep.plan.gangs import staircase as staircase
     from lightning_decentral.sweep.plan.policy import FIFO as FIFO
     from lightning_decentral.sweep.plan.policy import LRTF as LRTF
     from lightning_decentral.sweep.plan.policy import SRTF as SRTF
     from lightning_decentral.sweep.plan.policy import Complementary as Complementary
+    from lightning_decentral.sweep.plan.policy import Job as Job
     from lightning_decentral.sweep.plan.policy import Policy as Policy
     from lightning_decentral.sweep.plan.policy import RoundRobin as RoundRobin
+    from lightning_decentral.sweep.plan.simulation import makespan_seconds as makespan_seconds
+    from lightning_decentral.sweep.plan.simulation import mean_completion_seconds as mean_completion_seconds
+    from lightning_decentral.sweep.plan.simulation import simulate as simulate
+    from lightning_decentral.sweep.plan.spase import GreedySpase as GreedySpase
+    from lightning_decentral.sweep.plan.spase import Table as Table
 
 __getattr__, __all__ = lazy_exports(__name__)
