@@ -172,6 +172,7 @@ class Look(Callback):
         strategy = trainer.strategy
         apart = strategy.consensus()
         self.seen["consensus"] = (apart.absolute, apart.relative)
+        strategy.progress_state()  # waits until all that was launched has left and landed
         self.seen["bytes"] = strategy.traffic().bytes_sent
         self.seen["elements"] = sum(b.flat.numel() for b in strategy.buckets)
         self.seen["sampler"] = strategy.distributed_sampler_kwargs

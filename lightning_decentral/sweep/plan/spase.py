@@ -11,7 +11,7 @@ Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import isfinite
 
 from lightning_decentral.shared.plan.timeline import Span
@@ -155,8 +155,9 @@ class _Program:
     def __init__(self, tables: Sequence[Table], devices: int, most: float) -> None:
         self._tables, self._most = tables, most
         p = self._program = MILP()
-        self._end = p.variable(cost=1.0, upper=most)
-        self._start = [p.variable(upper=most) for _ in tables]
+        # No bounds of `most` on these: with them HiGHS 1.12 cuts off best points that lie on one.
+        self._end = p.variable(cost=1.0)
+        self._start = [p.variable() for _ in tables]
         self._runs = [{k: p.binary() for k in table.seconds} for table in tables]
         self._has = [[p.binary() for _ in range(devices)] for _ in tables]
         for j in range(len(tables)):
@@ -166,6 +167,10 @@ class _Program:
         p.at_most({**area, self._end: -float(devices)}, 0.0)
         for i, j in combinations(range(len(tables)), 2):
             self._apart(i, j)
+        # Devices are alike: the first job has the first ones. Left to find that itself, HiGHS 1.12 calls some worse
+        # plans optimal.
+        for one, other in pairwise(self._has[0] if self._has else ()):
+            p.at_most({other: 1.0, one: -1.0}, 0.0)
 
     def _lasts(self, job: int) -> dict[int, float]:
         return {x: self._tables[job].seconds[k] for k, x in self._runs[job].items()}
