@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -59,6 +60,15 @@ def public(face: ModuleType, kind: type | tuple[type, ...]) -> set[str]:
 def test_every_key_belongs_to_its_constructor(file):
     for path, node in nodes(read(file)):
         assert unowned(node) == set(), f"{file.name}: {path or 'top'}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
+def test_every_target_of_ours_is_an_export_of_a_face(file):
+    for _, node in nodes(read(file)):
+        face, _, name = node["_target_"].rpartition(".")
+        if face.startswith("lightning_decentral") and ".recipes" not in face:
+            assert face.count(".") <= 1, "a face of a method, not a module of it"
+            assert name in import_module(face).__all__
 
 
 @pytest.mark.parametrize("group", OBJECT_GROUPS)

@@ -1,6 +1,7 @@
 """The contract of the floors holds, each part of it breaks where it should, one module names torch.distributed."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -111,3 +112,13 @@ def test_folders_are_small_and_names_apart() -> None:
 def test_no_module_imports_the_recipes() -> None:
     """By string neither."""
     assert [dotted(path) for path in MODULES if "lightning_decentral.recipes" in path.read_text()] == []
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if len(p.read_text().splitlines()) < 50], ids=dotted)
+def test_a_module_of_its_own_however_short_says_why(path: Path) -> None:
+    if path.name != "__init__.py":
+        assert re.search(r"[Ss]hort", ast.get_docstring(ast.parse(path.read_text())) or "")
+
+
+def test_modules_stay_below_300_lines() -> None:
+    assert [dotted(path) for path in MODULES if len(path.read_text().splitlines()) > 300] == []
