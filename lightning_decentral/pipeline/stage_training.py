@@ -1,4 +1,4 @@
-"""One stage in training: its part of the model, a step's forward and backward, gradients handed over to Lightning."""
+"""A stage's training step: gradients unscaled, averaged over replicas, summed where tied, given to Lightning."""
 
 import time
 from collections.abc import Callable, Sequence

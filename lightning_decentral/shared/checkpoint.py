@@ -1,4 +1,6 @@
-"""Checkpoints of several workers: one plain file that loads without this package, beside it each worker's own state.
+"""Saving and resuming several workers: the mean model in one plain file, each worker's own state beside it.
+
+The plain file loads without this package.
 
 Saving is collective (Lightning calls it on every worker) and changes no worker's trajectory. Resuming on the same
 number of workers continues bit for bit on CPU; on another number all start from the mean.

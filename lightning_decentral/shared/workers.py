@@ -1,4 +1,4 @@
-"""The base of all strategies with several workers: DDP's launching and ranks, no wrapper, no gradient all-reduce.
+"""The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
 What a method does is in its own strategy; what is common to all is in parts: `MeanModel` (workers that drift apart),
 `Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together).

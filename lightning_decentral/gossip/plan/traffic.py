@@ -1,4 +1,6 @@
-"""Traffic of a plan: bytes that each worker, and each node's network card, sends at a step; all-reduce cliques.
+"""Traffic of a plan, in copies of a message: what each worker and each node's network card sends; cliques.
+
+`gossip.summary` makes bytes of them; what was sent in fact is counted in `wire.exchange`.
 
 A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are; in every
 other one peers send each other messages.

@@ -1,4 +1,4 @@
-"""A stage's forward and backward of one chunk, its activations kept or recomputed (activation checkpointing).
+"""Forward and backward of one chunk on one stage, activations kept or recomputed (activation checkpointing).
 
 A chunk is one slice of one micro-batch. Its graph begins at the hidden state that came in and ends at the one that goes
 out; keys and values of other slices come and go through `KVCache`.

@@ -5,6 +5,8 @@
 The sender decodes its own payload, too. What it is thought to have said, `sent`, is thus the same at both ends of a
 link, and the correction x_i += rate * (mixed_i - sent_i) takes from one worker what it gives to another: with W doubly
 stochastic the mean of the workers is kept to rounding under every codec, however coarse.
+
+To add one, subclass `Codec`: `parts`, `encode` and `decode`; links, error feedback, the wire and the tests read it.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
 """What travels on a link (payloads, layouts) and the interface of a worker's ends of its links: encode, decode, forget.
 
-A coder turns messages, lists of buckets, into payloads and back. `Direct` sends them as they are; `coded.Coded` holds a
+A coder turns messages, lists of buckets, into payloads and back. `Direct` sends them as they are; `error_feedback.Coded` holds a
 codec's error-feedback state.
 """
 

@@ -1,4 +1,4 @@
-"""Quantization: eight bits an element, rounded at random; smaller types; and messages as they are."""
+"""Quantization: `Int8`, rounded at random (the codec to copy); smaller float types; messages as they are."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
