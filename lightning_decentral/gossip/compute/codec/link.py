@@ -1,7 +1,7 @@
-"""What travels on a link (payloads, layouts) and the interface of a worker's ends of its links: encode, decode, forget.
+"""Ends of a link: what travels (payloads, layouts), and the interface to encode, decode and forget it.
 
-A coder turns messages, lists of buckets, into payloads and back. `Direct` sends them as they are; `error_feedback.Coded` holds a
-codec's error-feedback state.
+A coder turns messages, lists of buckets, into payloads and back. `Direct` sends them as they are;
+`error_feedback.Coded` holds a codec's error-feedback state.
 """
 
 from abc import ABC, abstractmethod
