@@ -21,25 +21,10 @@ from lightning_decentral.recipes.train import build_model
 from lightning_decentral.shared.compute import block_cost as blocks
 from lightning_decentral.shared.compute import device as stopwatch
 from lightning_decentral.shared.plan.profile import read
+from tests.clocks import Clock
 from tests.conf.test_compose import composed
 
 BATCH, WIDTH = 4, 8
-
-
-class Clock:
-    """Moves when a block works."""
-
-    now = 0.0
-
-    def __init__(self) -> None:
-        self._stamps: list[float] = []
-
-    def lap(self) -> int:
-        self._stamps.append(Clock.now)
-        return len(self._stamps) - 1
-
-    def seconds(self) -> list[float]:
-        return [stamp - self._stamps[0] for stamp in self._stamps]
 
 
 class Works(torch.autograd.Function):

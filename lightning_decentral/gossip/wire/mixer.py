@@ -54,7 +54,7 @@ class Mixer:
         steps: steps taken so far.
         wanted: steps that the neighbours must have taken for the last landing.
 
-    Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `weights.largest_stable_rate`.
+    Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `stability.largest_stable_rate`.
     """
 
     def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange[Any], delay: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.shared.compute import block_cost
 from lightning_decentral.shared.compute.block_cost import TIMED_RUNS, BlockPass, measure, parameter_bytes
+from tests.clocks import Clock
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 3, 8
@@ -38,20 +39,6 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Works.apply(x, self.seconds) * self.weight
-
-
-class Clock:
-    now = 0.0
-
-    def __init__(self) -> None:
-        self._stamps: list[float] = []
-
-    def lap(self) -> int:
-        self._stamps.append(Clock.now)
-        return len(self._stamps) - 1
-
-    def seconds(self) -> list[float]:
-        return self._stamps
 
 
 @pytest.fixture(autouse=True)
