@@ -43,9 +43,9 @@ from lightning_decentral.gossip import (
     Plain,
     TopK,
 )
-from lightning_decentral.gossip.compute.codec import MessageLayout
-from lightning_decentral.gossip.compute.codec.error_feedback import Coded
+from lightning_decentral.gossip.compute.error_feedback import Coded
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.codec import MessageLayout
 
 torch.set_num_threads(1)
 SIDE = 512

@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.callbacks import MixingMonitor as MixingMonitor
     from lightning_decentral.gossip.callbacks import StartSummary as StartSummary
     from lightning_decentral.gossip.callbacks import WorkerLossMonitor as WorkerLossMonitor
-    from lightning_decentral.gossip.compute.codec import BFloat16 as BFloat16
-    from lightning_decentral.gossip.compute.codec import Codec as Codec
-    from lightning_decentral.gossip.compute.codec import DifferenceCompression as DifferenceCompression
-    from lightning_decentral.gossip.compute.codec import Float16 as Float16
-    from lightning_decentral.gossip.compute.codec import Float32 as Float32
-    from lightning_decentral.gossip.compute.codec import Frame as Frame
-    from lightning_decentral.gossip.compute.codec import Int8 as Int8
-    from lightning_decentral.gossip.compute.codec import LowRank as LowRank
-    from lightning_decentral.gossip.compute.codec import MessageLayout as MessageLayout
-    from lightning_decentral.gossip.compute.codec import Payload as Payload
-    from lightning_decentral.gossip.compute.codec import PayloadPart as PayloadPart
-    from lightning_decentral.gossip.compute.codec import Plain as Plain
-    from lightning_decentral.gossip.compute.codec import TopK as TopK
     from lightning_decentral.gossip.compute.combine import Combine as Combine
     from lightning_decentral.gossip.compute.combine import ConsensusControl as ConsensusControl
     from lightning_decentral.gossip.compute.combine import ExactDiffusion as ExactDiffusion
@@ -85,5 +72,18 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.wire.replicas import GossipReplicas as GossipReplicas
     from lightning_decentral.gossip.wire.simulation import MatrixExchange as MatrixExchange
     from lightning_decentral.gossip.wire.simulation import simulate as simulate
+    from lightning_decentral.shared.compute.codec import BFloat16 as BFloat16
+    from lightning_decentral.shared.compute.codec import Codec as Codec
+    from lightning_decentral.shared.compute.codec import DifferenceCompression as DifferenceCompression
+    from lightning_decentral.shared.compute.codec import Float16 as Float16
+    from lightning_decentral.shared.compute.codec import Float32 as Float32
+    from lightning_decentral.shared.compute.codec import Frame as Frame
+    from lightning_decentral.shared.compute.codec import Int8 as Int8
+    from lightning_decentral.shared.compute.codec import LowRank as LowRank
+    from lightning_decentral.shared.compute.codec import MessageLayout as MessageLayout
+    from lightning_decentral.shared.compute.codec import Payload as Payload
+    from lightning_decentral.shared.compute.codec import PayloadPart as PayloadPart
+    from lightning_decentral.shared.compute.codec import Plain as Plain
+    from lightning_decentral.shared.compute.codec import TopK as TopK
 
 __getattr__, __all__ = lazy_exports(__name__)

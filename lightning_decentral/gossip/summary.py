@@ -5,7 +5,6 @@ from typing import Protocol
 
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -13,6 +12,7 @@ from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_se
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
+from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.replica import Evaluate
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}

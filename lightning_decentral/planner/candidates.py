@@ -15,10 +15,6 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.compress import DifferenceCompression
-from lightning_decentral.gossip.compute.codec.link import MessageLayout
-from lightning_decentral.gossip.compute.codec.quantize import BFloat16, Float16, Int8
 from lightning_decentral.gossip.plan.forecast import PLAIN, Encoding, GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
 from lightning_decentral.gossip.strategy import GossipStrategy
@@ -30,6 +26,10 @@ from lightning_decentral.pipeline.compute.stage import Keep
 from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.compress import DifferenceCompression
+from lightning_decentral.shared.compute.codec.payload import MessageLayout
+from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import Model, RoundWork

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Partition, partitions
@@ -17,6 +16,7 @@ from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Matrix
+from lightning_decentral.shared.compute.codec.codec import Codec
 
 # One round with delay 1, from top to bottom; time goes to the right:
 #

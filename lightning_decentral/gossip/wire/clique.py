@@ -7,9 +7,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.link import Direct
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.integrity import Verdicts, refuse, verdict
+from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool

@@ -12,15 +12,16 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.link import Buffers, Coder
-from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.integrity import Verdicts, verdict
+from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -80,7 +81,7 @@ class PeerExchange(Exchange[PeerMessages]):
 
     def __post_init__(self) -> None:
         rank, size = self.transport.rank, self.transport.size
-        self.coder = self.codec.coder(self.topology, rank, size, self.pool)
+        self.coder = coder_of(self.codec, self.topology, rank, size, self.pool)
         self._period, self._phases = self.topology.period(size), dict[int, Neighbours]()
         self._verdicts = Verdicts(rank, repr(self.codec) if self.codec.encodes else "")
         self._tally = Tally(self.device)

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.link import Coder, Direct, check_codec
-from lightning_decentral.gossip.compute.codec.quantize import Plain
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.error_feedback import coder_of
+from lightning_decentral.gossip.compute.link import Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
 
 Gradient = Callable[[Tensor, int], Tensor]
 
@@ -118,7 +119,7 @@ class LinkExchange(Exchange["LinkMessages"]):
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
-        self.coders = [self.codec.coder(self.topology, rank, self.size, self.pool) for rank in range(self.size)]
+        self.coders = [coder_of(self.codec, self.topology, rank, self.size, self.pool) for rank in range(self.size)]
         self.coder = _Everyone(self.codec, self.coders)
         self._mixings = Mixings(self.topology, self.weights, self.size)
 

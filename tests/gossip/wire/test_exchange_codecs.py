@@ -33,7 +33,6 @@ from lightning_decentral.gossip import (
     Turn,
     simulate,
 )
-from lightning_decentral.gossip.compute.codec import MessageLayout
 from lightning_decentral.gossip.plan.topology.topology import audiences
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
@@ -42,6 +41,7 @@ from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
+from lightning_decentral.shared.compute.codec import MessageLayout
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend, every_backend

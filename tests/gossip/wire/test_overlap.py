@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Combine, Gossip
-from lightning_decentral.gossip.compute.codec.link import Direct
+from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.overlap import OverlapExchange, WorkerThread, overlapped
+from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.wire.worker_thread import WorkerThread
 from tests.gossip.wire.test_exchange import Row
 
 pytestmark = pytest.mark.threads

@@ -8,11 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.counter_rng import dither
-from lightning_decentral.gossip.compute.codec.link import Coder, Direct, Frame, MessageLayout, Payload, PayloadPart
-from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.counter_rng import dither
+from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +102,6 @@ class Plain(_Copied):
 
     # Integers and complex numbers travel, too.
     checked_parts = parts
-
-    def coder(self, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
-        return Direct(pool)
 
 
 class _Cast(_Copied):

@@ -6,7 +6,7 @@ The sender decodes its own payload, too. What it is thought to have said, `sent`
 link, and the correction x_i += rate * (mixed_i - sent_i) takes from one worker what it gives to another: with W doubly
 stochastic the mean of the workers is kept to rounding under every codec, however coarse.
 
-To add one, subclass `Codec`: `parts`, `encode` and `decode`; links, error feedback, the wire and the tests read it.
+To add one, subclass `Codec`: `parts`, `encode` and `decode`; links, error feedback, averages and the tests read it.
 """
 
 from abc import ABC, abstractmethod
@@ -15,15 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.error_feedback import Coded
-from lightning_decentral.gossip.compute.codec.link import Coder, Frame, MessageLayout, Payload, PayloadPart
-from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
-from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
 
 
 class Codec(ABC):
-    """What `GossipStrategy(codec=...)` takes: it encodes real floating-point messages [n]. A frozen value, equal on all
-    workers. `parts`, `encode` and `decode` must be written."""
+    """What `codec=` takes (of gossip, of compressed averages): it encodes real floating-point messages [n].
+
+    A frozen value, equal on all workers. `parts`, `encode` and `decode` must be written.
+    """
 
     remembers: ClassVar[bool] = False
     """Whether both ends of a link keep an estimate of what the hearer knows."""
@@ -48,12 +47,6 @@ class Codec(ABC):
         """`encode`, and overwrite the message by what its hearers make of it."""
         self.encode(message, payload, frame)
         self.decode(payload, message, frame)
-
-    def coder(self, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
-        """One worker's ends of its links."""
-        # Targets that don't always hear in the same steps miss different messages: one estimate can't be that
-        # of both.
-        return Coded(self, rank, audiences(topology, rank, size) if self.remembers else {}, pool)
 
     def bytes(self, layout: MessageLayout, dtype: torch.dtype) -> int:
         """Bytes of a payload on the wire; errors as `checked_parts`."""

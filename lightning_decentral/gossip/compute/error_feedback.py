@@ -3,35 +3,27 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.counter_rng import key
-from lightning_decentral.gossip.compute.codec.link import (
-    Buffers,
-    Coder,
-    Frame,
-    MessageLayout,
-    Payload,
-    PayloadPart,
-    check_codec,
-)
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.link import Buffers, Coder, Direct, check_codec
+from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.counter_rng import key
+from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.device import AsyncRead
 
 
-class LinkCodec(Protocol):
-    """What the ends of a link use of a `codec.Codec`."""
-
-    remembers: ClassVar[bool]
-
-    def checked_parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]: ...
-    def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None: ...
-    def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None: ...
-    def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None: ...
+def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
+    """One worker's ends of its links."""
+    if not codec.encodes:
+        return Direct(pool)
+    # Targets that don't always hear in the same steps miss different messages: one estimate can't be that of both.
+    return Coded(codec, rank, audiences(topology, rank, size) if codec.remembers else {}, pool)
 
 
 class BucketCodec:
@@ -42,7 +34,7 @@ class BucketCodec:
         exact: elements at a message's end that aren't encoded.
     """
 
-    def __init__(self, codec: LinkCodec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
+    def __init__(self, codec: Codec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
         self._codec, self._matrices, self._exact = codec, matrices, exact
         self._reference = _real(reference)
@@ -136,7 +128,7 @@ class Coded(Coder):
             that aren't named are one.
     """
 
-    def __init__(self, codec: LinkCodec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
+    def __init__(self, codec: Codec, rank: int, audiences: Mapping[int, int], pool: Pool) -> None:
         self._codec, self._rank, self._pool = codec, rank, pool
         self.estimates = codec.remembers
         self._audiences = audiences

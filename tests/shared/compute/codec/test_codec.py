@@ -19,8 +19,9 @@ from lightning_decentral.gossip import (
     Plain,
     TopK,
 )
-from lightning_decentral.gossip.compute.codec import Frame, MessageLayout
-from lightning_decentral.gossip.compute.codec.counter_rng import (
+from lightning_decentral.shared.compute.buckets import Bucket, Matrix
+from lightning_decentral.shared.compute.codec import Frame, MessageLayout
+from lightning_decentral.shared.compute.codec.counter_rng import (
     MIDPOINTS,
     _gathered,
     _midpoints,
@@ -30,7 +31,6 @@ from lightning_decentral.gossip.compute.codec.counter_rng import (
     shorts,
     uniform,
 )
-from lightning_decentral.shared.compute.buckets import Bucket, Matrix
 from tests.gossip.codecs import instances, payload, round_trip
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.link import Frame, MessageLayout, Payload, PayloadPart
-from lightning_decentral.gossip.compute.codec.quantize import LARGEST_BLOCK, check_block, pieces
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.shared.compute.codec.quantize import LARGEST_BLOCK, check_block, pieces
 
 
 @dataclass(frozen=True, kw_only=True)

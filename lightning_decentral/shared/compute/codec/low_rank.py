@@ -7,10 +7,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.codec.codec import Codec
-from lightning_decentral.gossip.compute.codec.counter_rng import uniform
-from lightning_decentral.gossip.compute.codec.link import Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.buckets import Matrix
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.counter_rng import uniform
+from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
 
 
 @dataclass(frozen=True)
