@@ -26,9 +26,8 @@ from lightning_decentral.pipeline.compute.stage import Keep
 from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
 from lightning_decentral.shared.compute.codec.compress import DifferenceCompression
-from lightning_decentral.shared.compute.codec.payload import MessageLayout
 from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Codec, DifferenceCompression, Int8, LowRank, Plain, TopK
-from lightning_decentral.gossip.compute import codec as face
+from lightning_decentral.shared.compute import codec as face
 from lightning_decentral.shared.compute.codec import Frame, MessageLayout
 
 # More than the class without arguments, and classes that need some; small blocks, for small messages.

@@ -202,8 +202,9 @@ def assert_all_is_there(folder: Path, rows: list[dict[str, Any]], step: str) -> 
         assert column(rows, f"worker/{rank}/loss", step) == pytest.approx(worker_losses(folder, rank))
     assert column(rows, "gossip/consensus_distance", step) == pytest.approx(distances(folder))
     sent = column(rows, "gossip/bytes_sent", step)
-    (per_step,) = {sent[s] / (s + 1) for s in sent}
-    assert 0 <= per_step - DIM * 8 <= 256  # one neighbour, float64; padding, a round number and a verdict travel along
+    per_step = DIM * 8 + 256  # one neighbour, float64; padding, a round number and a verdict travel along, at most
+    # A round leaves beside the training: the last one may not have when a row is written.
+    assert all(s * DIM * 8 <= sent[s] <= (s + 1) * per_step for s in sent)
     assert sorted(sent) == list(range(3, STEPS, 4))
     assert all(value >= 0 for value in column(rows, "gossip/wait_seconds", step).values())
     assert set(column(rows, "gossip/refused_messages", step).values()) == {0}

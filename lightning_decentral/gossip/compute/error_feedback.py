@@ -12,9 +12,8 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Buffers, Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import key
-from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.device import AsyncRead
 
 

@@ -10,13 +10,13 @@ from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec.codec import Codec as Codec
+    from lightning_decentral.shared.compute.codec.codec import Frame as Frame
+    from lightning_decentral.shared.compute.codec.codec import MessageLayout as MessageLayout
+    from lightning_decentral.shared.compute.codec.codec import Payload as Payload
+    from lightning_decentral.shared.compute.codec.codec import PayloadPart as PayloadPart
     from lightning_decentral.shared.compute.codec.compress import DifferenceCompression as DifferenceCompression
     from lightning_decentral.shared.compute.codec.compress import TopK as TopK
     from lightning_decentral.shared.compute.codec.low_rank import LowRank as LowRank
-    from lightning_decentral.shared.compute.codec.payload import Frame as Frame
-    from lightning_decentral.shared.compute.codec.payload import MessageLayout as MessageLayout
-    from lightning_decentral.shared.compute.codec.payload import Payload as Payload
-    from lightning_decentral.shared.compute.codec.payload import PayloadPart as PayloadPart
     from lightning_decentral.shared.compute.codec.quantize import BFloat16 as BFloat16
     from lightning_decentral.shared.compute.codec.quantize import Float16 as Float16
     from lightning_decentral.shared.compute.codec.quantize import Float32 as Float32

@@ -7,8 +7,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.quantize import LARGEST_BLOCK, check_block, pieces
 
 

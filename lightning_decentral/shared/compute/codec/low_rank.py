@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Matrix
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import uniform
-from lightning_decentral.shared.compute.codec.payload import Frame, MessageLayout, Payload, PayloadPart
 
 
 @dataclass(frozen=True)
