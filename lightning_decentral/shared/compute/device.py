@@ -7,10 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_decentral.shared.compute.worker_thread import WorkerThread
 
 
 class HostStopwatch:
@@ -133,6 +135,52 @@ class AsyncRead:
 def beside(device: torch.device) -> AbstractContextManager[Any]:
     """What is queued inside has a stream of its own on a CUDA device, and doesn't wait for the other's work."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+class Doing(Protocol):
+    """A call under way beside the training."""
+
+    def result(self) -> Any:
+        """What it returned, or its error, once it's done; on a device the current stream waits, not the host."""
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+
+
+class Stage(Protocol):
+    """Where calls are done in order, beside the training."""
+
+    def send(self, call: Callable[[], Any]) -> Doing:
+        """Do it after all that was sent before."""
+
+
+class StreamStage:
+    """A stream of a CUDA device. What is sent sees what the current stream has queued until then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, call: Callable[[], Any]) -> Doing:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            return Queued(call(), self._stream.record_event())
+
+
+class Queued:
+    """A call that a stream has taken in."""
+
+    def __init__(self, value: Any, event: torch.cuda.Event) -> None:
+        self._value, self._event = value, event
+        self.done = event.query
+
+    def result(self) -> Any:
+        torch.cuda.current_stream().wait_event(self._event)
+        return self._value
+
+
+def stage(device: torch.device, name: str) -> Stage:
+    """A thread of the host for work on its tensors, a stream for a device's."""
+    return StreamStage(device) if device.type == "cuda" else WorkerThread(name)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,0 +1,270 @@
+"""Compressed all-reduce of gradients: codes are reduced by owners of parts and gathered, error feedback on both sides.
+
+    x_i = g_i + e_i            q_i = Q(x_i)    e_i <- x_i - q_i      worker i, on the parts that others own
+    s = (1/n) sum_i q_i + f    r = Q(s)        f <- s - r            the owner of a part, on that part
+    g = r                                                            every worker, bit for bit the same
+
+What is rounded away in one step is added in the next, on the way to the owner (e) and on the way back (f), so that
+nothing is lost for good. A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers.
+
+Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by parts with owners, Tang et al.
+2102.02888 (1-bit Adam).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout
+from lightning_decentral.shared.compute.codec.counter_rng import key
+from lightning_decentral.shared.compute.device import Stage, stage
+from lightning_decentral.shared.wire.pending import Pending, Together
+from lightning_decentral.shared.wire.transport import Message, Transport
+
+GRAIN = 256
+"""Parts begin at multiples of it: few blocks of a codec are cut."""
+TO_OWNER, FROM_OWNER = 0, 1
+
+
+class Mean(Protocol):
+    """How flat tensors are averaged over workers."""
+
+    def start(self, flat: Tensor, place: int) -> Pending:
+        """flat <- its mean over the workers, in place, after the wait. On every worker in the same order.
+
+        Args:
+            place: of the tensor among those that are averaged in a step: what was rounded away is kept by it.
+        """
+
+    def forget(self) -> None:
+        """From now on the places are other tensors'."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on exactly, as tensors and primitives."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+
+
+@dataclass(frozen=True)
+class ExactMean:
+    """flat <- (1/n) sum_i flat_i by all-reduce."""
+
+    over: Transport
+
+    def start(self, flat: Tensor, place: int) -> Pending:
+        return self.over.all_reduce(flat.div_(self.over.size))
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing was kept."""
+
+
+def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) -> Mean:
+    """The mean that travels in a codec's payloads.
+
+    Args:
+        group: makes a new group of the workers; collective.
+
+    Raises:
+        ValueError: the codec keeps estimates of its own.
+    """
+    refuse_estimates(codec)
+    if not codec.encodes:
+        return ExactMean(group())
+    return CompressedMean(codec, group(), group(), device)
+
+
+def refuse_estimates(codec: Codec) -> None:
+    """ValueError for a codec that codes differences."""
+    if codec.remembers:
+        raise ValueError(
+            f"{codec} codes differences to what neighbours know; an average of gradients has error feedback of its "
+            "own: give the inner codec by itself"
+        )
+
+
+@dataclass
+class Residuals:
+    """What was rounded away at one place: of all parts here, and of the own part on the way back."""
+
+    own: Tensor
+    owned: Tensor
+    rounds: int = 0
+
+
+class CompressedMean:
+    """The mean by parts, bucket by bucket, beside the training: on threads of the host, on streams of a device.
+
+    Residuals of a step with NaN or infinity (a loss scaler that searches) are dropped, and everybody gets the NaN.
+
+    Args:
+        over: carries codes to their owners, for this alone.
+        back: carries the owners' codes, for this alone.
+    """
+
+    def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
+        self.codec, self.over, self.back = codec, over, back
+        # Two, since a bucket is to be encoded while the one before is still awaited by its owner.
+        self._leaving: Stage = stage(device, "codes leave")
+        self._owning: Stage = stage(device, "codes are reduced")
+        self.pool = Pool()
+        self._residuals: dict[int, Residuals] = {}
+        self._loaded: dict[int, Residuals] = {}
+
+    def start(self, flat: Tensor, place: int) -> Pending:
+        """Memory until landed: what `flat` holds once more, and a quarter of it or less in codes."""
+        part = InFlight(self, flat, place, self._residuals_at(place, flat))
+        part.left = self._leaving.send(part.leave)
+        part.reduced = self._owning.send(part.reduce)
+        return part
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """(start, stop) of each worker's part."""
+        each = -(-length // (self.over.size * GRAIN)) * GRAIN
+        return [(min(length, each * i), min(length, each * (i + 1))) for i in range(self.over.size)]
+
+    def payload(self, length: int, like: Tensor) -> list[Tensor]:
+        """Buffers of a part's codes."""
+        parts = self.codec.checked_parts(MessageLayout(length), like.dtype)
+        return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
+
+    def _residuals_at(self, place: int, flat: Tensor) -> Residuals:
+        if place not in self._residuals:
+            start, stop = self.spans(len(flat))[self.over.rank]
+            saved = self._loaded.pop(place, None)
+            if saved is None or len(saved.own) != len(flat):
+                saved = Residuals(torch.zeros_like(flat), flat.new_zeros(stop - start))
+            self._residuals[place] = Residuals(saved.own.to(flat.device), saved.owned.to(flat.device), saved.rounds)
+        return self._residuals[place]
+
+    def forget(self) -> None:
+        self._residuals, self._loaded = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = {str(p): [r.own.clone(), r.owned.clone(), r.rounds] for p, r in self._residuals.items()}
+        return {"codec": repr(self.codec), "residuals": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; under another codec, or other buckets, without residuals."""
+        self._residuals = {}
+        same = state.get("codec") == repr(self.codec)
+        self._loaded = {int(p): Residuals(*row) for p, row in state["residuals"].items()} if same else {}
+
+
+@dataclass
+class InFlight:
+    """One tensor between start and landing."""
+
+    of: CompressedMean
+    flat: Tensor
+    place: int
+    residuals: Residuals
+    left: Any = None
+    reduced: Any = None
+    sent: list[Pending] = field(default_factory=list)
+    heard: dict[int, tuple[Pending, list[Tensor]]] = field(default_factory=dict)
+    codes: list[Tensor] = field(default_factory=list)
+    round: int = 0
+
+    def leave(self) -> None:
+        """Encode what others own, and send it to them."""
+        over, own = self.of.over, self.residuals.own
+        self.round, self.residuals.rounds = self.residuals.rounds, self.residuals.rounds + 1
+        x = self.flat.add_(own)
+        own.copy_(x)
+        codes = {}
+        for owner, (start, stop) in enumerate(self.of.spans(len(x))):
+            if owner != over.rank and stop > start:
+                codes[owner] = self._replaced(x[start:stop], owner, TO_OWNER)
+        own.sub_(x)  # the own part is not encoded: nothing of it is rounded away
+        drop_if_sick(own)
+        mine = self._mine()
+        sources = [j for j in range(over.size) if j != over.rank] if len(mine) else []
+        self._exchange(over, codes, {j: self.of.payload(len(mine), mine) for j in sources})
+
+    def reduce(self) -> None:
+        """The mean of the own part, encoded and sent to all."""
+        self.left.result()
+        back, mine, owned = self.of.back, self._mine(), self.residuals.owned
+        decoded = self.of.pool.take(mine)
+        for pending, codes in self.heard.values():
+            pending.wait()
+            self._decode(codes, decoded)
+            mine.add_(decoded)
+        self._rest()
+        self.of.pool.give([decoded])
+        mine.div_(back.size).add_(owned)
+        owned.copy_(mine)
+        codes_of_all = self._replaced(mine, back.rank, FROM_OWNER) if len(mine) else []
+        drop_if_sick(owned.sub_(mine))
+        others = [j for j in range(back.size) if j != back.rank]
+        spans = self.of.spans(len(self.flat))
+        lengths = {j: spans[j][1] - spans[j][0] for j in others}
+        incoming = {j: self.of.payload(length, mine) for j, length in lengths.items() if length}
+        self._exchange(back, dict.fromkeys(others, codes_of_all) if len(mine) else {}, incoming)
+
+    def wait(self) -> None:
+        """Decode what the owners of the other parts have sent."""
+        self.reduced.result()
+        spans = self.of.spans(len(self.flat))
+        for owner, (pending, codes) in self.heard.items():
+            pending.wait()
+            self._decode(codes, self.flat[slice(*spans[owner])])
+        self._rest()
+
+    def done(self) -> bool:
+        return bool(self.reduced.done()) and all(pending.done() for pending, _ in self.heard.values())
+
+    def _mine(self) -> Tensor:
+        return self.flat[slice(*self.of.spans(len(self.flat))[self.of.over.rank])]
+
+    def _replaced(self, message: Tensor, owner: int, way: int) -> list[Tensor]:
+        """Its codes; the message <- what they are decoded to."""
+        payload = self.of.payload(len(message), message)
+        noise = key(self.of.over.rank, self.round, self.place, owner, way)
+        self.of.codec.replace(message, payload, Frame(MessageLayout(len(message)), noise))
+        return payload
+
+    def _decode(self, codes: list[Tensor], out: Tensor) -> None:
+        self.of.codec.decode(codes, out, Frame(MessageLayout(len(out))))
+
+    def _exchange(self, over: Transport, out: Mapping[int, list[Tensor]], into: Mapping[int, list[Tensor]]) -> None:
+        sends = [Message(j, tensor, self._tag(i)) for j, row in out.items() for i, tensor in enumerate(row)]
+        receives = [Message(j, tensor, self._tag(i)) for j, row in into.items() for i, tensor in enumerate(row)]
+        self.sent, arriving = over.exchange(sends, receives)
+        self.heard, rest = {}, iter(arriving)
+        for j, row in into.items():
+            self.heard[j] = Together([next(rest) for _ in row]), row
+        self.codes = [
+            code for row in {id(row): row for row in (*out.values(), *into.values())}.values() for code in row
+        ]
+
+    def _tag(self, part: int) -> int:
+        return 16 * self.place + part
+
+    def _rest(self) -> None:
+        """Until what was sent may be overwritten."""
+        for pending in self.sent:
+            pending.wait()
+        self.of.pool.give(self.codes)
+        self.sent, self.heard, self.codes = [], {}, []
+
+
+def drop_if_sick(residual: Tensor) -> None:
+    """residual <- 0 where it holds NaN or infinity anywhere."""
+    healthy = torch.isfinite(residual.sum())
+    if residual.is_cuda:
+        # A device decides by itself: to ask it would make the host wait.
+        torch.where(healthy, residual, torch.zeros_like(residual), out=residual)
+    elif not healthy:
+        residual.zero_()
