@@ -14,21 +14,31 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning_decentral.shared import registration
 
 if TYPE_CHECKING:
+    from lightning_decentral.compressed import CompressedStrategy
     from lightning_decentral.gossip import GossipStrategy
     from lightning_decentral.partial import PartialBackpropStrategy
     from lightning_decentral.pipeline import TokenPipelineStrategy
     from lightning_decentral.spilled import SpilledStrategy
 
 __version__ = "0.1.0"
-__all__ = ["GossipStrategy", "PartialBackpropStrategy", "SpilledStrategy", "TokenPipelineStrategy", "__version__"]
+__all__ = [
+    "CompressedStrategy",
+    "GossipStrategy",
+    "PartialBackpropStrategy",
+    "SpilledStrategy",
+    "TokenPipelineStrategy",
+    "__version__",
+]
 
 _FOLDERS = {
+    "CompressedStrategy": "compressed",
     "GossipStrategy": "gossip",
     "PartialBackpropStrategy": "partial",
     "SpilledStrategy": "spilled",
     "TokenPipelineStrategy": "pipeline",
 }
 _NAMES = {
+    "compressed": ("CompressedStrategy", "ddp with a quantized all-reduce"),
     "gossip": ("GossipStrategy", "decentralized gossip averaging"),
     "partial_backprop": ("PartialBackpropStrategy", "structured partial backpropagation"),
     "token_pipeline": ("TokenPipelineStrategy", "token-level pipeline of stages"),

@@ -15,9 +15,10 @@ from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, 
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import DepthController
-from lightning_decentral.partial.wire.reducer import Rank, Reducer, RunningBuffers, norms
+from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
 KEY = "partial_backprop"

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Island
+from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Int8, Island, Plain
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.gossip.test_resume import SaveOwn, fit
@@ -196,6 +196,21 @@ def watch(folder: Path, size: int, island: Island, evaluate: str) -> dict[str, T
     trainer.fit(module, SizedBatches(6), SizedBatches(2))
     assert type(module) is Double
     return module.state_dict()
+
+
+def test_gradients_may_travel_in_codes_inside_an_island(tmp_path: Path) -> None:
+    """Its devices stay equal bit for bit, and near those of the exact average."""
+    found = {}
+    for codec in (Plain(), Int8()):
+        folder = tmp_path / str(codec)
+        folder.mkdir()
+        in_processes(train, folder, 4, AllReduce(2, codec=codec), {"precision": "64-true"})
+        x = found[codec] = recorded(folder, 4)
+        assert torch.equal(x[:, 0], x[:, 1])
+        assert torch.equal(x[:, 2], x[:, 3])
+        assert not torch.equal(x[:, 0], x[:, 2])
+    apart = (found[Int8()][-1] - found[Plain()][-1]).norm()
+    assert 0 < apart < 0.5 * (found[Plain()][-1] - found[Plain()][0]).norm()
 
 
 @pytest.mark.parametrize("evaluate", ["mean", "own"])

@@ -20,6 +20,7 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.pipeline import Uniform
+from lightning_decentral.shared.compute.codec import Int8, Plain
 from lightning_decentral.shared.wire.replicas import AverageGradients
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.gossip.rules import IRREGULAR
@@ -117,9 +118,10 @@ class Copies(Callback):
         )
 
 
-def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path):
-    """A sum of three depends on its order, and that on where in a stage's gradients a parameter lies."""
-    how = pipelines(AverageGradients(), devices=6, slicing=Uniform(1))
+@pytest.mark.parametrize("codec", [Plain(), Int8()], ids=str)
+def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path, codec):
+    """A sum of three depends on its order, and that on where in a stage's gradients a parameter lies; so do codes."""
+    how = pipelines(AverageGradients(codec=codec), devices=6, slicing=Uniform(1))
     forked(Scaled(), how, tmp_path, max_steps=2, limit_val_batches=0, callbacks=[Copies(tmp_path)])
     first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(6)]
     assert first["embedding"].numel() == VOCABULARY * WIDTH

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet, Sharding
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.wire import gradients
+from lightning_decentral.shared.wire.compressed_mean import refuse_estimates
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -80,6 +83,7 @@ class AllReduce(Island):
     Args:
         devices: L, consecutive ones; usually those of a node.
         bucket_bytes: gradients that travel together inside the island.
+        codec: of the gradients inside the island, for one that spans slow links (`shared.wire.compressed_mean`).
 
     Raises:
         ValueError: fewer than one device or byte.
@@ -88,16 +92,18 @@ class AllReduce(Island):
     """
 
     bucket_bytes: int = gradients.BUCKET_BYTES
+    codec: Codec = Plain()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_estimates(self.codec)
         if self.bucket_bytes < 1:
             raise ValueError(
                 f"bucket_bytes must be positive, got {self.bucket_bytes}: {gradients.BUCKET_BYTES} is DDP's"
             )
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        return Averaging(wire, self.devices, device, meet, self.bucket_bytes)
+        return Averaging(wire, self.devices, device, meet, self.bucket_bytes, self.codec)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.shared.compute.buckets import Bucket, pack
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.mean import mean
@@ -93,13 +95,15 @@ class IslandMember:
 class Averaging(IslandMember):
     """One of several devices with equal parameters."""
 
-    def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int) -> None:
+    def __init__(
+        self, wire: Wire, devices: int, device: torch.device, meet: Meet, bucket_bytes: int, codec: Codec
+    ) -> None:
         super().__init__(wire, devices, meet)
         size = wire.world.size
         self._device, self._gathering = device, _inside(wire.group, size, devices)
         # A group of their own: gradients mustn't queue behind a gather of parameters.
-        over, hosts = _inside(wire.group, size, devices), _inside(wire.hosts, size, devices)
-        self._gradients = GradientAverage(over, hosts, meet, bucket_bytes)
+        average = mean_by(codec, partial(_inside, wire.group, size, devices), device)
+        self._gradients = GradientAverage(average, _inside(wire.hosts, size, devices), meet, bucket_bytes)
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
         return GatherExchange(peers, self._gathering, self._device)

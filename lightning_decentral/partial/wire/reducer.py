@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
 from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
-from lightning_decentral.shared.wire.gradients import Launcher, parts
-from lightning_decentral.shared.wire.transport import Transport, gather_objects
+from lightning_decentral.shared.wire.gradients import Launcher
+from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[Sequence[int] | None], Transport | None]
 
@@ -166,41 +166,3 @@ def _norm(gradients: Sequence[Tensor]) -> float:
     if not gradients:
         return 0.0
     return float(torch.stack([g.float().square().sum() for g in gradients]).sum().sqrt())
-
-
-class RunningBuffers:
-    """Worker 0's buffers that change (running statistics) for all, as DDP does it with every buffer.
-
-    Args:
-        over: a transport of its own.
-    """
-
-    def __init__(self, module: nn.Module, over: Transport) -> None:
-        self._module, self._over = module, over
-        self._names: list[str] = []
-        self._before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-    def share(self, look: bool) -> None:
-        """Collective. With `look`, find out first which further ones have changed on some worker."""
-        buffers = dict(self._module.named_buffers())
-        if look:
-            changed = [n for n, before in self._before.items() if n in buffers and not _same(buffers[n], before)]
-            found = {name for row in gather_objects(self._over, changed) for name in row} | set(self._names)
-            # What never changes (masks, tables of positions) isn't sent: most of the bytes of some models.
-            self._names = [name for name in buffers if name in found]
-            self._before = {name: before for name, before in self._before.items() if name not in found}
-        self._broadcast([buffers[name] for name in self._names if name in buffers])
-
-    @torch.no_grad()
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        for dtype, device in dict.fromkeys((t.dtype, t.device) for t in tensors):
-            members = [t for t in tensors if (t.dtype, t.device) == (dtype, device)]
-            flat = torch.cat([t.reshape(-1) for t in members])
-            self._over.broadcast(flat).wait()
-            for tensor, part in zip(members, parts(flat, members), strict=True):
-                tensor.copy_(part)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """The same bits or both not a number."""
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.shared.compute.buckets import chunked
+from lightning_decentral.shared.wire.compressed_mean import Mean
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -158,26 +159,26 @@ class Launcher(Generic[Kind]):
 class GradientAverage:
     """p.grad <- (1/L) sum over the L devices of p.grad, for every watched parameter.
 
-    Hooks see when a gradient is complete. The gradients of a bucket travel as one all-reduce as soon as all of them
+    Hooks see when a gradient is complete. The gradients of a bucket travel together as soon as all of them
     are, buckets in the same order on every device, the last parameters first; the backward pass meanwhile goes on. No
     wrapper: the module, its names and its forward stay what they are.
 
     A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
 
     Args:
-        over: the transport of the devices that share gradients, for this alone.
-        hosts: the same, for CPU tensors.
+        mean: of the gradients over the devices that share them.
+        hosts: the transport of the same devices for CPU tensors, for this alone.
         meet: runs what waits for the other devices.
-        bucket_bytes: of one all-reduce, at most, unless one parameter has more.
+        bucket_bytes: of one message, at most, unless one parameter has more.
 
     Raises:
         RuntimeError: in the backward pass, where a gradient grows again after it was sent.
     """
 
     def __init__(
-        self, over: Transport, hosts: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int
+        self, mean: Mean, hosts: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int
     ) -> None:
-        self._over, self._hosts, self._meet, self._bucket_bytes = over, hosts, meet, bucket_bytes
+        self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
         self._launcher = Launcher(self._launch, self._land_after_backward)
         self._flats: dict[GradientBucket, Tensor] = {}
         self._open = False
@@ -189,6 +190,8 @@ class GradientAverage:
         if self._launcher.watch(members):
             chunks = chunked(reversed(members), self._bucket_bytes)  # the last parameters have their gradients first
             self._launcher.begin([GradientBucket(chunk) for chunk in chunks])
+            if before:
+                self._mean.forget()
 
     def close(self) -> None:
         self._launcher.watch(())
@@ -217,7 +220,7 @@ class GradientAverage:
         first = bucket.parameters[0]
         flat = self._flats[bucket] = torch.empty(bucket.elements, dtype=first.dtype, device=first.device)
         pack(bucket.gradients, bucket.parameters, flat)
-        bucket.pending = self._over.all_reduce(flat.div_(self._over.size))
+        bucket.pending = self._mean.start(flat, self._launcher.buckets.index(bucket))
 
     def _land_after_backward(self) -> None:
         # At the first gradient: only within a backward can its end be waited for.

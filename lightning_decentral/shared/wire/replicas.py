@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.wire.gradients import flag, used
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
+from lightning_decentral.shared.wire.gradients import flag, parts, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -71,12 +74,22 @@ class Replicas(ABC):
 
 @dataclass(frozen=True)
 class AverageGradients(Replicas):
-    """Replicas average their gradients at every batch, as under DDP, and stay equal."""
+    """Replicas average their gradients at every batch, as under DDP, and stay equal.
+
+    Args:
+        codec: of the gradients, for slow links between pipelines (`compressed_mean`).
+    """
 
     drifts: ClassVar[bool] = False
+    codec: Codec = Plain()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        refuse_estimates(self.codec)
 
     def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
-        return _Averaging(group(), device)
+        if not self.codec.encodes:
+            return _Averaging(group(), device)
+        return _CompressedAveraging(group(), mean_by(self.codec, group, device), device)
 
 
 class _Averaging(Bond):
@@ -89,5 +102,35 @@ class _Averaging(Bond):
         some = used(own, flags, self._over.all_reduce(flags))  # with other numbers, sums would be of other lengths
         pairs = zip(own, parameters, some, strict=True)
         filled = [torch.zeros_like(p) if gradient is None else gradient for gradient, p, one in pairs if one]
-        means = iter(mean(filled, self._over))
+        means = iter(self._averaged(filled))
         return [next(means) if one else None for one in some]
+
+    def _averaged(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return mean(gradients, self._over)
+
+
+class _CompressedAveraging(_Averaging):
+    """The same by codes, one flat tensor of each type."""
+
+    def __init__(self, over: Transport, by: Mean, device: torch.device) -> None:
+        super().__init__(over, device)
+        self._by = by
+
+    @torch.no_grad()
+    def _averaged(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        means = [torch.empty_like(gradient) for gradient in gradients]
+        kinds = sorted({g.dtype for g in gradients}, key=str)
+        rows = [[i for i, g in enumerate(gradients) if g.dtype == kind] for kind in kinds]
+        flats = [torch.cat([gradients[i].reshape(-1) for i in row]) for row in rows]
+        for pending in [self._by.start(flat, place) for place, flat in enumerate(flats)]:
+            pending.wait()
+        for row, flat in zip(rows, flats, strict=True):
+            for i, part in zip(row, parts(flat, [gradients[i] for i in row]), strict=True):
+                means[i].copy_(part)
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._by.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._by.load_state_dict(state)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_decentral.shared.wire.compressed_mean import ExactMean
 from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import GlooTransport
@@ -55,7 +56,7 @@ def averaged(bucket_bytes: int, steps: range, blocked: int, group: Any) -> tuple
         met.append(1)
         call()
 
-    average = GradientAverage(transport, transport, meet, bucket_bytes)
+    average = GradientAverage(ExactMean(transport), transport, meet, bucket_bytes)
     for step in steps:
         average.watch(list(model.parameters()))
         average.begin()
@@ -84,7 +85,7 @@ def test_gradients_are_the_mean_over_devices(bucket_bytes: int, steps: int, bloc
 def without_loss(group: Any) -> Tensor | None:
     """Device 1 has nothing to learn from in this step."""
     transport, x = GlooTransport(group), nn.Parameter(torch.ones(2))
-    average = GradientAverage(transport, transport, lambda call: call(), 2**20)
+    average = GradientAverage(ExactMean(transport), transport, lambda call: call(), 2**20)
     average.watch([x])
     average.begin()
     if transport.rank != 1:
@@ -101,7 +102,7 @@ def test_a_device_without_a_loss_counts_as_zero() -> None:
 def unfrozen(group: Any) -> list[Tensor | None]:
     transport, x, y = GlooTransport(group), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     y.requires_grad_(False)
-    average = GradientAverage(transport, transport, lambda call: call(), 2**20)
+    average = GradientAverage(ExactMean(transport), transport, lambda call: call(), 2**20)
     found = []
     for step in range(2):
         y.requires_grad_(step == 1)
@@ -134,7 +135,7 @@ class Elsewhere(Mirror):
 def test_no_host_waits_for_its_device_where_a_gradient_is_missing(hosts: Mirror, device: str) -> None:
     """Of a device whose mirror has the same gradients."""
     used, missing = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
-    average = GradientAverage(Mirror(), hosts, lambda call: call(), 2**20)
+    average = GradientAverage(ExactMean(Mirror()), hosts, lambda call: call(), 2**20)
     average.watch([used, missing])
     for waits in (True, False):
         used.grad = missing.grad = None

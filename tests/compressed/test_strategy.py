@@ -1,0 +1,157 @@
+"""`compressed` is `ddp` with `Plain()`, its formula with any codec, and keeps what works under `ddp` working."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+import lightning_decentral
+from lightning_decentral import CompressedStrategy
+from lightning_decentral.shared.compute.codec import BFloat16, DifferenceCompression, Frame, Int8, MessageLayout, Plain
+from lightning_decentral.shared.compute.codec.counter_rng import key
+from tests.partial.towers import Batches, Tower, Watch, run
+from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"accumulate_grad_batches": 3},
+    {"gradient_clip_val": 0.01},
+    {"precision": "bf16-mixed"},
+]
+
+
+def compressed(**options: Any) -> CompressedStrategy:
+    return CompressedStrategy(start_method="fork", **options)
+
+
+def assert_equal(rows: list[dict[str, Any]]) -> None:
+    """All workers have the same bits after every step, buffers included."""
+    for row in rows:
+        for mine, first in zip(row["parameters"], rows[0]["parameters"], strict=True):
+            assert first
+            assert all(torch.equal(mine[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("name", ["", "_spawn", "_fork", "_notebook"])
+def test_names_are_registered(name: str) -> None:
+    lightning_decentral._register()
+    strategy = Trainer(**QUIET, devices=2, strategy=f"compressed{name}").strategy
+    assert isinstance(strategy, CompressedStrategy)
+    assert strategy.codec == Int8(), "the default"
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_plain_is_ddp(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir(), theirs.mkdir()
+    module = {"norm": True, "optimizer": "adamw", "schedule": True, "tied": True}
+    rows = run(ours, Tower(**module), strategy=compressed(codec=Plain()), max_steps=6, **settings)
+    ddp = run(theirs, Tower(**module), strategy=DDPStrategy(start_method="fork"), max_steps=6, **settings)
+    # Buffers: ddp hands them out before a forward, we after the step; worker 0's are the same.
+    for mine, other in zip(rows[0]["parameters"], ddp[0]["parameters"], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_replicas_are_equal_after_every_step(tmp_path: Path, settings: dict[str, Any]) -> None:
+    module = Tower(norm=True, optimizer="adamw", schedule=True, tied=True)
+    strategy = compressed(bucket_bytes=2000)
+    rows = run(tmp_path, module, strategy=strategy, size=3, batches=Batches(20), max_steps=8, **settings)
+    assert_equal(rows)
+    first, last = rows[0]["parameters"][0], rows[0]["parameters"][-1]
+    assert all(not torch.equal(first[name], last[name]) for name in first), "everything was trained"
+
+
+def quadratics(folder: Path, steps: int) -> None:
+    options = {**QUIET, "max_steps": steps, "devices": 2}
+    Trainer(strategy=compressed(codec=BFloat16()), callbacks=[Record(folder)], **options).fit(Quadratic())
+
+
+def test_a_run_is_the_formula(tmp_path: Path) -> None:
+    """Two workers, one bucket of 5: worker 0 owns it, so worker 1 encodes to it and it encodes back."""
+    steps = 6
+    in_processes(quadratics, tmp_path, steps)
+    x = Quadratic().x.detach().clone()
+    e, f, rows = torch.zeros_like(x), torch.zeros_like(x), []
+    for step in range(steps):
+        first, second = ((1 + 0.1 * rank) * (x - rank - 0.3 * step) for rank in range(2))
+        q = decoded(second + e, key(1, step, 0, 0, 0))
+        e = second + e - q
+        s = (first + q) / 2 + f
+        r = decoded(s, key(0, step, 0, 0, 1))
+        f = s - r
+        x = x - 0.1 * r
+        rows.append(x)
+    found = recorded(tmp_path, 2)
+    for rank in range(2):
+        torch.testing.assert_close(found[:, rank], torch.stack(rows), rtol=1e-12, atol=1e-12)
+
+
+def decoded(message: Tensor, noise: int) -> Tensor:
+    codec, layout, out = BFloat16(), MessageLayout(len(message)), torch.empty_like(message)
+    payload = [torch.empty(p.elements, dtype=p.dtype) for p in codec.parts(layout, message.dtype)]
+    codec.encode(message, payload, Frame(layout, noise))
+    codec.decode(payload, out, Frame(layout))
+    return out
+
+
+class Overflow(Tower):
+    """Worker 1's loss overflows at the third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if self.global_rank == 1 and batch_idx == 2 else loss
+
+
+class Scale(Watch):
+    def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.more["scale"] = trainer.precision_plugin.scaler.get_scale()
+
+
+def test_a_loss_scaler_skips_the_same_step_on_all(tmp_path: Path) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=16.0))
+    options = {"plugins": [plugin], "callbacks": [Scale(tmp_path)]}
+    rows = run(tmp_path, Overflow(optimizer="adamw"), strategy=compressed(), size=3, **options)
+    assert_equal(rows)
+    assert [row["scale"] for row in rows] == [8.0] * 3
+    second, third, *_, last = rows[0]["parameters"][1:]
+    assert torch.equal(second["network.head.bias"], third["network.head.bias"]), "the step that overflowed"
+    assert all(bool(torch.isfinite(v).all()) for v in last.values())
+
+
+class Manual(Tower):
+    """Two updates by hand for each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    rows = run(tmp_path, Manual(optimizer="momentum"), strategy=compressed(), max_steps=6)
+    assert_equal(rows)
+
+
+def test_unequal_batches_end_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"same number of batches|lost"):
+        run(tmp_path, Tower(), strategy=compressed(), batches=Batches(6, lengths=(3, 6)), max_steps=-1, max_epochs=1)
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"codec": DifferenceCompression(Int8())}, "give the inner codec by itself"),
+    ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+    ({"ddp_comm_hook": None}, "has no option 'ddp_comm_hook'"),
+], ids=str)  # fmt: skip
+def test_wrong_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CompressedStrategy(**options)
