@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
+    from lightning_decentral.compressed.plan.forecast import CompressedForecast as CompressedForecast
     from lightning_decentral.compressed.strategy import CompressedStrategy as CompressedStrategy
 
 __getattr__, __all__ = lazy_exports(__name__)

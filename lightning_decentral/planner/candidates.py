@@ -15,6 +15,8 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_decentral.compressed.plan.forecast import CompressedForecast
+from lightning_decentral.compressed.strategy import CompressedStrategy
 from lightning_decentral.gossip.plan.forecast import PLAIN, Encoding, GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
 from lightning_decentral.gossip.strategy import GossipStrategy
@@ -28,7 +30,7 @@ from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
 from lightning_decentral.shared.compute.codec.compress import DifferenceCompression
-from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8
+from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8, Plain
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import Model, RoundWork
@@ -70,6 +72,7 @@ def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Cand
     per_node, several = cluster.per_node, 1 < cluster.per_node < cluster.workers
     everyone = f"strategy=gossip strategy/island=fully_shard strategy.island.devices={cluster.workers}"
     yield Candidate(BASELINE, "ddp")
+    yield Candidate("strategy=compressed", "compressed, int8", _remark(Int8(), timed))
     yield Candidate(everyone, "sharded over all")
     yield from _pipelines(cluster, model.batch, slices)
     yield Candidate("strategy=gossip strategy.delay=0", "gossip, blocking")
@@ -148,6 +151,14 @@ def _(strategy: DDPStrategy, cluster: Cluster, slices: int) -> Method:
 
 
 @method_of.register
+def _(strategy: CompressedStrategy, cluster: Cluster, slices: int) -> Method:
+    if not strategy.codec.encodes:
+        return DataParallel(strategy.bucket_bytes)
+    encoding = encoding_of(strategy.codec)
+    return CompressedForecast(strategy.bucket_bytes, encoding.wire_bytes, encoding.work)
+
+
+@method_of.register
 def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     within = within_of(strategy.island)
     workers = strategy.island.workers(cluster.workers, cluster.per_node)
@@ -210,6 +221,7 @@ def within_of(island: Island) -> Within:
 
 @within_of.register
 def _(island: AllReduce) -> Within:
+    _refuse_unread("strategy.island.codec", island.codec, Plain())
     return ReplicatedCost(island.devices)
 
 

@@ -82,6 +82,7 @@ def test_every_choice_composes(choice):
     " strategy/topology@strategy.replicas.topology=ring strategy.replicas.delay=0",
     "recipe=gpt strategy=token_pipeline strategy/slicing=uniform strategy.slicing.n=4 strategy.microbatches=2",
     "experiment=demo_partial trainer.devices=4",
+    "strategy=compressed strategy/codec=bfloat16 trainer.devices=2",
     "strategy=partial_backprop strategy.cuts=3 strategy/depth=staircase strategy/balance=seconds trainer.devices=4",
     "strategy=partial_backprop strategy/depth/order=random strategy.depth.warm_up=50 strategy/absent=decay",
     "strategy=gossip +callback@callbacks.cut=partial_backward +callback@callbacks.watch=partial_backprop_monitor",

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
 from lightning_decentral.gossip import Auto, GossipForecast, Int8, Ring
 from lightning_decentral.gossip.plan.island_cost import ReplicatedCost
 from lightning_decentral.pipeline import Pipelining
@@ -36,6 +36,7 @@ def test_every_candidate_composes_as_a_command_of_the_recipes(candidate) -> None
     assert type(instantiate(cfg.strategy, _convert_="all")) in {
         DDPStrategy,
         GossipStrategy,
+        CompressedStrategy,
         PartialBackpropStrategy,
         TokenPipelineStrategy,
     }
@@ -59,7 +60,7 @@ def test_only_what_this_device_wasnt_timed_for_is_remarked() -> None:
     def remarked(of: Model) -> set[str]:
         return {c.title for c in candidates(CLUSTER, of) if "one CPU thread" in c.remark}
 
-    assert remarked(model()) == {"gossip, bfloat16", "gossip, int8", "gossip, islands, int8"}
+    assert remarked(model()) == {"compressed, int8", "gossip, bfloat16", "gossip, int8", "gossip, islands, int8"}
     assert remarked(replace(timed, rounds=timed.rounds[:1])) == {"gossip, bfloat16"}
     assert remarked(timed) == set()
 

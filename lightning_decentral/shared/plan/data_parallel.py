@@ -7,7 +7,7 @@
 Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_decentral.shared.plan.forecast import Setting, Synchronous, replica_bytes
@@ -45,9 +45,23 @@ def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Ite
                 bucket, room = bucket + 1, float(bucket_bytes)
 
 
+Travel = Callable[[int, float, str], list[Task[str]]]
+"""The tasks of a bucket: its number, its bytes, and the task that completes its gradients."""
+
+
+def all_reduced(price: Price) -> Travel:
+    """One all-reduce."""
+    return lambda number, size, last: [Task(f"all-reduce {number}", "network", price.seconds(size), (last,))]
+
+
 def step(
     blocks: Sequence[BlockCost], all_reduce: Price, factor: float = 1.0, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Task[str]]:
+    """`step_by` with one all-reduce for each bucket."""
+    return step_by(blocks, all_reduced(all_reduce), factor, bucket_bytes)
+
+
+def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_bytes: int) -> list[Task[str]]:
     """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network."""
     tasks = [Task(f"forward {b.name}", "compute", factor * b.forward_seconds) for b in blocks]
     filled: dict[int, tuple[str, float]] = {}
@@ -56,9 +70,10 @@ def step(
         tasks.append(Task(name, "compute", factor * piece.seconds))
         if piece.bytes:
             filled[piece.bucket] = name, filled.get(piece.bucket, ("", 0.0))[1] + piece.bytes
-    sent = [Task(f"all-reduce {n}", "network", all_reduce.seconds(b), (last,)) for n, (last, b) in filled.items()]
+    sent = [travel(number, size, last) for number, (last, size) in filled.items()]
     update = factor * sum(b.update_seconds for b in blocks)
-    return [*tasks, *sent, Task("update", "compute", update, tuple(task.name for task in sent))]
+    under_way = [task for row in sent for task in row]
+    return [*tasks, *under_way, Task("update", "compute", update, tuple(row[-1].name for row in sent))]
 
 
 @dataclass(frozen=True)

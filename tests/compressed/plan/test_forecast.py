@@ -1,0 +1,56 @@
+"""The forecast of compressed averages against closed forms at its limits."""
+
+import pytest
+
+from lightning_decentral.compressed import CompressedForecast
+from lightning_decentral.planner.candidates import method_of, strategy_of
+from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel
+from lightning_decentral.shared.plan.forecast import Setting, even
+from lightning_decentral.shared.plan.profile import Model, RoundWork
+from tests.settings import BLOCK_BYTES, model, setting
+
+
+def seconds(method: DataParallel, where: Setting) -> float:
+    return float(method.seconds(where, even(where.cluster.workers))[0])
+
+
+def quarter(size: float) -> float:
+    return size / 4
+
+
+def slow_work(_: Model) -> RoundWork:
+    return RoundWork("Slow()", 1e-6, 2e-6)
+
+
+def test_without_a_network_only_the_computation_is_left() -> None:
+    assert seconds(CompressedForecast(), setting().without_network) == pytest.approx(model().seconds)
+
+
+def test_on_a_slow_network_it_is_the_codes() -> None:
+    """As an all-reduce of so many bytes: both halves send (n - 1) / n of them."""
+    where = setting(rate=1e3)
+    whole = 4 * BLOCK_BYTES
+    n = where.cluster.workers
+    found = seconds(CompressedForecast(wire_bytes=quarter), where)
+    assert found == pytest.approx(2 * (n - 1) / n * whole / 4 / 1e3, rel=1e-3)
+    assert found == pytest.approx(seconds(DataParallel(), where) / 4, rel=1e-3)
+
+
+def test_coding_is_counted_where_it_is_what_a_step_waits_for() -> None:
+    """Of one bucket nothing overlaps but the backward: encode, reduce and decode come one after the other."""
+    where = setting().without_network
+    whole, n = 4 * BLOCK_BYTES, where.cluster.workers
+    plain = seconds(CompressedForecast(bucket_bytes=1 << 40), where)
+    found = seconds(CompressedForecast(bucket_bytes=1 << 40, work=slow_work), where)
+    rest = whole - 2**20  # the first bucket is small, and its coding hides
+    more = rest * (1e-6 * ((n - 1) / n + 1 / n) + 2 * 2e-6 * (n - 1) / n)
+    assert found - plain == pytest.approx(more, rel=0.1)
+
+
+def test_the_planner_reads_the_codec() -> None:
+    where = setting()
+    plain = method_of(strategy_of("strategy=compressed strategy/codec=plain"), where.cluster, 1)
+    coded = method_of(strategy_of("strategy=compressed"), where.cluster, 1)
+    assert plain == DataParallel(BUCKET_BYTES)
+    assert isinstance(coded, CompressedForecast)
+    assert coded.card_bytes(where) < 0.26 * plain.card_bytes(where)
