@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral import GossipStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import Exponential, Gossip, Int8, OnePeerExponential, Ring
 
 torch.set_num_threads(1)
@@ -149,7 +149,7 @@ def with_lightning(make: Callable[[], Strategy], *callbacks: Callback) -> Callab
 
 
 class Sent(Callback):
-    """Bytes that this host sends per step: as counted under gossip, none by itself, as all-reduce would under ddp."""
+    """Bytes that this host sends per step: as counted by our strategies, none by itself, as all-reduce would under ddp."""
 
     def __init__(self, all_reduce: float) -> None:
         self.per_step = all_reduce
@@ -157,6 +157,8 @@ class Sent(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if isinstance(trainer.strategy, SingleDeviceStrategy):
             self.per_step = 0.0
+        if isinstance(trainer.strategy, CompressedStrategy):
+            self.per_step = trainer.strategy.sent_bytes / trainer.global_step
         if isinstance(trainer.strategy, GossipStrategy):
             trainer.strategy.settle()  # the last rounds may have to leave
             self.per_step = trainer.strategy.traffic().bytes_sent / trainer.global_step
@@ -187,6 +189,8 @@ def with_decent_dp(plan: Plan) -> dict[str, Any]:
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDPStrategy,
     "ddp, 4 MB buckets": lambda: DDPStrategy(bucket_cap_mb=4),
+    "compressed": CompressedStrategy,
+    "compressed, 4 MB buckets": lambda: CompressedStrategy(bucket_bytes=4 * 2**20),
     "gossip": GossipStrategy,
     "gossip, one-peer exponential": lambda: GossipStrategy(topology=OnePeerExponential()),
     "gossip, exponential": lambda: GossipStrategy(topology=Exponential()),

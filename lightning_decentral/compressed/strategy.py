@@ -15,7 +15,7 @@ from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import BUCKET_BYTES, GradientAverage
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class CompressedStrategy(ReplicaStrategy):
@@ -137,8 +137,15 @@ class CompressedStrategy(ReplicaStrategy):
         if self._mean is not None and state:
             self._mean.load_state_dict(state)
 
+    # ---- what users watch -------------------------------------------------------------------------------------------
 
-def _of_all(wire: Wire) -> Any:
+    @property
+    def sent_bytes(self) -> int:
+        """Gradients that this worker sent since fit began, as codes."""
+        return 0 if self._mean is None else self._mean.sent_bytes
+
+
+def _of_all(wire: Wire) -> Transport:
     made = wire.group(None)
     assert made is not None
     return made

@@ -31,7 +31,13 @@ TO_OWNER, FROM_OWNER = 0, 1
 
 
 class Mean(Protocol):
-    """How flat tensors are averaged over workers."""
+    """How flat tensors are averaged over workers.
+
+    Attributes:
+        sent_bytes: by this worker so far (its part of a collective).
+    """
+
+    sent_bytes: int
 
     def start(self, flat: Tensor, place: int) -> Pending:
         """flat <- its mean over the workers, in place, after the wait. On every worker in the same order.
@@ -50,13 +56,15 @@ class Mean(Protocol):
         """Go on where `state_dict` was taken."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExactMean:
     """flat <- (1/n) sum_i flat_i by all-reduce."""
 
     over: Transport
+    sent_bytes: int = 0
 
     def start(self, flat: Tensor, place: int) -> Pending:
+        self.sent_bytes += 2 * (self.over.size - 1) * flat.numel() * flat.element_size() // self.over.size
         return self.over.all_reduce(flat.div_(self.over.size))
 
     def forget(self) -> None:
@@ -118,6 +126,7 @@ class CompressedMean:
         self._leaving: Stage = stage(device, "codes leave")
         self._owning: Stage = stage(device, "codes are reduced")
         self.pool = Pool()
+        self.sent_bytes = 0
         self._residuals: dict[int, Residuals] = {}
         self._loaded: dict[int, Residuals] = {}
 
@@ -241,6 +250,7 @@ class InFlight:
     def _exchange(self, over: Transport, out: Mapping[int, list[Tensor]], into: Mapping[int, list[Tensor]]) -> None:
         sends = [Message(j, tensor, self._tag(i)) for j, row in out.items() for i, tensor in enumerate(row)]
         receives = [Message(j, tensor, self._tag(i)) for j, row in into.items() for i, tensor in enumerate(row)]
+        self.of.sent_bytes += sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
         self.sent, arriving = over.exchange(sends, receives)
         self.heard, rest = {}, iter(arriving)
         for j, row in into.items():
