@@ -149,7 +149,7 @@ def with_lightning(make: Callable[[], Strategy], *callbacks: Callback) -> Callab
 
 
 class Sent(Callback):
-    """Bytes that this host sends per step: as counted by our strategies, none by itself, as all-reduce would under ddp."""
+    """Bytes that this host sends per step: as our strategies count them, none by itself, an all-reduce's under ddp."""
 
     def __init__(self, all_reduce: float) -> None:
         self.per_step = all_reduce
@@ -190,7 +190,6 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDPStrategy,
     "ddp, 4 MB buckets": lambda: DDPStrategy(bucket_cap_mb=4),
     "compressed": CompressedStrategy,
-    "compressed, 4 MB buckets": lambda: CompressedStrategy(bucket_bytes=4 * 2**20),
     "gossip": GossipStrategy,
     "gossip, one-peer exponential": lambda: GossipStrategy(topology=OnePeerExponential()),
     "gossip, exponential": lambda: GossipStrategy(topology=Exponential()),

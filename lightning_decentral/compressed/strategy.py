@@ -9,11 +9,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradients import BUCKET_BYTES, GradientAverage
+from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -27,7 +28,8 @@ class CompressedStrategy(ReplicaStrategy):
 
     Args:
         codec: of the gradients. `Int8()`, the default, sends a quarter of the bytes; `Plain()` is `ddp` itself.
-        bucket_bytes: gradients that travel together, at most, unless one parameter has more.
+        bucket_bytes: gradients that travel together, at most, unless one parameter has more; by default an eighth of
+            the model, 2 to 256 MiB: the codes of the last bucket can't hide behind the backward.
         sigterm_every: steps between two looks whether some worker got a SIGTERM.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
@@ -43,13 +45,13 @@ class CompressedStrategy(ReplicaStrategy):
         self,
         *,
         codec: Codec | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         sigterm_every: int = 10,
         **ddp: Any,
     ) -> None:
         super().__init__(sigterm_every=sigterm_every, **ddp)
-        if bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: {BUCKET_BYTES} is DDP's")
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         self.codec = codec or Int8()
         self.bucket_bytes = bucket_bytes
         refuse_estimates(self.codec)
@@ -70,7 +72,8 @@ class CompressedStrategy(ReplicaStrategy):
         assert hosts is not None
         self._buffers = RunningBuffers(self._module, buffers)
         self._mean = mean_by(self.codec, partial(_of_all, wire), self.root_device)
-        self._gradients = GradientAverage(self._mean, hosts, self._meet, self.bucket_bytes)
+        bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
+        self._gradients = GradientAverage(self._mean, hosts, self._meet, bucket_bytes)
 
     def release(self) -> None:
         if self._gradients is not None:

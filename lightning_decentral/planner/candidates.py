@@ -31,7 +31,7 @@ from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
 from lightning_decentral.shared.compute.codec.compress import DifferenceCompression
 from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8, Plain
-from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
+from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import Model, RoundWork
 from lightning_decentral.shared.wire.replicas import AverageGradients
@@ -153,7 +153,7 @@ def _(strategy: DDPStrategy, cluster: Cluster, slices: int) -> Method:
 @method_of.register
 def _(strategy: CompressedStrategy, cluster: Cluster, slices: int) -> Method:
     if not strategy.codec.encodes:
-        return DataParallel(strategy.bucket_bytes)
+        return DataParallel(strategy.bucket_bytes or BUCKET_BYTES)
     encoding = encoding_of(strategy.codec)
     return CompressedForecast(strategy.bucket_bytes, encoding.wire_bytes, encoding.work)
 

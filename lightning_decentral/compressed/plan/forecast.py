@@ -11,8 +11,8 @@ bound by less than a bucket's.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_decentral.shared.plan.data_parallel import DataParallel, Travel, step_by
-from lightning_decentral.shared.plan.forecast import Setting
+from lightning_decentral.shared.plan.data_parallel import Travel, step_by
+from lightning_decentral.shared.plan.forecast import Setting, Synchronous, replica_bytes
 from lightning_decentral.shared.plan.network import Price
 from lightning_decentral.shared.plan.profile import Model, RoundWork
 from lightning_decentral.shared.plan.timeline import Task
@@ -29,14 +29,16 @@ def unmeasured(model: Model) -> RoundWork:
 
 
 @dataclass(frozen=True)
-class CompressedForecast(DataParallel):
+class CompressedForecast(Synchronous):
     """`ddp` with codes: every step as long as the slowest worker's, with what of the travel the backward doesn't hide.
 
     Args:
+        bucket_bytes: of gradients that travel together; None: an eighth of the model, 2 to 256 MiB.
         wire_bytes: of the codes, by the bytes of what is encoded.
         work: seconds that coding takes, by the profile.
     """
 
+    bucket_bytes: int | None = None
     wire_bytes: Callable[[float], float] = as_they_are
     work: Callable[[Model], RoundWork] = unmeasured
 
@@ -52,11 +54,13 @@ class CompressedForecast(DataParallel):
         return 2 * (n - 1) / n * codes if setting.cluster.nodes > 1 else 0.0
 
     def memory_bytes(self, setting: Setting) -> float:
-        # Beside the buckets what was rounded away: all of it here, and of the own part on the way back.
-        return super().memory_bytes(setting) + (1 + 1 / setting.cluster.workers) * setting.model.parameter_bytes
+        # Buckets, and was rounded away: of the whole here, of the own part on the way back.
+        residuals = 1 + 1 / setting.cluster.workers
+        return replica_bytes(setting.model) + (1 + residuals) * setting.model.parameter_bytes
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
-        return step_by(setting.model.blocks, self._travel(setting), factor, self.bucket_bytes)
+        asked = self.bucket_bytes or min(max(setting.model.parameter_bytes // 8, 2 * 2**20), 256 * 2**20)
+        return step_by(setting.model.blocks, self._travel(setting), factor, int(asked))
 
     def _travel(self, setting: Setting) -> Travel:
         scatter, gather = self.prices(setting)

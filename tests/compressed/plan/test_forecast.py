@@ -4,13 +4,13 @@ import pytest
 
 from lightning_decentral.compressed import CompressedForecast
 from lightning_decentral.planner.candidates import method_of, strategy_of
-from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel
-from lightning_decentral.shared.plan.forecast import Setting, even
+from lightning_decentral.shared.plan.data_parallel import DataParallel
+from lightning_decentral.shared.plan.forecast import Method, Setting, even
 from lightning_decentral.shared.plan.profile import Model, RoundWork
 from tests.settings import BLOCK_BYTES, model, setting
 
 
-def seconds(method: DataParallel, where: Setting) -> float:
+def seconds(method: Method, where: Setting) -> float:
     return float(method.seconds(where, even(where.cluster.workers))[0])
 
 
@@ -51,6 +51,6 @@ def test_the_planner_reads_the_codec() -> None:
     where = setting()
     plain = method_of(strategy_of("strategy=compressed strategy/codec=plain"), where.cluster, 1)
     coded = method_of(strategy_of("strategy=compressed"), where.cluster, 1)
-    assert plain == DataParallel(BUCKET_BYTES)
+    assert plain == DataParallel()
     assert isinstance(coded, CompressedForecast)
     assert coded.card_bytes(where) < 0.26 * plain.card_bytes(where)
