@@ -29,8 +29,9 @@ from lightning_decentral.shared.checkpoint import Checkpoints, Worker
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
+from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
 from lightning_decentral.shared.wire.replicas import Bond
-from lightning_decentral.shared.wire.transport import Wire, collect_objects, gather_objects
+from lightning_decentral.shared.wire.transport import Wire
 
 STATES = "optimizer_states"
 WHOLE = ("state_dict", STATES, KEY)

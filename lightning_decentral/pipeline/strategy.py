@@ -29,8 +29,9 @@ from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.replicas import AverageGradients, Bond, Replicas
-from lightning_decentral.shared.wire.transport import Wire, gather_objects
+from lightning_decentral.shared.wire.transport import Wire
 from lightning_decentral.shared.workers import WorkersStrategy
 
 
@@ -63,6 +64,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     """
 
     checkpoints: PipelineCheckpoints
+    own = ("cost_cache", "parameters of the optimizers")  # a folder, and each stage's
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from lightning_decentral.pipeline.plan.slicing import Uniform
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.wire.transport import gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects
 
 FIXED, LOGGED = 5, 120
 Step = Callable[[Any], Any]

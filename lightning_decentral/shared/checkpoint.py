@@ -24,7 +24,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
-from lightning_decentral.shared.wire.transport import connected, gather_world
+from lightning_decentral.shared.wire.objects import gather_world
+from lightning_decentral.shared.wire.transport import connected
 
 _OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
 

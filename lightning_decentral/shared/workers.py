@@ -1,14 +1,14 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
-What a method does is in its own strategy; what is common to all is in parts: `MeanModel` (workers that drift apart),
-`Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together).
+What a method does is in its own strategy; what is common to all is in parts: `SameSettings` (agreeing first),
+`MeanModel` (workers that drift apart), `Checkpoints` (saving, resuming), `Coordination` (stopping and ending together).
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.checkpoint import Checkpoints
 from lightning_decentral.shared.coordination import Coordination, Uncoordinated
 from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
+from lightning_decentral.shared.wire.objects import broadcast_world
 from lightning_decentral.shared.wire.transport import Wire, connect, connected
 
 
@@ -40,6 +42,8 @@ class WorkersStrategy(DDPStrategy):
     """
 
     checkpoints: Checkpoints
+    own: ClassVar[Sequence[str]] = ()
+    """What may differ between workers: arguments of the constructor, `parameters of the optimizers`."""
 
     def __init__(self, *, sigterm_every: int = 10, timeout: timedelta | None = default_pg_timeout, **ddp: Any) -> None:
         refuse_unknown(type(self), ddp)
@@ -50,6 +54,7 @@ class WorkersStrategy(DDPStrategy):
         self.wire: Wire | None = None
         self._together = Uncoordinated()
         self._fits = 0
+        self._same = SameSettings(self)
         self.mean_model = MeanModel(self.mean_of)  # a method: a spawned process gets the strategy pickled
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
@@ -108,8 +113,13 @@ class WorkersStrategy(DDPStrategy):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._same.plan()
+
     def setup(self, trainer: Trainer) -> None:
         """As DDPStrategy, but without a wrapper, and with equal models at the start."""
+        self._same.resuming(False)
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -119,6 +129,7 @@ class WorkersStrategy(DDPStrategy):
         self.place(fitting)
         if fitting:
             self.setup_optimizers(trainer)
+            self._same.optimizers()
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -197,7 +208,7 @@ class WorkersStrategy(DDPStrategy):
             self._together.meet(lambda: super(WorkersStrategy, self).barrier(*args, **kwargs))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._together.meet(lambda: super(WorkersStrategy, self).broadcast(obj, src))
+        return self._together.meet(lambda: broadcast_world(obj, src))
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         return self._together.meet(lambda: super(WorkersStrategy, self).reduce(tensor, group, reduce_op))
@@ -253,15 +264,14 @@ class WorkersStrategy(DDPStrategy):
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self.checkpoints.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._same.resuming(True)
         return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -28,7 +28,7 @@ from lightning_decentral.pipeline.wire.channel import Channel
 from lightning_decentral.pipeline.wire.executor import Clock
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import makespan, run
-from lightning_decentral.shared.wire.transport import gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects
 
 ROUNDS = 3
 HALVINGS = 30  # a timeline grows with the factor: no other root

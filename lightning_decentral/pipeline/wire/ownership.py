@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.compute.model import Pipelined, StagePlace
-from lightning_decentral.shared.wire.transport import Transport, gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.transport import Transport
 
 State = dict[str, Any]
 

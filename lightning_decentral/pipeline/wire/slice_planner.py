@@ -14,7 +14,8 @@ from lightning_decentral.pipeline.plan.stage_cost import StageCost, expected, pr
 from lightning_decentral.pipeline.wire.cost_cache import CostCache, conditions
 from lightning_decentral.pipeline.wire.measure import profile
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.shared.wire.transport import Transport, gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.transport import Transport
 
 T = TypeVar("T")
 

@@ -15,7 +15,8 @@ from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
 from lightning_decentral.pipeline.wire.channel import Channel, Links, Nowhere
 from lightning_decentral.pipeline.wire.executor import Clock, Close, Executor
 from lightning_decentral.shared.compute.modules import evaluating
-from lightning_decentral.shared.wire.transport import Message, Transport, gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.transport import Message, Transport
 
 TIED = (1 << 24) - 1  # a tag that no chunk has
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -11,22 +11,27 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.transport import Transport, gather_objects
+from lightning_decentral.shared.wire.transport import Transport
 
 PATIENCE_SECONDS = 1.0
 ALERT_SECONDS = 0.02  # once it's known that somebody has ended, and must be asked for every further round
 
 
 def check_same_model(module: nn.Module, over: Transport) -> None:
-    """Every worker has the same parameters and buffers by name, shape and dtype.
+    """Every worker has the same parameters and buffers by name, shape and dtype, and trains the same ones.
 
     Raises:
         ValueError: on every worker, naming the first difference.
     """
     if any(map(is_lazy, module.parameters())):
         raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
-    mine = [(n, tuple(t.shape), str(t.dtype)) for n, t in (*module.named_parameters(), *module.named_buffers())]
+    frozen = {n: "" if p.requires_grad else " (frozen)" for n, p in module.named_parameters()}
+    mine = [
+        (n, tuple(t.shape), f"{t.dtype}{frozen.get(n, '')}")
+        for n, t in (*module.named_parameters(), *module.named_buffers())
+    ]
     rows = gather_objects(over, mine)
     for rank, row in enumerate(rows):
         if row == rows[0]:

@@ -232,24 +232,7 @@ def connected() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def gather_objects(over: Transport, value: Any) -> list[Any]:
-    """The value of every worker, in order of rank (pickled; for set-up only)."""
-    values: list[Any] = [None] * over.size
-    dist.all_gather_object(values, value, group=over.group)
-    return values
-
-
-def gather_world(value: Any) -> list[Any]:
-    """The same before groups of our own exist; one value where there is no world."""
-    if not connected():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def collect_objects(over: Transport, value: Any) -> list[Any]:
-    """On worker 0 the value of every worker, in order of rank; elsewhere nothing (pickled; for checkpoints)."""
-    values: list[Any] | None = [None] * over.size if over.rank == 0 else None
-    dist.gather_object(value, values, dst=dist.get_global_rank(over.group, 0), group=over.group)
-    return values or []
+def everyone() -> Transport:
+    """The world itself, before groups of our own exist."""
+    # Where tensors live decides nothing here: what is sent is on the host, or on the device where NCCL wants it.
+    return transport(dist.group.WORLD, torch.device("cpu"))

@@ -1,0 +1,152 @@
+"""What all workers must have been given alike, collected from strategy, trainer and callbacks, and when it is compared.
+
+Nothing is listed that has to be the same: every argument of a constructor is, but for what is named here.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import lightning
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import Optimizer
+
+import lightning_decentral
+from lightning_decentral.shared.plan.described import constructed, described, said
+from lightning_decentral.shared.wire.settings import check_same_settings
+from lightning_decentral.shared.wire.transport import connected, everyone
+
+OF_ONE_WORKER = (
+    *("logger", "callbacks", "default_root_dir", "enable_progress_bar", "enable_model_summary", "log_every_n_steps"),
+    *("profiler", "deterministic", "benchmark", "num_nodes", "strategy"),
+)
+"""Arguments of a Trainer that may differ: nobody waits for another because of them. Nodes are counted as workers."""
+PLACES = ("dirpath", "filename", "verbose", "auto_insert_metric_name", "enable_version_counter", "log_rank_zero_only")
+"""Arguments of callbacks that may differ; worker 0's decide."""
+MEETING = (
+    *(Checkpoint, EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging, Timer, WeightAveraging),
+)
+"""Lightning's callbacks that make workers meet, or end or accumulate steps."""
+PATIENCE = timedelta(minutes=30)
+
+for _kind in (torch.dtype, torch.device, torch.Size):
+    said(_kind)
+
+
+class Worker(Protocol):
+    """What is asked of a strategy."""
+
+    optimizers: list[Optimizer]
+    own: Sequence[str]
+    """What may differ between workers."""
+    _timeout: timedelta | None
+
+    @property
+    def _trainer(self) -> Trainer: ...
+
+
+class SameSettings:
+    """Compares what the workers of one strategy were given, three times before they train; a single worker never.
+
+    Raises:
+        ValueError: at each of them, on every worker, the same line with the first difference.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._asked = True
+
+    def plan(self) -> None:
+        """As soon as there is a world: versions, strategy, trainer, callbacks."""
+        self._asked = False
+        if connected():
+            trainer = self._worker._trainer
+            self._compare(
+                {**versions(), **of_strategy(self._worker), **of_trainer(trainer), **of_callbacks(trainer)}, "set-up"
+            )
+
+    def resuming(self, given: bool) -> None:
+        """Before a checkpoint is read, or where it's known that none is: once after each `plan`."""
+        if not self._asked:
+            self._asked = True
+            self._compare({"ckpt_path": "given" if given else "None"}, "the checkpoint")
+
+    def optimizers(self) -> None:
+        """When they exist."""
+        made = self._worker.optimizers
+        found = {
+            "optimizers": f"[{', '.join(type(optimizer).__qualname__ for optimizer in made)}]",
+            "parameters of the optimizers": str([sum(len(g["params"]) for g in o.param_groups) for o in made]),
+        }
+        self._compare({name: text for name, text in found.items() if name not in self._worker.own}, "the optimizers")
+
+    def _compare(self, mine: dict[str, str], when: str) -> None:
+        if connected():
+            over = everyone()
+            check_same_settings(
+                mine, over.group.get_group_store(), over.rank, over.size, self._worker._timeout or PATIENCE, when
+            )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides how workers talk; how torch was built doesn't."""
+    return {
+        "lightning_decentral": lightning_decentral.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "lightning": lightning.__version__,
+    }
+
+
+def of_strategy(strategy: Any) -> dict[str, str]:
+    """{argument: what it is, argument.part: ...}."""
+    classes = type(strategy).__mro__
+    parts = constructed(strategy, classes[: classes.index(DDPStrategy)], skip=strategy.own)
+    found = {"strategy": type(strategy).__qualname__}
+    for name, part in parts.items():
+        found |= described(part, name)
+    found |= described(strategy.precision_plugin, "precision_plugin")
+    layout = {"devices": strategy.num_processes, "nodes": strategy.num_nodes, "workers": strategy.world_size}
+    backend = {"process_group_backend": strategy.process_group_backend, "device": strategy.root_device.type}
+    return found | {name: str(value) for name, value in (layout | backend).items()}
+
+
+def of_trainer(trainer: Trainer) -> dict[str, str]:
+    """Every plain argument of its constructor but those of one worker."""
+    found = {"entry": str(trainer.state.fn and trainer.state.fn.value)}
+    for name, value in constructed(trainer, [Trainer], skip=OF_ONE_WORKER).items():
+        if type(value) in (type(None), bool, int, float, str):
+            found[name] = repr(value)
+    found["use_distributed_sampler"] = str(trainer._accelerator_connector.use_distributed_sampler)
+    return found
+
+
+def of_callbacks(trainer: Any) -> dict[str, str]:
+    """Those that make workers meet: Lightning's own and this package's."""
+    met = [
+        c for c in trainer.callbacks if isinstance(c, MEETING) or type(c).__module__.startswith("lightning_decentral")
+    ]
+    counted: Counter[str] = Counter()
+    found = {}
+    for callback in met:
+        kind = type(callback).__qualname__
+        found |= _of_callback(callback, f"{kind}[{counted[kind]}]" if counted[kind] else kind)
+        counted[kind] += 1
+    return found
+
+
+def _of_callback(callback: Callback, name: str) -> dict[str, str]:
+    found = {name: "given"}
+    for argument, part in constructed(callback, type(callback).__mro__[:-1], skip=PLACES).items():
+        found |= described(part, f"{name}.{argument}")
+    return found

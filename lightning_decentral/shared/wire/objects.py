@@ -1,0 +1,142 @@
+"""Values from worker to worker, in the plain encoding; one that can't be sent is an error on all of them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.wire.plain import NotPlain, Packed, lengths, pack, unpack
+from lightning_decentral.shared.wire.transport import Message, Transport, connected, everyone
+
+HEAD = 0
+"""Tag of a head in `collect_objects`; its tensors have the following ones."""
+
+
+class Sizes(NamedTuple):
+    """Bytes of a head and of all tensors behind it; whether the head says why there is no value."""
+
+    head: int
+    payload: int
+    refused: int
+
+
+def gather_objects(over: Transport, value: Any) -> list[Any]:
+    """The value of every worker, in order of rank; for what is small: everyone holds all of it.
+
+    Raises:
+        NotPlain: on every worker, one's value can't be sent.
+    """
+    mine, own = _packed(value, over.rank)
+    sizes = _everyones(over, own, mine)
+    row = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)
+    row[: own.head + own.payload] = torch.cat([_tensor(mine.head), *mine.payload])
+    return [_apart(row, s) for row, s in zip(_rows(over, row), sizes, strict=True)]
+
+
+def gather_world(value: Any) -> list[Any]:
+    """The same before groups of our own exist; one value where there is no world."""
+    return gather_objects(everyone(), value) if connected() else [value]
+
+
+def collect_objects(over: Transport, value: Any) -> list[Any]:
+    """On worker 0 the value of every worker, in order of rank; elsewhere nothing. No tensor is held twice.
+
+    Raises:
+        NotPlain: on every worker, one's value can't be sent.
+    """
+    mine, own = _packed(value, over.rank)
+    sizes = _everyones(over, own, mine)
+    if over.rank > 0:
+        _send(over, mine)
+        return []
+    return [unpack(mine), *(unpack(_receive(over, rank, sizes[rank].head)) for rank in range(1, over.size))]
+
+
+def broadcast_world(value: Any, source: int = 0) -> Any:
+    """The source's value, on every worker; as it is where there is no world.
+
+    Raises:
+        NotPlain: on every worker, the value can't be sent.
+    """
+    if not connected():
+        return value
+    over = everyone()
+    mine, own = _packed(value, over.rank) if over.rank == source else (Packed(b"", []), Sizes(0, 0, 0))
+    size, _, refused = _sent(over, torch.tensor(own), source).tolist()
+    head = _data(_sent(over, _tensor(mine.head) if over.rank == source else _empty(size), source))
+    if refused:
+        raise NotPlain(head.decode())
+    payload = mine.payload if over.rank == source else list(map(_empty, lengths(head)))
+    payload = [_sent(over, tensor, source) for tensor in payload]
+    return value if over.rank == source else unpack(Packed(head, payload))
+
+
+def _packed(value: Any, rank: int) -> tuple[Packed, Sizes]:
+    """What can't be sent is sent as the reason why: the others wait for something."""
+    try:
+        found, refused = pack(value), 0
+    except NotPlain as error:
+        found, refused = Packed(f"worker {rank} can't send what others wait for: {error}".encode(), []), 1
+    return found, Sizes(len(found.head), sum(map(len, found.payload)), refused)
+
+
+def _everyones(over: Transport, own: Sizes, mine: Packed) -> list[Sizes]:
+    sizes = [Sizes(*row.tolist()) for row in _rows(over, torch.tensor(own))]
+    if any(s.refused for s in sizes):
+        reasons = gather_objects(over, mine.head.decode() if own.refused else "")
+        raise NotPlain(next(filter(None, reasons)))
+    return sizes
+
+
+def _apart(row: Tensor, size: Sizes) -> Any:
+    head, rest = _data(row[: size.head]), row[size.head : size.head + size.payload]
+    # Copies: bytes in the middle of a row aren't aligned.
+    return unpack(Packed(head, [part.clone() for part in rest.split(lengths(head))]))
+
+
+def _send(over: Transport, packed: Packed) -> None:
+    for tag, part in enumerate((_tensor(packed.head), *packed.payload), HEAD):
+        _done(over.exchange([Message(0, part.to(_place(over)), tag)], []))
+
+
+def _receive(over: Transport, source: int, head_bytes: int) -> Packed:
+    def receive(size: int, tag: int) -> Tensor:
+        part = _empty(size).to(_place(over))
+        _done(over.exchange([], [Message(source, part, tag)]))
+        return part.cpu()
+
+    head = _data(receive(head_bytes, HEAD))
+    return Packed(head, [receive(n, tag) for tag, n in enumerate(lengths(head), HEAD + 1)])
+
+
+def _done(pending: tuple[list[Any], list[Any]]) -> None:
+    for one in (*pending[0], *pending[1]):
+        one.wait()
+
+
+def _rows(over: Transport, row: Tensor) -> list[Tensor]:
+    pending, rows = over.all_gather(row.to(_place(over)))
+    pending.wait()
+    return [found.cpu() for found in rows]
+
+
+def _sent(over: Transport, tensor: Tensor, source: int) -> Tensor:
+    there = tensor.to(_place(over))
+    over.broadcast(there, source).wait()
+    return there.cpu()
+
+
+def _place(over: Transport) -> torch.device:
+    return torch.device("cuda" if over.queued else "cpu")  # NCCL takes nothing from the host
+
+
+def _empty(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _data(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

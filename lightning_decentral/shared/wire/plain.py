@@ -1,0 +1,224 @@
+"""Values as JSON and raw bytes: what arrives from another worker is built from known kinds, and never executed.
+
+A value is a head, JSON that says its structure, and the bytes of its tensors, which stay where they are until they are
+sent. JSON's own types stand for themselves; everything else is {kind: parts}.
+"""
+
+import base64
+import builtins
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PACKAGE = "lightning_decentral"
+AS_THEY_ARE = (type(None), bool, int, float, str)
+
+
+class Packed(NamedTuple):
+    """A value on its way."""
+
+    head: bytes
+    payload: list[Tensor]
+    """[bytes of a tensor] each, on the CPU."""
+
+
+class NotPlain(TypeError):
+    """A value that can't be sent: its class and where it stands."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of values: `parts` takes one apart into plain values, `build` puts it together."""
+
+    name: str
+    parts: Callable[[Any], Any]
+    build: Callable[[Any], Any]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no type {name}")
+    return found
+
+
+def _scalar(parts: list[Any]) -> Any:
+    return np.frombuffer(parts[1], dtype=np.dtype(parts[0]))[0]
+
+
+_PATH = Kind("path", os.fspath, Path)
+_SCALAR = Kind("scalar", lambda v: [v.dtype.str, v.tobytes()], _scalar)
+KINDS: dict[type, Kind] = {
+    tuple: Kind("tuple", list, tuple),
+    set: Kind("set", list, set),
+    frozenset: Kind("frozenset", list, frozenset),
+    dict: Kind("dict", lambda v: [list(item) for item in v.items()], dict),
+    OrderedDict: Kind("ordered", lambda v: [list(item) for item in v.items()], OrderedDict),
+    bytes: Kind("bytes", lambda v: base64.b64encode(v).decode(), lambda v: base64.b64decode(v, validate=True)),
+    complex: Kind("complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    timedelta: Kind("timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(*v)),
+    torch.Size: Kind("size", list, torch.Size),
+    torch.dtype: Kind("dtype", lambda v: str(v).removeprefix("torch."), _dtype),
+    torch.device: Kind("device", str, torch.device),
+    type(Path()): _PATH,
+}
+# What a call of `self.log` may name.
+_FUNCTIONS: dict[str, Any] = {f"torch.{n}": getattr(torch, n) for n in ("mean", "sum", "min", "max", "nansum")}
+_FUNCTIONS |= {n: getattr(builtins, n) for n in ("min", "max", "sum")}
+_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+
+
+def pack(value: object) -> Packed:
+    """The value's head and payload.
+
+    Raises:
+        NotPlain: something in it is none of the known kinds.
+    """
+    payload: list[Tensor] = []
+    tree = _down(value, "it", payload)
+    return Packed(json.dumps({"value": tree, "bytes": [len(p) for p in payload]}).encode(), payload)
+
+
+def lengths(head: bytes) -> list[int]:
+    """Bytes of each tensor behind a head."""
+    try:
+        found = json.loads(head)["bytes"]
+        if all(type(n) is int and n >= 0 for n in found):
+            return list(found)
+    except Exception as error:
+        raise _unreadable(error) from error
+    raise _unreadable("lengths")
+
+
+def unpack(packed: Packed) -> Any:
+    """The value; tensors are on the CPU.
+
+    Raises:
+        ValueError: it isn't what `pack` makes.
+    """
+    try:
+        return _up(json.loads(packed.head)["value"], packed.payload)
+    except Exception as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(why: object) -> ValueError:
+    return ValueError(f"what another worker sent can't be read ({why}): give every worker the same version")
+
+
+def _down(value: Any, where: str, payload: list[Tensor]) -> Any:
+    kind = type(value)
+    if kind in AS_THEY_ARE:
+        return value
+    if kind is list:
+        return [_down(part, f"{where}[{i}]", payload) for i, part in enumerate(value)]
+    if kind in KINDS:
+        return {KINDS[kind].name: _down(KINDS[kind].parts(value), where, payload)}
+    if kind in (Tensor, nn.Parameter):
+        return {"tensor": _tensor(value.detach(), where, payload)}
+    if kind is np.ndarray and value.dtype.kind in "biufc":
+        shape = list(value.shape)  # as bytes: torch doesn't have all of numpy's types
+        payload.append(torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)))
+        return {"array": [value.dtype.str, shape, len(payload) - 1]}
+    if issubclass(kind, np.generic) and value.dtype.kind in "biufc":
+        return {_SCALAR.name: _down(_SCALAR.parts(value), where, payload)}
+    if value in _FUNCTIONS.values() if callable(value) else False:
+        return {"function": _NAMES[value]}
+    return _record(value, kind, where, payload)
+
+
+def _tensor(value: Tensor, where: str, payload: list[Tensor]) -> list[Any]:
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise NotPlain(f"{where} is a tensor without plain values ({value.layout}, {value.device}): send its values")
+    flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    payload.append(flat)
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), len(payload) - 1]
+
+
+def _record(value: Any, kind: type, where: str, payload: list[Tensor]) -> dict[str, Any]:
+    """A dataclass, a named tuple or a member of an enumeration of this package."""
+    if kind.__module__.partition(".")[0] == PACKAGE:
+        place = [kind.__module__, kind.__qualname__]
+        if isinstance(value, Enum):
+            return {"member": [*place, value.name]}
+        names = _fields(kind)
+        if names is not None:
+            return {"record": [*place, {n: _down(getattr(value, n), f"{where}.{n}", payload) for n in names}]}
+    raise NotPlain(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which isn't sent between workers: send numbers, strings, "
+        "paths, tensors, or lists, tuples and dicts of these"
+    )
+
+
+def _fields(kind: Any) -> list[str] | None:
+    if is_dataclass(kind):
+        return [f.name for f in fields(kind) if f.init]
+    return list(kind._fields) if issubclass(kind, tuple) and "_fields" in vars(kind) else None
+
+
+def _up(node: Any, payload: list[Tensor]) -> Any:
+    if type(node) in AS_THEY_ARE:
+        return node
+    if type(node) is list:
+        return [_up(part, payload) for part in node]
+    ((name, parts),) = node.items()
+    return _BUILT[name](parts, payload)
+
+
+def _plainly(kind: Kind) -> Callable[[Any, list[Tensor]], Any]:
+    return lambda parts, payload: kind.build(_up(parts, payload))
+
+
+def _built_tensor(parts: Any, payload: list[Tensor]) -> Tensor:
+    name, shape, index = parts
+    return payload[index].view(_dtype(name)).reshape(shape)
+
+
+def _built_array(parts: Any, payload: list[Tensor]) -> Any:
+    name, shape, index = parts
+    return payload[index].numpy().view(np.dtype(name)).reshape(shape)
+
+
+def _built_record(parts: Any, payload: list[Tensor]) -> Any:
+    *place, values = parts
+    kind = _own_class(*place)
+    if set(values) != set(_fields(kind) or ()):
+        raise ValueError(f"{kind.__qualname__} has other fields")
+    return kind(**{name: _up(value, payload) for name, value in values.items()})
+
+
+def _built_member(parts: Any, _: list[Tensor]) -> Any:
+    module, name, member = parts
+    kind = _own_class(module, name)
+    if not issubclass(kind, Enum):
+        raise ValueError(f"{name} has no members")
+    return kind[member]
+
+
+def _own_class(module: str, name: str) -> Any:
+    """A class of this package that is there already: nothing is imported because a message says so."""
+    found = vars(sys.modules[module]).get(name) if module.partition(".")[0] == PACKAGE else None
+    if not isinstance(found, type) or found.__module__ != module:
+        raise ValueError(f"{module} has no class {name}")
+    return found
+
+
+_BUILT: dict[str, Callable[[Any, list[Tensor]], Any]] = {
+    **{kind.name: _plainly(kind) for kind in (*KINDS.values(), _SCALAR)},
+    "tensor": _built_tensor,
+    "array": _built_array,
+    "function": lambda parts, _: _FUNCTIONS[parts],
+    "record": _built_record,
+    "member": _built_member,
+}
