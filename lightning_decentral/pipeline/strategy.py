@@ -207,14 +207,14 @@ class TokenPipelineStrategy(WorkersStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
-        return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
+        with self._together.waiting:  # one stage for the others, all of the step
+            return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
 
     def _say_plan(self) -> None:
         rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
 
     def _average(self, gradients: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
-        with self._together.waiting:
-            return self.bond.gradients(gradients, parameters)
+        return self.bond.gradients(gradients, parameters)
 
     def advance(self, optimizer: Optimizer) -> None:
         self._updates += 1

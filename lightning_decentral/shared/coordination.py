@@ -168,11 +168,16 @@ class LoopPatches:
         self._stop.raised = True
 
     def _end_batch(self, inner: Callable[[object], None], fetcher: object) -> None:
-        if self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if self._ends():
             self._call_roll()  # before `inner`, which may validate, where all workers meet
         else:
             self._epoch_ended = False
         inner(fetcher)
+
+    def _ends(self) -> bool:
+        """Whether no batch follows: there is none, or this worker stops early, alone or with the others."""
+        loop = self._trainer.fit_loop
+        return loop.epoch_loop.batch_progress.is_last_batch or (self._trainer.should_stop and loop._can_stop_early)
 
     def _end_epoch(self, inner: Callable[[], None]) -> None:
         self._call_roll()  # does nothing where a batch was known to be the last
@@ -182,6 +187,7 @@ class LoopPatches:
     def _call_roll(self) -> None:
         if not self._epoch_ended:
             self._roll.end_epoch()
+            self._trainer.should_stop = self._roll.anyone(self._trainer.should_stop)
         self._epoch_ended = True
 
 

@@ -38,6 +38,7 @@ MEETING = (
     *(Checkpoint, EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging, Timer, WeightAveraging),
 )
 """Lightning's callbacks that make workers meet, or end or accumulate steps."""
+PLAIN = (type(None), bool, int, float, str, timedelta)
 PATIENCE = timedelta(minutes=30)
 
 for _kind in (torch.dtype, torch.device, torch.Size):
@@ -125,7 +126,7 @@ def of_trainer(trainer: Trainer) -> dict[str, str]:
     """Every plain argument of its constructor but those of one worker."""
     found = {"entry": str(trainer.state.fn and trainer.state.fn.value)}
     for name, value in constructed(trainer, [Trainer], skip=OF_ONE_WORKER).items():
-        if type(value) in (type(None), bool, int, float, str):
+        if isinstance(value, PLAIN):
             found[name] = repr(value)
     found["use_distributed_sampler"] = str(trainer._accelerator_connector.use_distributed_sampler)
     return found

@@ -80,8 +80,9 @@ def test_what_happened_since_is_not_described() -> None:
 
 
 def test_an_order_without_meaning_makes_no_difference() -> None:
-    names = [f"name {i}" for i in range(20)]
-    assert described(set(names), "names") == described(set(reversed(names)), "names")
+    one, other = {8, 0}, {0, 8}  # of the same bucket: each keeps the order in which they came
+    assert list(one) != list(other)
+    assert described(one, "numbers") == described(other, "numbers")
 
 
 def test_a_cycle_ends() -> None:
