@@ -6,7 +6,7 @@ Nothing is listed that has to be the same: every argument of a constructor is, b
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import lightning
 import torch
@@ -48,11 +48,12 @@ for _kind in (torch.dtype, torch.device, torch.Size):
 class Worker(Protocol):
     """What is asked of a strategy."""
 
-    optimizers: list[Optimizer]
-    own: Sequence[str]
+    own: ClassVar[Sequence[str]]
     """What may differ between workers."""
     _timeout: timedelta | None
 
+    @property
+    def optimizers(self) -> list[Optimizer]: ...
     @property
     def _trainer(self) -> Trainer: ...
 
@@ -138,7 +139,7 @@ def of_callbacks(trainer: Any) -> dict[str, str]:
         c for c in trainer.callbacks if isinstance(c, MEETING) or type(c).__module__.startswith("lightning_decentral")
     ]
     counted: Counter[str] = Counter()
-    found = {}
+    found: dict[str, str] = {}
     for callback in met:
         kind = type(callback).__qualname__
         found |= _of_callback(callback, f"{kind}[{counted[kind]}]" if counted[kind] else kind)

@@ -41,7 +41,7 @@ from lightning_decentral.gossip import (
     TopK,
 )
 from lightning_decentral.partial import Full, PerWorker, Staircase, Temporal
-from lightning_decentral.pipeline import Planned, Recompute, Uniform
+from lightning_decentral.pipeline import Recompute, Uniform
 from lightning_decentral.shared import settings
 from lightning_decentral.shared.plan.described import described
 from lightning_decentral.shared.settings import of_callbacks, of_strategy, of_trainer, versions
@@ -325,7 +325,7 @@ class Asks(Callback):
 GATHERED: dict[str, tuple[Callable[[], Any], type[LightningModule], Plan, list[Callback]]] = {
     "gossip": (GossipStrategy, Net, {"dropout": 0.0}, []),
     "partial": (partial(PartialBackpropStrategy, cuts=["second"]), Net, {"dropout": 0.0}, []),
-    "stages": (partial(TokenPipelineStrategy, slicing=Planned(max_slices=1)), Language, {"length": 32}, [Asks()]),
+    "stages": (partial(TokenPipelineStrategy, slicing=Uniform(1)), Language, {}, [Asks()]),
 }
 
 

@@ -44,7 +44,7 @@ def _arguments(cls: type) -> list[str]:
     if "__init__" not in vars(cls):
         return []
     try:
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
     except ValueError:  # built in
         return []
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -60,7 +60,6 @@ def _facts(value: Any, name: str) -> Facts:
             yield from _facts(parts[part], f"{name}.{part}")
 
 
-# In a tuple for each way to say what a value is.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, PurePath, timedelta, Enum)
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 
@@ -72,8 +71,8 @@ def said(kind: type) -> None:
 
 for _kind in (*_PLAIN, np.generic):
     said(_kind)
-for _kind in _NAMED:
-    _facts.register(_kind, lambda value, name: iter([(name, f"{value.__module__}.{value.__qualname__}")]))
+for _named in _NAMED:
+    _facts.register(_named, lambda value, name: iter([(name, f"{value.__module__}.{value.__qualname__}")]))
 
 
 @_facts.register

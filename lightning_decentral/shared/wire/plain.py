@@ -77,6 +77,7 @@ KINDS: dict[type, Kind] = {
 _FUNCTIONS: dict[str, Any] = {f"torch.{n}": getattr(torch, n) for n in ("mean", "sum", "min", "max", "nansum")}
 _FUNCTIONS |= {n: getattr(builtins, n) for n in ("min", "max", "sum")}
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
+_OF_FUNCTIONS = set(map(type, _NAMES))
 
 
 def pack(value: object) -> Packed:
@@ -133,7 +134,7 @@ def _down(value: Any, where: str, payload: list[Tensor]) -> Any:
         return {"array": [value.dtype.str, shape, len(payload) - 1]}
     if issubclass(kind, np.generic) and value.dtype.kind in "biufc":
         return {_SCALAR.name: _down(_SCALAR.parts(value), where, payload)}
-    if value in _FUNCTIONS.values() if callable(value) else False:
+    if kind in _OF_FUNCTIONS and value in _NAMES:
         return {"function": _NAMES[value]}
     return _record(value, kind, where, payload)
 
@@ -182,7 +183,8 @@ def _plainly(kind: Kind) -> Callable[[Any, list[Tensor]], Any]:
 
 def _built_tensor(parts: Any, payload: list[Tensor]) -> Tensor:
     name, shape, index = parts
-    return payload[index].view(_dtype(name)).reshape(shape)
+    found: Tensor = payload[index].view(_dtype(name)).reshape(shape)
+    return found
 
 
 def _built_array(parts: Any, payload: list[Tensor]) -> Any:
