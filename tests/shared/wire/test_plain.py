@@ -4,12 +4,14 @@ import argparse
 import json
 import math
 import pickle
+import re
 from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning
 import numpy as np
 import pytest
 import torch
@@ -202,3 +204,29 @@ def test_a_payload_is_not_copied() -> None:
     """Gigabytes are sent from where they are."""
     tensor = torch.ones(1000)
     assert pack({"a": tensor}).payload[0].data_ptr() == tensor.data_ptr()
+
+
+# What Lightning broadcasts, by the words of its source, and such a value.
+BROADCAST: dict[str, Any] = {
+    "file_exists": True,
+    "self.already_saved": False,
+    "dirpath": "a/checkpoints",
+    "path": Path("a"),
+    "skip_time": True,
+    "should_stop": False,
+    "trainer.should_stop": False,
+    "ckpt_path": "a/.lr_find_0.ckpt",
+    "lr_finder.results": {"lr": [1e-8, 1e-7], "loss": [2.5, 1.5]},
+    "filepath": Path("a") / "b.ckpt",
+    "checkpoint_path": None,
+    "obj": "whatever a user's Fabric broadcasts",
+}
+
+
+def test_whatever_lightning_broadcasts_comes_back() -> None:
+    root = Path(lightning.__file__).parent
+    texts = [path.read_text() for path in root.rglob("*.py")]
+    found = {name for text in texts for name in re.findall(r"(?:strategy|self)\.broadcast\(([\w.]+)[,)]", text)}
+    assert "dirpath" in found
+    assert found <= set(BROADCAST), "Lightning broadcasts something new: add such a value"
+    assert all(same(there_and_back(value), value) for value in BROADCAST.values())
