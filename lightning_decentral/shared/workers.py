@@ -1,7 +1,7 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
-What a method does is in its own strategy; what is common to all is in parts: `SameSettings` (agreeing first),
-`MeanModel` (workers that drift apart), `Checkpoints` (saving, resuming), `Coordination` (stopping and ending together).
+What is common to all is in parts: `SameSettings` (agreeing before they train), `MeanModel` (workers that drift apart),
+`Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together).
 """
 
 from abc import abstractmethod
@@ -39,11 +39,11 @@ class WorkersStrategy(DDPStrategy):
         wire: the groups that every method needs; None before set-up, and for a single worker.
         mean_model: the mean of workers that drift apart.
         checkpoints: how this method saves and resumes; the constructor of a subclass sets it.
+        own: what may differ between workers: names of arguments, `parameters of the optimizers`.
     """
 
     checkpoints: Checkpoints
     own: ClassVar[Sequence[str]] = ()
-    """What may differ between workers: arguments of the constructor, `parameters of the optimizers`."""
 
     def __init__(self, *, sigterm_every: int = 10, timeout: timedelta | None = default_pg_timeout, **ddp: Any) -> None:
         refuse_unknown(type(self), ddp)
@@ -138,7 +138,6 @@ class WorkersStrategy(DDPStrategy):
             self._coordinate(trainer)
 
     def convert(self, module: nn.Module) -> nn.Module:
-        """To the precision asked for."""
         return self.precision_plugin.convert_module(module)
 
     def configure_ddp(self) -> None:
@@ -279,10 +278,9 @@ class WorkersStrategy(DDPStrategy):
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:
-            first = [line.strip() for line in str(error).splitlines() if line.strip()][1:2]
+            first = next(iter([line.strip() for line in str(error).splitlines() if line.strip()][1:2]), error)
             raise ValueError(
-                f"the checkpoint is of another model: {first[0] if first else error} "
-                "(build the model with the settings it was saved with)"
+                f"the checkpoint is of another model: {first} (build the model with the settings it was saved with)"
             ) from error
 
     def on_train_start(self) -> None:
