@@ -48,7 +48,7 @@ from lightning_decentral.pipeline.plan.schedule import forecast, in_flight
 from lightning_decentral.pipeline.plan.slicing import equal
 from lightning_decentral.pipeline.plan.stage_cost import Priced, expected, priced
 from lightning_decentral.pipeline.wire.measure import profile
-from lightning_decentral.shared.wire.transport import gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects
 
 BATCHES = (1, 2, 8)
 KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}

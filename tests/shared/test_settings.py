@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
 )
 
 import lightning_decentral
-from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
 from lightning_decentral.gossip import (
     AllReduce,
     BFloat16,
@@ -51,7 +51,7 @@ from tests.gossip import codecs, rules, topologies
 from tests.pipeline.training import Language
 from tests.tiny import QUIET, Batches, Net, SizedBatches
 
-STRATEGIES = (GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy)
+STRATEGIES = (CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy)
 
 
 def facts(strategy: Any, **options: Any) -> dict[str, str]:
@@ -99,6 +99,7 @@ PLANS: list[tuple[Callable[..., Any], Plan, Plan, str]] = [
         "island.bucket_bytes=1000",
     ),
     (GossipStrategy, {}, {"timeout": timedelta(seconds=9)}, "timeout="),
+    (CompressedStrategy, {}, {"codec": Int8(block=128)}, "codec.block=128"),
     (PartialBackpropStrategy, {}, {"depth": Full()}, "depth=Full"),
     (PartialBackpropStrategy, {}, {"depth": Temporal(warm_up=0.5)}, "depth.warm_up=0.5"),
     (
@@ -323,6 +324,7 @@ class Asks(Callback):
 
 
 GATHERED: dict[str, tuple[Callable[[], Any], type[LightningModule], Plan, list[Callback]]] = {
+    "compressed": (CompressedStrategy, Net, {"dropout": 0.0}, []),
     "gossip": (GossipStrategy, Net, {"dropout": 0.0}, []),
     "partial": (partial(PartialBackpropStrategy, cuts=["second"]), Net, {"dropout": 0.0}, []),
     "stages": (partial(TokenPipelineStrategy, slicing=Uniform(1)), Language, {}, [Asks()]),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.wire.gradients import parts
-from lightning_decentral.shared.wire.transport import Transport, gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.transport import Transport
 
 
 class RunningBuffers:
