@@ -29,4 +29,8 @@ def configured(kind: str, options: Mapping[str, Any]) -> Any:
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"{kind} has no option {', '.join(unknown)}: it has {', '.join(sorted(known))}")
-    return configuration(**options)
+    try:
+        made = configuration(**options)
+    except Exception as error:  # its classes of errors have changed from release to release
+        raise ValueError(f"{kind} refuses its options: {' '.join(str(error).split())}") from None
+    return made

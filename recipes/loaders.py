@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Subset
 
+from lightning_decentral.shared.plan.arguments import at_least
+
 SPLITS = ("train", "validation", "test")
 
 
@@ -52,6 +54,8 @@ class Loaders(LightningDataModule):
 
     def __init__(self, *, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
+        at_least(1, "give data.batch_size=1 or more", batch_size=batch_size)
+        at_least(0, "0 reads in the worker itself", num_workers=num_workers)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed

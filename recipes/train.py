@@ -7,6 +7,7 @@ shows the configuration. Installed as `lightning-decentral-train`.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,9 +25,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_decentral  # noqa: F401  # registers the strategies' names
 from lightning_decentral.recipes.loaders import Loaders
-from lightning_decentral.shared.errors import mendable, one_line, refuse_unowned
+from lightning_decentral.shared.errors import mendable, one_line, refuse_mistyped, refuse_unowned
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+EVERY_DEVICE = -1  # Lightning's word
 OBJECTIVE = "val/loss"
 
 
@@ -73,11 +75,24 @@ def refuse_scripts_in_sweeps(trainer: Trainer) -> None:
         )
 
 
+def refuse_mistaken(cfg: DictConfig) -> None:
+    """ValueError for values of a wrong type, and for what Lightning would refuse without a remedy."""
+    refuse_mistyped(cfg)
+    if not (isinstance(cfg.seed, int) and 0 <= cfg.seed < 2**32):
+        raise ValueError(f"seed must be a whole number from 0 up to 2**32 - 1, got {cfg.seed!r}: seed=0")
+    devices = cfg.trainer.devices
+    if isinstance(devices, str) and not re.fullmatch(r"auto|-1|\d+(,\d+)*,?", devices):
+        raise ValueError(f"trainer.devices must be a number or numbers, got {devices!r}: trainer.devices=2, or =auto")
+    if isinstance(devices, int) and devices < 1 and devices != EVERY_DEVICE:
+        raise ValueError(f"trainer.devices must be at least 1, got {devices}: trainer.devices=1, or =auto for all")
+
+
 def train(cfg: DictConfig) -> float | None:
     """Fit and test; the last validation loss, which a sweeper minimises."""
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if sweep:
         spawn_in_sweeps(cfg)
+    refuse_mistaken(cfg)
     seed_everything(cfg.seed, workers=True)
     data: Loaders = instantiate(cfg.data, _convert_="all")
     model = build_model(cfg, data.sizes)

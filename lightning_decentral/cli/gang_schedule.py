@@ -124,7 +124,7 @@ def spase(options: argparse.Namespace) -> Planned:
     tables = read_tables(options.jobs)
     devices = 1 if options.devices is None else options.devices
     if devices < 1:
-        raise ValueError(f"devices must be at least 1, got {devices}")
+        raise ValueError(f"devices must be at least 1, got {devices}: give --devices 1 or more")
     found = {"greedy": allocation.GreedySpase().plan(tables, devices)}
     remark = why_not_exact(len(tables) * (devices + len(tables) // 2))
     if not remark:

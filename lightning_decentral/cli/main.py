@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_decentral.cli import cuts, placement, planning, profile, schedule, topology
+from lightning_decentral.cli.options import Parser, refuse_unwritable
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.errors import mendable, one_line
 
@@ -34,13 +35,14 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 def main(application: Application, arguments: Sequence[str] | None = None) -> None:
     """The command, about this application: `recipes/command.py` is the console's."""
-    parser = argparse.ArgumentParser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
     commands: Any = parser.add_subparsers(dest="command", required=True)
-    parser.set_defaults(application=application)
+    parser.set_defaults(application=application, outputs=())
     for command in (cuts, planning, topology, profile, placement, schedule):
         command.add(commands)
     options = parsed(parser, arguments)
     try:
+        refuse_unwritable(options, options.outputs)
         options.run(options)
     except Exception as error:
         if not mendable(error):

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.cli.options import Parser, number, refuse_unwritable, whole
 from lightning_decentral.planner.network import SIZES, Meter
 from lightning_decentral.planner.plan import host_links as files
 from lightning_decentral.planner.plan.host_links import HostLinks
@@ -89,6 +90,7 @@ def mistake(options: argparse.Namespace, rank: int) -> str:
         refuse(options)
         if rank == 0:
             _refuse_unread(options.model)
+            refuse_unwritable(options, ("out", "hosts"))
     except ValueError as error:
         return str(error)
     return ""
@@ -160,18 +162,18 @@ def _with(profile: Profile, costs: Sequence[LinkCost], hosts: Mapping[str, str])
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m lightning_decentral.cli.network", description=__doc__.partition("\n")[0]
-    )
+    made = Parser(prog="python -m lightning_decentral.cli.network", description=__doc__.partition("\n")[0])
     made.add_argument(
         "--model", default="profile.json", help="what `lightning-decentral profile` wrote; worker 0's file"
     )
     made.add_argument("--out", help="the file to write (default: that one)")
     made.add_argument("--hosts", help="also measure every pair of hosts and write this file for `placement`")
-    made.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the messages, ascending")
-    made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--longest-seconds", type=float, default=0.5, help="no larger message after one that took longer")
-    made.add_argument("--timeout-seconds", type=float, default=600.0, help="for a worker that doesn't answer")
+    made.add_argument("--sizes", type=whole, nargs="+", default=SIZES, help="bytes of the messages, ascending")
+    made.add_argument("--repeats", type=whole, default=5)
+    made.add_argument(
+        "--longest-seconds", type=number, default=0.5, help="no larger message after one that took longer"
+    )
+    made.add_argument("--timeout-seconds", type=number, default=600.0, help="for a worker that doesn't answer")
     return made
 
 

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.cli.options import number, whole
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.planner.plan.host_links import HostLinks, read
 from lightning_decentral.planner.plan.placement import (
@@ -88,8 +89,8 @@ def add(commands: Any) -> None:
     command.add_argument("hosts", help="delays and bandwidths between hosts, JSON or CSV")
     command.add_argument("overrides", nargs="*", help="words about the topology: strategy.topology.max_degree=2")
     command.add_argument("--topology", default="ring", help="ring, pipeline, exponential, ... (default: %(default)s)")
-    command.add_argument("--message-bytes", type=float, default=1e6, help="of one message (default: %(default)g)")
+    command.add_argument("--message-bytes", type=number, default=1e6, help="of one message (default: %(default)g)")
     command.add_argument("--among", help="place these hosts only, named with commas between")
     command.add_argument("--hostfile", help="write the hosts in order of rank to this file")
-    command.add_argument("--seed", type=int, default=0, help="of the local search")
-    command.set_defaults(run=run)
+    command.add_argument("--seed", type=whole, default=0, help="of the local search")
+    command.set_defaults(run=run, outputs=("hostfile",))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_decentral.cli.options import whole
 from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
 from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.partial.dry_run import run_of, step_of
@@ -193,5 +194,5 @@ def add(commands: Any) -> None:
         "overrides", nargs="*", help="words of recipes/train.py: recipe=vit model.config.hidden_size=64"
     )
     command.add_argument("--out", default="profile.json", help="the file to write (default: %(default)s)")
-    command.add_argument("--steps", type=int, default=30, help="whole steps to take the distribution from")
-    command.set_defaults(run=run)
+    command.add_argument("--steps", type=whole, default=30, help="whole steps to take the distribution from")
+    command.set_defaults(run=run, outputs=("out",))

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli import gang_schedule
+from lightning_decentral.cli.options import refuse_below, whole
 from lightning_decentral.planner import show as units
 from lightning_decentral.shared.plan.profile import Profile, read
 from lightning_decentral.shared.plan.timeline import chrome_trace
@@ -45,7 +46,7 @@ def add(commands: Any) -> None:
         help=f"one or more of {','.join(POLICIES)}, of which the first is drawn and run; "
         f"or one of {','.join(gang_schedule.PLANS)}, for jobs of several devices at once",
     )
-    parser.add_argument("--devices", type=int, help="equal ones (default: 1; jigsaw: as many as a job has pieces)")
+    parser.add_argument("--devices", type=whole, help="equal ones (default: 1; jigsaw: as many as a job has pieces)")
     parser.add_argument("--memory-bytes", help="of each device; a job that needs more is refused: 24GB")
     parser.add_argument("--plot", type=Path, help="Gantt chart to write: schedule.png")
     parser.add_argument("--chrome", type=Path, help="trace to write for Perfetto or chrome://tracing: schedule.json")
@@ -54,14 +55,17 @@ def add(commands: Any) -> None:
         "--layout", default="tiresias", help=f"of the trace: {', '.join(LAYOUTS)} (default: %(default)s)"
     )
     parser.add_argument("--profile", action="append", default=[], help="MODEL=FILE or FILE for all models of the trace")
-    parser.add_argument("--pieces", type=int, default=PIECES, help="of a job of the trace (default: %(default)s)")
-    parser.add_argument("--first", type=int, help="so many jobs of the trace only")
-    parser.add_argument("--seed", type=int, default=0, help="of the variation of the trace's steps")
+    parser.add_argument("--pieces", type=whole, default=PIECES, help="of a job of the trace (default: %(default)s)")
+    parser.add_argument("--first", type=whole, help="so many jobs of the trace only")
+    parser.add_argument("--seed", type=whole, default=0, help="of the variation of the trace's steps")
     parser.add_argument("--run", action="store_true", dest="rehearse", help="train for real, too")
     parser.add_argument(
-        "--measured", type=int, default=MEASURED, help="steps of each training without a profile (default: %(default)s)"
+        "--measured",
+        type=whole,
+        default=MEASURED,
+        help="steps of each training without a profile (default: %(default)s)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs=("plot", "chrome"))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -69,8 +73,10 @@ def run(options: argparse.Namespace) -> None:
     if set(names) & set(gang_schedule.PLANS):
         gang_schedule.run(options)
         return
+    refuse_below(1, {"--pieces": options.pieces, "--first": options.first})
+    chosen("layout", options.layout, LAYOUTS)
     policies = {name: chosen("policy", name, POLICIES, gang_schedule.PLANS) for name in names}
-    limit = units.size_bytes(options.memory_bytes) if options.memory_bytes else float("inf")
+    limit = units.size_bytes(options.memory_bytes) if options.memory_bytes is not None else float("inf")
     there = equal_devices(1 if options.devices is None else options.devices, limit)
     asked, remarks = jobs_of(options)
     if options.rehearse:

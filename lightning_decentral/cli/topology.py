@@ -1,6 +1,7 @@
 """`lightning-decentral topology base_graph --workers 24`: who hears whom, and how fast all agree."""
 
 import argparse
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from lightning_decentral.cli.options import refuse_below, whole
 from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import describe
@@ -15,6 +17,7 @@ from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.candidates import strategy_of
 from lightning_decentral.planner.topology_curves import Curves, curves, draw_topology, heard
 
+LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more than an hour, or all memory
 PRINTED_SIZE = 16  # workers whose matrices fit on a screen
 
 
@@ -22,10 +25,10 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("topology", help="steps, matrices, spectral gap and consensus curve of a topology")
     parser.add_argument("name", help="as in strategy/topology=NAME: ring, base_graph, auto, ...")
     parser.add_argument("overrides", nargs="*", help="of its fields: max_degree=2")
-    parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--per-node", type=int, default=1, help="workers that share a node, for those that ask")
+    parser.add_argument("--workers", type=whole, required=True)
+    parser.add_argument("--per-node", type=whole, default=1, help="workers that share a node, for those that ask")
     parser.add_argument("--plot", type=Path, help="picture to write: topology.png")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, outputs=("plot",))
 
 
 def names() -> list[str]:
@@ -48,6 +51,8 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
 
 
 def run(options: argparse.Namespace) -> None:
+    refuse_below(1, {"--workers": options.workers, "--per-node": options.per_node})
+    refuse_endless(options.workers)
     topology = topology_of(options.name, options.overrides).placed(options.per_node)
     check(topology, options.workers)
     found = curves(topology, options.workers)
@@ -57,6 +62,17 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         draw_topology(topology, options.workers, found, options.plot)
         console.print(f"picture: {options.plot}", soft_wrap=True)
+
+
+def refuse_endless(workers: int) -> None:
+    """ValueError for matrices that nobody waits for; what takes long says so."""
+    if workers > LARGEST_SIZE:
+        raise ValueError(
+            f"--workers {workers} makes matrices of {workers} x {workers}: give at most {LARGEST_SIZE}, from where on "
+            "the numbers hardly tell more"
+        )
+    if workers > LONG_SIZE:
+        print(f"matrices of {workers} x {workers}: this may take minutes ...", file=sys.stderr, flush=True)
 
 
 def lines(topology: Topology, size: int, found: Curves) -> list[str]:

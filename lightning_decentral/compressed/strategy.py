@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import GradientAverage
@@ -19,6 +20,7 @@ from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
+@checked
 class CompressedStrategy(ReplicaStrategy):
     """g = (1/n) sum_i Q(g_i + e_i), coded once more on the way back: `ddp` at a fraction of its bytes.
 
@@ -51,7 +53,7 @@ class CompressedStrategy(ReplicaStrategy):
     ) -> None:
         super().__init__(sigterm_every=sigterm_every, **ddp)
         if bucket_bytes is not None and bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
         self.codec = codec or Int8()
         self.bucket_bytes = bucket_bytes
         refuse_estimates(self.codec)

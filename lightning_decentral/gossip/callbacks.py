@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
 KEPT_LOSSES = 8
@@ -79,6 +80,7 @@ class _EveryNSteps(Callback, ABC):
             self._measured = self._steps
 
 
+@checked
 class ConsensusMonitor(_EveryNSteps):
     """gossip/consensus_distance = sqrt((1/n) sum_i ||x_i - xbar||^2), and _relative = the same / ||xbar||.
 
@@ -98,6 +100,7 @@ class ConsensusMonitor(_EveryNSteps):
         _publish(trainer, pl_module, metrics, on_bar="gossip/consensus_distance")
 
 
+@checked
 class CommunicationMonitor(_EveryNSteps):
     """What the exchange costs this worker; loggers show worker 0's, or each worker's own with `WandbPerWorker`.
 
@@ -130,6 +133,7 @@ class CommunicationMonitor(_EveryNSteps):
         _publish(trainer, pl_module, metrics, on_bar="gossip/wait_seconds")
 
 
+@checked
 class MixingMonitor(_EveryNSteps):
     """How this worker mixes now: what `strategy.mixing()` says, each value as gossip/<its name>.
 
@@ -150,6 +154,7 @@ class MixingMonitor(_EveryNSteps):
         _publish(trainer, pl_module, metrics, on_bar="gossip/mixing_rate")
 
 
+@checked
 class WorkerLossMonitor(_EveryNSteps):
     """worker/{k}/loss = mean training loss of worker k over its batches since the last row; worker 0 logs all workers'.
 

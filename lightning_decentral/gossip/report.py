@@ -17,6 +17,7 @@ from lightning_decentral.gossip.callbacks import Watched
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.loggers import Rows
+from lightning_decentral.shared.plan.arguments import checked
 
 UNKNOWN = float("nan")
 
@@ -31,6 +32,7 @@ class Scored(Protocol):
         """[batch]: one number for each example."""
 
 
+@checked
 class Report(Callback):
     """Writes report.csv, report.png and report.json when training ends, and prints a table after the test.
 

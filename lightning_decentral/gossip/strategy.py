@@ -28,10 +28,12 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Wire
 
 
+@checked
 class GossipStrategy(ReplicaStrategy):
     """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
 
@@ -82,6 +84,8 @@ class GossipStrategy(ReplicaStrategy):
         super().__init__(sigterm_every=sigterm_every, **ddp)
         if delay < 0:
             raise ValueError(f"delay must be at least 0, got {delay}: 0 blocks, 1 overlaps, k lands k updates later")
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
         if evaluate not in ("mean", "own"):
             raise ValueError(f"evaluate must be 'mean' or 'own', got {evaluate!r}")
         if codec is not None and not codec.complete:

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 class AccumAdam(Optimizer):
     """Adam whose moments are committed every s steps, from the mean gradient of the window; every step moves.
 

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together
+from lightning_decentral.shared.plan.arguments import checked
 
 SMALLEST_NORM = 1e-8
 
 
+@checked
 class QuasiGlobalAdam(Optimizer):
     """Both moments of Adam from the normalized displacement after mixing (QG-DAdam); the own gradient enters one step.
 

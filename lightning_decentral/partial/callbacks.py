@@ -20,6 +20,7 @@ from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopwatch, stopwatch
+from lightning_decentral.shared.plan.arguments import checked
 
 
 @runtime_checkable
@@ -34,6 +35,7 @@ class Partial(Protocol):
         """Gradients that this worker sent since fit began."""
 
 
+@checked
 class PartialBackpropMonitor(Callback):
     """What this worker's steps cost; loggers show worker 0's. Under other strategies it does nothing.
 
@@ -129,6 +131,7 @@ class PartialBackpropTable(PartialBackpropMonitor):
         return table
 
 
+@checked
 class PartialBackward(Callback):
     """The cut without the averaging: each worker's backward stops at its own depth, its gradients stay its own.
 

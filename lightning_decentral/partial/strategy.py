@@ -17,6 +17,7 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
 from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
@@ -24,6 +25,7 @@ from lightning_decentral.shared.wire.transport import Wire
 KEY = "partial_backprop"
 
 
+@checked
 class PartialBackpropStrategy(ReplicaStrategy):
     """grad of segment s = mean over exactly the workers that train s; those below every cut don't move.
 
@@ -63,7 +65,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         super().__init__(sigterm_every=sigterm_every, **ddp)
         check_wish(cuts)
         if bucket_bytes is not None and bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
         self.depth = depth or Temporal()
         self.cuts = cuts
         self.balance = balance or SavedBytes()

@@ -13,12 +13,14 @@ from rich.table import Table
 
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.pipeline.training_step import Logs
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.timeline import Span, bubble, chrome_trace, makespan, write_chrome_trace
 
 STEPS = 3
 COLORS = {"F": "#9ecae1", "B": "#3182bd", "W": "#31a354"}
 
 
+@checked
 class PipelineReport(Callback):
     """Prints a table when training has ended, and draws the last step beside its forecast.
 

@@ -26,6 +26,7 @@ from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
@@ -35,6 +36,7 @@ from lightning_decentral.shared.wire.transport import Wire
 from lightning_decentral.shared.workers import WorkersStrategy
 
 
+@checked
 class TokenPipelineStrategy(WorkersStrategy):
     """Slices of one sequence follow each other through the stages; gradients are those of the unsliced model.
 
@@ -82,9 +84,9 @@ class TokenPipelineStrategy(WorkersStrategy):
     ) -> None:
         super().__init__(**ddp)
         if stages is not None and stages < 1:
-            raise ValueError(f"stages must be at least 1, got {stages}")
+            raise ValueError(f"stages must be at least 1, got {stages}: leave it out for all devices")
         if microbatches < 1:
-            raise ValueError(f"microbatches must be at least 1, got {microbatches}")
+            raise ValueError(f"microbatches must be at least 1, got {microbatches}: 1 doesn't split the batch")
         self.stages = stages
         self.slicing = slicing
         self.schedule = schedule or OneForwardOneBackward()

@@ -11,6 +11,8 @@ from hydra.types import TaskFunction
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
 
+from lightning_decentral.shared.errors import refuse_mistyped
+
 
 @dataclass(frozen=True)
 class Application:
@@ -33,4 +35,6 @@ class Application:
     def compose(self, words: Sequence[str]) -> DictConfig:
         """The configuration that these words of the command line make."""
         with initialize_config_module(self.module, version_base="1.3"):
-            return compose(self.name, list(words))
+            cfg = compose(self.name, list(words))
+        refuse_mistyped(cfg)
+        return cfg

@@ -9,8 +9,10 @@ from typing import Any
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from hydra.utils import get_object
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_decentral.shared.plan.arguments import Constructor, constructor_of
 
 
 class MissingExtra(ImportError):
@@ -78,6 +80,35 @@ def refuse_unowned(group: str, node: DictConfig) -> None:
         raise ValueError(f"no '{unknown[0]}' in {group}: {target} takes {', '.join(names[1:])}")
 
 
+def refuse_mistyped(node: Any, place: str = "") -> None:
+    """ValueError for a value in a configuration, or below, that its target's annotations don't have: before all work.
+
+    Interpolations and None are left to the targets.
+    """
+    constructor = _constructor(node)
+    for key in node:
+        if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or node[key] is None:
+            continue
+        value, where = node[key], f"{place}.{key}" if place else str(key)
+        if isinstance(value, DictConfig):
+            refuse_mistyped(value, where)
+        elif constructor is not None and not _made_of_nodes(value):
+            constructor.one(str(key), value, where)
+
+
+def _constructor(node: DictConfig) -> Constructor | None:
+    target = node.get("_target_")
+    try:
+        made = get_object(str(target)) if target else None
+        return constructor_of(made, made.__init__ if inspect.isclass(made) else made) if made else None
+    except (ImportError, ValueError, TypeError):
+        return None  # not there, or not readable: instantiating it says so
+
+
+def _made_of_nodes(value: Any) -> bool:
+    return isinstance(value, ListConfig) and any(isinstance(item, DictConfig) for item in value)
+
+
 def _unknown_key(error: OmegaConfBaseException) -> str:
     """Key 'x' is not in 'node': it has a, b; its class also takes +c, +d."""
     node: Any = error.parent_node
@@ -94,7 +125,7 @@ def _wrong_arguments(message: str) -> str:
     """TypeError of a constructor, with the names that it takes."""
     line = _flat(message)
     target = line.partition("'")[2].partition("'")[0]
-    names = _parameters(target)
+    names = _parameters(target) if "argument" in line else []
     return f"{line}; it takes {', '.join(names)}" if names else line
 
 

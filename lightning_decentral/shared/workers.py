@@ -49,7 +49,7 @@ class WorkersStrategy(DDPStrategy):
         refuse_unknown(type(self), ddp)
         super().__init__(timeout=timeout, **ddp)
         if sigterm_every < 1:
-            raise ValueError(f"sigterm_every must be at least 1, got {sigterm_every}")
+            raise ValueError(f"sigterm_every must be at least 1, got {sigterm_every}: 10 is usual")
         self._sigterm_every = sigterm_every
         self.wire: Wire | None = None
         self._together = Uncoordinated()

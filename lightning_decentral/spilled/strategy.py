@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.spilled.compute.engine import Engine
 from lightning_decentral.spilled.compute.transfer import device_of
 from lightning_decentral.spilled.compute.update import OnHost, Update, Updating
@@ -21,6 +22,7 @@ UNLIMITED = 2**63
 USABLE = 0.9  # of what is free on a CUDA device: the allocator's rounding and the libraries' own need some
 
 
+@checked
 class SpilledStrategy(SingleDeviceStrategy):
     """CPU offload: bytes on the device <= memory_bytes, the same training.
 

@@ -163,7 +163,7 @@ def test_returns_what_the_closure_returns_and_lets_it_differentiate() -> None:
     ({"weight_decay": -0.1}, "weight_decay must be a number from 0 up, got -0.1"),
     ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), got 1.0"),
     ({"window": 0}, "window must be a whole number from 1 up, got 0"),
-    ({"window": 2.5}, "window must be a whole number from 1 up, got 2.5"),
+    ({"window": 2.5}, "window must be a whole number.*, got 2.5"),
 ])  # fmt: skip
 @pytest.mark.parametrize("of_a_group", [False, True])
 def test_refuses(option: dict[str, Any], message: str, of_a_group: bool) -> None:

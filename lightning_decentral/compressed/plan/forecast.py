@@ -11,6 +11,7 @@ bound by less than a bucket's.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.data_parallel import Travel, step_by
 from lightning_decentral.shared.plan.forecast import Setting, Synchronous, replica_bytes
 from lightning_decentral.shared.plan.network import Price
@@ -28,6 +29,7 @@ def unmeasured(model: Model) -> RoundWork:
     return RoundWork("Plain()")
 
 
+@checked
 @dataclass(frozen=True)
 class CompressedForecast(Synchronous):
     """`ddp` with codes: every step as long as the slowest worker's, with what of the travel the backward doesn't hide.

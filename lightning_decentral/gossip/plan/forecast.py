@@ -23,6 +23,7 @@ from lightning_decentral.gossip.plan.island_cost import Alone, Within
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Round, RoundLoad, mean_copies, rounds
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.forecast import COUNTED_STEPS, Floats, Method, Setting, at_factors
 from lightning_decentral.shared.plan.network import Price
 from lightning_decentral.shared.plan.profile import Model, RoundWork
@@ -127,6 +128,7 @@ class Encoding:
 PLAIN = Encoding()
 
 
+@checked
 @dataclass(frozen=True)
 class GossipForecast(Method):
     """x_i+ = sum_j w_ij x_j + u_i over islands of devices.
@@ -143,6 +145,9 @@ class GossipForecast(Method):
     weights: Weights = field(default_factory=Own)
     encoding: Encoding = PLAIN
     within: Within = field(default_factory=Alone)
+
+    def __post_init__(self) -> None:
+        at_least(0, "0 blocks, 1 overlaps", delay=self.delay)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         loads = {load for one in self._rounds(setting) for load in one.loads}

@@ -12,11 +12,13 @@ import torch
 from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet, Sharding
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire import gradients
 from lightning_decentral.shared.wire.compressed_mean import refuse_estimates
 from lightning_decentral.shared.wire.transport import Wire
 
 
+@checked
 @dataclass(frozen=True)
 class Island(ABC):
     """How many devices are one worker, and what they do together. A value: constructing it starts nothing."""
@@ -30,7 +32,7 @@ class Island(ABC):
 
     def __post_init__(self) -> None:
         if self.devices < 1:
-            raise ValueError(f"an island has at least 1 device, got {self.devices}: Solo() is one device")
+            raise ValueError(f"an island has at least 1 device, got {self.devices}: Solo() has devices=1")
 
     def workers(self, devices: int, per_node: int) -> int:
         """How many workers so many devices are.
@@ -57,6 +59,7 @@ class Island(ABC):
         """
 
 
+@checked
 @dataclass(frozen=True)
 class Solo(Island):
     """One device, one worker."""
@@ -65,12 +68,13 @@ class Solo(Island):
 
     def __post_init__(self) -> None:
         if self.devices != 1:
-            raise ValueError(f"Solo is one device, got {self.devices}: use AllReduce({self.devices})")
+            raise ValueError(f"Solo is one device, got {self.devices}: use AllReduce({self.devices}) or no devices")
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
         return IslandMember(wire, 1, meet)
 
 
+@checked
 @dataclass(frozen=True)
 class AllReduce(Island):
     """L devices with equal parameters: g = (1/L) sum of their gradients, and each exchanges 1/L of the parameters.
@@ -106,6 +110,7 @@ class AllReduce(Island):
         return Averaging(wire, self.devices, device, meet, self.bucket_bytes, self.codec)
 
 
+@checked
 @dataclass(frozen=True)
 class FullyShard(Island):
     """L devices that hold 1/L of every parameter, gradient and moment each (FSDP2), and gossip their own shards.

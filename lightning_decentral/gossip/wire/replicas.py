@@ -18,9 +18,11 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.replicas import Bond, Group, Replicas
 
 
+@checked
 @dataclass(frozen=True)
 class GossipReplicas(Replicas):
     """x_i+ = sum_j w_ij x_j + u_i over the replicas i of each part: parameters are mixed, gradients never sent.

@@ -19,6 +19,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.plan.arguments import at_least, checked
 
 Gradient = Callable[[Tensor, int], Tensor]
 
@@ -226,6 +227,7 @@ class Mixings:
         return self._phases[phase]
 
 
+@checked
 @dataclass
 class MatrixExchange(Exchange[Started]):
     """mixed = W_t @ message, the workers as the first axis: the simulator's exchange."""
@@ -236,6 +238,7 @@ class MatrixExchange(Exchange[Started]):
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
+        at_least(1, "give the number of workers", size=self.size)
         self.coder = Direct(self.pool)
         self._mixings = Mixings(self.topology, self.weights, self.size)
 

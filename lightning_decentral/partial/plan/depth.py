@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lightning_decentral.partial.plan.depth_order import Cyclic, Order, check_fractions, of_fraction
+from lightning_decentral.shared.plan.arguments import checked
 
 Memory = tuple[float, ...]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class DepthAssignment(ABC):
     """depth(rank, size, step, segments, memory) in 1..segments; full during the first `warm_up` steps.
@@ -34,7 +36,7 @@ class DepthAssignment(ABC):
     """Whether all workers have the same depth at a step."""
 
     def __post_init__(self) -> None:
-        if self.warm_up < 0:
+        if not 0 <= self.warm_up < math.inf:
             raise ValueError(f"warm_up must be at least 0 steps, got {self.warm_up}: 0 begins at once")
         if self.warm_up > 1 and self.warm_up != round(self.warm_up):
             raise ValueError(f"warm_up must be whole steps or a part of the run below 1, got {self.warm_up}")
@@ -106,6 +108,7 @@ def check(assignment: DepthAssignment, size: int, segments: int) -> None:
         )
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Full(DepthAssignment):
     """depth = segments: ordinary data-parallel training."""
@@ -114,6 +117,7 @@ class Full(DepthAssignment):
         return segments
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Temporal(DepthAssignment):
     """depth = order(step), the same on every worker.
@@ -133,6 +137,7 @@ class Temporal(DepthAssignment):
         return self.order.reach(segments)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Staircase(DepthAssignment):
     """depth = ceil((rank + 1) segments / size): worker i of n trains the top i / n.
@@ -150,6 +155,7 @@ class Staircase(DepthAssignment):
         return -(-(rank + 1) * segments // size)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Balanced(Staircase):
     """The depths of the staircase, and batches in proportion to 1 / (1 + 2 i / n) for worker i = rank + 1 of n.
@@ -165,6 +171,7 @@ class Balanced(Staircase):
         return rates[rank] / sum(rates)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class PerWorker(DepthAssignment):
     """depth = ceil(f_rank segments): fixed fractions, for devices that are unequally fast.

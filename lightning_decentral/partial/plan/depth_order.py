@@ -5,6 +5,8 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from lightning_decentral.shared.plan.arguments import checked
+
 
 def of_fraction(fraction: float, segments: int) -> int:
     """max(1, ceil(fraction * segments)): the depth that holds this fraction of the segments."""
@@ -30,6 +32,7 @@ class Order(ABC):
         """The largest depth that ever comes."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Cyclic(Order):
     """depth = ceil(f_t segments), f_t the fractions in turn; with None all depths in turn: segments, ..., 2, 1.
@@ -53,6 +56,7 @@ class Cyclic(Order):
         return segments if self.fractions is None else of_fraction(max(self.fractions), segments)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Random(Order):
     """Every depth from 1 to segments with probability 1 / segments, independent of the others.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_decentral.partial.plan.depth import DepthAssignment, Memory
+from lightning_decentral.shared.plan.arguments import checked
 
 
 def _positive(name: str, value: int, remedy: str) -> None:
@@ -12,6 +13,7 @@ def _positive(name: str, value: int, remedy: str) -> None:
         raise ValueError(f"{name} must be at least 1 step, got {value}: {remedy}")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class FreezeOut(DepthAssignment):
     """Segment i of L leaves when step / total_steps reaches f(t0 + (1 - t0) i / (L - 1)); f = cube or identity.
@@ -46,6 +48,7 @@ class FreezeOut(DepthAssignment):
         return 1 + sum(step < t * self.total_steps for t in powers)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class PipeTransformer(DepthAssignment):
     """frozen = ceil(L (1 - (1 - alpha)^T)) after T intervals of `every` steps, at most L - 1.
@@ -71,6 +74,7 @@ class PipeTransformer(DepthAssignment):
         return max(1, segments - frozen)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class AutoFreeze(DepthAssignment):
     """Freeze segments from the bottom whose gradient norm changes least: eta_s = |N_s' - N_s| / N_s'.

@@ -11,6 +11,7 @@ from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.plan.partition import NOTHING, weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.profile import BlockCost
 
 
@@ -32,6 +33,7 @@ def blocks_of(modules: Sequence[nn.Module]) -> list[Block]:
     return [Block((module,), module) for module in modules]
 
 
+@checked
 class Chain(Pipelined):
     """model(x) = reply(block_n(.. block_1(x))).
 

@@ -141,4 +141,4 @@ def at_least_1(**numbers: int) -> None:
     """ValueError, by its name, for a number below 1."""
     for name, value in numbers.items():
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise ValueError(f"{name} must be at least 1, got {value}: give 1 or more")

@@ -21,12 +21,14 @@ from lightning_decentral.pipeline.plan.schedule import (
     halved,
     tasks,
 )
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.forecast import Floats, Method, Setting, synchronous
 from lightning_decentral.shared.plan.network import Price
 from lightning_decentral.shared.plan.profile import BlockCost
 from lightning_decentral.shared.plan.timeline import Task
 
 
+@checked
 @dataclass(frozen=True)
 class Pipelining(Method):
     """seconds = makespan of M micro-batches in S slices + the all-reduce of the largest stage + its update.
@@ -47,6 +49,10 @@ class Pipelining(Method):
     slices: int = 1
     schedule: Schedule = field(default_factory=OneForwardOneBackward)
     partition: Partition = field(default_factory=Even)
+
+    def __post_init__(self) -> None:
+        numbers = {"microbatches": self.microbatches, "slices": self.slices}
+        at_least(1, "leave it out for the default", stages=self.stages, **numbers)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         """(hidden states to the next stage, gradients between equal stages)."""

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.linear_partition import linear_partition
 from lightning_decentral.shared.plan.profile import BlockCost
 
@@ -84,6 +85,7 @@ class Even(Partition):
         return tuple(few + (first <= r < first + more) for r in range(num_stages))
 
 
+@checked
 @dataclass(frozen=True)
 class Fastest(Partition):
     """The slowest stage as fast as can be, by what its blocks cost (see `partition`).
@@ -94,12 +96,16 @@ class Fastest(Partition):
 
     max_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        at_least(1, "leave it out for no limit", max_bytes=self.max_bytes)
+
     def counts(
         self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int
     ) -> tuple[int, ...]:
         return partition(blocks, num_stages, embedding=embedding, head=head, max_bytes=self.max_bytes)
 
 
+@checked
 @dataclass(frozen=True)
 class Counted(Partition):
     """These numbers of blocks, one for each stage."""
@@ -109,7 +115,7 @@ class Counted(Partition):
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))  # a list from a configuration
         if not self.blocks or min(self.blocks) < 1:
-            raise ValueError(f"every stage needs a block, got {self.blocks}")
+            raise ValueError(f"every stage needs a block, got {self.blocks}: give blocks=(1, 1, ...)")
 
     def counts(
         self, blocks: Sequence[BlockCost], embedding: BlockCost, head: BlockCost, num_stages: int

@@ -28,6 +28,7 @@ from lightning_decentral.pipeline.plan.schedule import (
     forecast,
     in_flight,
 )
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.linear_partition import linear_partition
 
 Seconds = Callable[[int, int], float]
@@ -80,6 +81,7 @@ def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularit
     return lengths(boundaries, at)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """What a plan is made for.
@@ -100,6 +102,12 @@ class Situation:
     link_seconds: float = 0.0
     max_tokens_in_flight: int | None = None
     error: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least_1(num_stages=self.num_stages, num_microbatches=self.num_microbatches)
+        at_least(1, "leave it out for no bound", max_tokens_in_flight=self.max_tokens_in_flight)
+        factors = {"backward_over_forward": self.backward_over_forward, "error": self.error}
+        at_least(0, "leave it out for the default", link_seconds=self.link_seconds, **factors)
 
     def step_seconds(self, slices: Sequence[int]) -> float:
         """The makespan of a step with these slices, by the timeline."""
@@ -179,6 +187,7 @@ class Slicing(ABC):
         """The lengths of the slices: positive, with sum `length_tokens`. ValueError where it can't."""
 
 
+@checked
 @dataclass(frozen=True)
 class Uniform(Slicing):
     """`n` slices of equal length; where n doesn't divide it, the first ones are a token longer."""
@@ -192,6 +201,7 @@ class Uniform(Slicing):
         return equal(length_tokens, self.n)
 
 
+@checked
 @dataclass(frozen=True)
 class Balanced(Slicing):
     """`n` slices of equal cost, by a cost model fitted from measurements of the real model.
@@ -211,6 +221,7 @@ class Balanced(Slicing):
         return balance(length_tokens, self.n, situation.seconds, granularity=self.granularity)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Planned(Slicing):
     """As many slices, as long, as the simulated step is shortest with (`plan_for`), by measurements of the real model.
@@ -231,6 +242,7 @@ class Planned(Slicing):
         return plan_for(situation, length_tokens, granularity=self.granularity, max_slices=self.max_slices)
 
 
+@checked
 @dataclass(frozen=True)
 class Given(Slicing):
     """These lengths and no others."""
@@ -240,7 +252,7 @@ class Given(Slicing):
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))  # a list from a configuration
         if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be positive, got {self.lengths}")
+            raise ValueError(f"lengths must be positive, got {self.lengths}: give tokens of each slice")
 
     def slices(self, length_tokens: int, situation: Situation) -> tuple[int, ...]:
         if sum(self.lengths) != length_tokens:

@@ -210,7 +210,7 @@ def pack(
     if bucket_bytes is None:
         bucket_bytes = bucket_bytes_of(parameters)
     if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
     mixed = [p for p in parameters if p.numel() and (p.is_floating_point() or p.is_complex())]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import flag, parts, used
 from lightning_decentral.shared.wire.mean import mean
@@ -72,6 +73,7 @@ class Replicas(ABC):
         """This worker's tie. Collective."""
 
 
+@checked
 @dataclass(frozen=True)
 class AverageGradients(Replicas):
     """Replicas average their gradients at every batch, as under DDP, and stay equal.

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.sweep.plan.policy import Job, Policy
 
 
+@checked
 @dataclass(frozen=True)
 class WorkPiece:
     """A shard or a batch: `compute_seconds` on a device, after `load_seconds` (bytes / rate) of moving there."""
@@ -25,6 +27,7 @@ class WorkPiece:
                 raise ValueError(f"{name} of a piece must be 0 or more, got {value}: give seconds")
 
 
+@checked
 @dataclass(frozen=True)
 class Queue:
     """A job: pieces that run one after the other, on whichever device.
@@ -44,7 +47,8 @@ class Queue:
         if not self.pieces:
             raise ValueError(f"job {self.name} has no pieces: give it one or more")
         if not (isfinite(self.arrival_seconds) and self.arrival_seconds >= 0):
-            raise ValueError(f"job {self.name} arrives at {self.arrival_seconds} s: give 0 or more")
+            raise ValueError(f"job {self.name} arrives at {self.arrival_seconds} s: give arrival_seconds of 0 or more")
+        at_least(0, "0 needs none", memory_bytes=self.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def devices(number: int, memory_bytes: float = inf) -> tuple[Processor, ...]:
         ValueError: less than one.
     """
     if number < 1:
-        raise ValueError(f"devices must be at least 1, got {number}")
+        raise ValueError(f"devices must be at least 1, got {number}: give 1 or more")
     return tuple(Processor(f"device {i}", memory_bytes) for i in range(number))
 
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import isfinite
 
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep.plan.milp import MILP, NoSolution, Solution
 
 TOLERANCE = 1e-5  # of a gap: the solver's own is 1e-6 for each of the constraints that add up to a makespan
 
 
+@checked
 @dataclass(frozen=True)
 class Table:
     """{number of devices: seconds of the whole job on so many}."""

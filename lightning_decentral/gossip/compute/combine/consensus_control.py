@@ -9,8 +9,10 @@ from lightning_decentral.gossip.compute.combine.combine import Combine, Turn
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ConsensusControl:
     """`most` rounds in a step while theta > target, none else, but one at least in every `probe` steps.

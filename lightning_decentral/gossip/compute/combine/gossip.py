@@ -8,8 +8,10 @@ from lightning_decentral.gossip.compute.combine.combine import Combine, State, T
 from lightning_decentral.gossip.compute.combine.rate import Rate, at, check_rate, check_stable, largest
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Combine):
     """x <- x + rate * (mixed - sent): decentralized SGD, ATC at delay 0 and AWC at delay 1.

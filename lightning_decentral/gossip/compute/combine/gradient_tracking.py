@@ -11,8 +11,10 @@ from lightning_decentral.gossip.plan.checks import check_symmetric
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ExactDiffusion(Combine):
     """x+ = W' (2 x - x_prev - eta (g - g_prev)),  W' = rate W + (1 - rate) I.
@@ -72,6 +74,7 @@ class ExactDiffusion(Combine):
         state["corrections"].add_(correction, alpha=self.memory)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class GradientTracking(Combine):
     """x+ = W x - eta y;  y+ = W y + g+ - g: y follows the mean of all workers' gradients, and x goes along it.

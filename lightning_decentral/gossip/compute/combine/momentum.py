@@ -11,8 +11,10 @@ from lightning_decentral.gossip.plan.checks import check_one_flight
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Outer(Combine):
     """m <- momentum m + (mixed - anchor);  anchor <- anchor + lr m;  x <- x + (anchor - sent).
@@ -65,6 +67,7 @@ class Outer(Combine):
         return m.clone()
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class OuterNesterov(Outer):
     """m <- momentum m + (mixed - anchor);  anchor <- anchor + lr (mixed - anchor + momentum m);  x as in `Outer`.
@@ -80,6 +83,7 @@ class OuterNesterov(Outer):
         return way.add(m, alpha=self.momentum)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class QuasiGlobalMomentum(Combine):
     """m~ = mu m + g;  x+ = W (x - eta m~);  m+ = mu m + (1 - mu) (x - x+) / eta.

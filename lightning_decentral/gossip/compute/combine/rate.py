@@ -10,6 +10,7 @@ from lightning_decentral.gossip.compute.combine.combine import Turn
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection, largest_rate_with_echo, largest_stable_rate
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights, describe
+from lightning_decentral.shared.plan.arguments import checked
 
 
 class RateSchedule(ABC):
@@ -28,6 +29,7 @@ class RateSchedule(ABC):
 Rate = float | RateSchedule
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LinearRate(RateSchedule):
     """first + (last - first) min(1, round / rounds).
@@ -43,8 +45,8 @@ class LinearRate(RateSchedule):
     rounds: int
 
     def __post_init__(self) -> None:
-        for rate in (self.first, self.last):
-            check_rate(rate)
+        for name, rate in (("first", self.first), ("last", self.last)):
+            check_rate(rate, f"LinearRate's {name} rate")
         if self.rounds < 1:
             raise ValueError(f"LinearRate's rounds must be at least 1, got {self.rounds}: give the rounds to `last`")
 
@@ -56,6 +58,7 @@ class LinearRate(RateSchedule):
         return self.first + (self.last - self.first) * min(1.0, turn.round / self.rounds)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LearningRatePower(RateSchedule):
     """gamma = (lr / lr_max)^power, lr_max the largest learning rate so far: 1 while it warms up, then falling with it.
@@ -90,10 +93,10 @@ def largest(rate: Rate) -> float:
     return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
-def check_rate(rate: Rate) -> None:
+def check_rate(rate: Rate, name: str = "rate") -> None:
     """ValueError unless every rate is in (0, 1]."""
     if not 0 < largest(rate) <= 1:
-        raise ValueError(f"rate must be in (0, 1], got {largest(rate)}: 1 mixes fully, smaller values mix less")
+        raise ValueError(f"{name} must be in (0, 1], got {largest(rate)}: 1 mixes fully, smaller values mix less")
 
 
 def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int) -> None:

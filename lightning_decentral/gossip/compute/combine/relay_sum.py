@@ -9,8 +9,10 @@ from lightning_decentral.gossip.compute.combine.combine import Combine, State, T
 from lightning_decentral.gossip.plan.checks import check_one_flight, check_tree
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Dyadic, Weights
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class RelaySum(Combine):
     """m_{i->j}(t) = x_i(t) + sum over k != j of m_{k->i}(t-1);  x_i <- (x_i + sum_j m_{j->i}) / (1 + counts heard).

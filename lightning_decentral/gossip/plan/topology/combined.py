@@ -6,8 +6,10 @@ from math import lcm
 from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one, others
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True)
 class Every(Topology):
     """`inner`'s step t // steps at steps t with (t + 1) % steps == 0, silence between: local SGD.
@@ -40,6 +42,7 @@ class Every(Topology):
         return (step + 1) % self.steps == 0
 
 
+@checked
 @dataclass(frozen=True)
 class Auto(Topology):
     """Exact consensus in finite time, for every number of workers, and no step sends more through a node's network
@@ -84,6 +87,7 @@ class Auto(Topology):
         return f"Auto -> {self.pick(size).label(size)}"
 
 
+@checked
 @dataclass(frozen=True)
 class PeriodicAverage(Topology):
     """`inner`, and at steps t with (t + 1) % every == 0 all hear all, weights 1/n: gossip with an exact average.

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one, others
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True)
 class AlternatingExponentialRing(Topology):
     """Half of the pairs of nodes average over both nodes, the other half inside each node; in the next step swapped.

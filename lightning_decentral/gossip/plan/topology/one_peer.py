@@ -10,6 +10,7 @@ from itertools import chain, combinations
 from math import fsum, prod
 
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one, ceil_log2, matching, others
+from lightning_decentral.shared.plan.arguments import checked
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Hypercube(Topology):
         return (rank ^ (1 << step % self.period(size)),) if size > 1 else ()
 
 
+@checked
 @dataclass(frozen=True)
 class BaseGraph(Topology):
     """Base-(k+1) graph, k = max_degree: exact consensus for every n, at most k peers per step, own weights.
@@ -82,6 +84,7 @@ class BaseGraph(Topology):
         return dict(base_graph(size, self.max_degree)[step % self.period(size)][rank])
 
 
+@checked
 @dataclass(frozen=True)
 class RandomMatching(Topology):
     """Random pairs, weights 1/2; an odd number of workers leaves one alone.

@@ -14,8 +14,10 @@ from lightning_decentral.gossip.plan.topology.topology import (
     numbered,
     others,
 )
+from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
+@checked
 @dataclass(frozen=True, init=False)
 class FromGraph(Topology):
     """Any networkx graph; a directed edge u -> v means that v hears u. Weights of edges are not read.
@@ -59,6 +61,7 @@ class FromGraph(Topology):
         return f"FromGraph with {len(self.edges)} directed edges"
 
 
+@checked
 @dataclass(frozen=True)
 class Tree(Topology):
     """Worker i and (i - 1) // children hear each other: a binary tree by default, a chain with children=1.
@@ -93,6 +96,7 @@ class Ring(Topology):
         return others(rank, ((rank - 1) % size, (rank + 1) % size))
 
 
+@checked
 @dataclass(frozen=True)
 class Torus(Topology):
     """A grid of rows x columns, row by row, closed in both directions; each worker hears up to four.
@@ -102,6 +106,9 @@ class Torus(Topology):
 
     rows: int | None = None
     columns: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, "leave out rows and columns for a grid as square as possible", rows=self.rows, columns=self.columns)
 
     def period(self, size: int) -> int:
         """1; ValueError where the grid doesn't have `size` places."""

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.quantize import LARGEST_BLOCK, check_block, pieces
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
     """decoded = message where |message| is among the largest of its block, 0 elsewhere.
@@ -72,6 +74,7 @@ class TopK(Codec):
             at = end
 
 
+@checked
 @dataclass(frozen=True)
 class DifferenceCompression(Codec):
     """payload = inner.encode(message - estimate);  decoded = estimate + inner.decode(payload);  estimate <- decoded.

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_decentral.shared.compute.buckets import Matrix
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import uniform
+from lightning_decentral.shared.plan.arguments import checked
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def orthonormal(columns: Tensor) -> Tensor:
     return basis.to(columns.dtype).where(finite, torch.nan)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Codec):
     """decoded = P P^T M for each matrix M [m, c] of the message;  P [m, rank] = orthonormal(M S), S [c, rank] random.

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
+from lightning_decentral.shared.plan.arguments import checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Int8(Codec):
     """decoded = q scale;  scale = max |message| / 127 of a block;  q = floor(message / scale + u), u uniform on (0, 1).

@@ -1,0 +1,139 @@
+"""`@checked`: a constructor that takes what its annotations say, and refuses the rest in one line.
+
+    Every(steps="8", inner=Ring)   ->   ValueError: Every: steps must be a whole number, got '8': write steps=8
+
+A part may be given by its name (`topology="ring"`); integers and lists of numpy, torch and Hydra become Python's.
+Annotations are read at the first construction, a later one costs microseconds. Ranges are the constructors' own.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, TypeVar, get_type_hints
+
+from lightning_decentral.shared.plan.kinds import Kind, Mismatch, kind_of
+
+Class = TypeVar("Class", bound=type)
+SHOWN = 80  # characters of a value
+
+
+def checked(cls: Class) -> Class:
+    """The same class, whose constructor looks at its arguments. Above `@dataclass`, which writes the constructor."""
+    made: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(made)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor = constructor_of(cls, made)
+        args, kwargs = constructor.taken(args, kwargs)
+        made(self, *args, **kwargs)
+        constructor.refuse_infinite(args, kwargs)
+
+    cls.__init__ = construct  # type: ignore[misc]
+    return cls
+
+
+@dataclass(frozen=True)
+class Constructor:
+    """What a constructor takes.
+
+    Args:
+        places: names of the parameters that may be given without, in order.
+        kinds: by name.
+        defaults: by name, as the remedy says them.
+    """
+
+    owner: str
+    places: tuple[str, ...]
+    kinds: Mapping[str, Kind]
+    defaults: Mapping[str, str]
+
+    def taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, converted. ValueError for one of another kind; too many are left to Python to refuse."""
+        placed = [self.one(name, value) for name, value in zip(self.places, args, strict=False)]
+        return (*placed, *args[len(placed) :]), {name: self.one(name, value) for name, value in kwargs.items()}
+
+    def _usual(self, name: str, kind: Kind) -> str:
+        known = f"use one of {', '.join(kind.names)}" if kind.names else ""
+        return known or self.defaults.get(name) or f"give {kind.text}"
+
+    def refuse_infinite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """ValueError for a NaN or an infinity that no range of the constructor's own has refused."""
+        for name, value in (*zip(self.places, args, strict=False), *kwargs.items()):
+            if name in self.kinds and isinstance(value, float) and not isfinite(value):
+                remedy = self.defaults.get(name, "give a finite one")
+                raise ValueError(f"{self.owner}: {name} must be a finite number, got {value}: {remedy}")
+
+    def one(self, name: str, value: Any, place: str = "") -> Any:
+        """This argument, converted.
+
+        Args:
+            place: where a configuration has it, for the message.
+        """
+        kind = self.kinds.get(name)
+        if kind is None:
+            return value
+        try:
+            return kind.taken(value)
+        except Mismatch as mismatch:
+            remedy = str(mismatch) or _rewritten(place or name, value, kind) or self._usual(name, kind)
+        title = place or f"{self.owner}: {name}"
+        raise ValueError(f"{title} must be {kind.text}, got {shown(value)}: {remedy}") from None
+
+
+@functools.cache
+def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
+    """What a class takes by its own constructor, and by those of its bases where that one passes options on.
+
+    Args:
+        target: a class, or a function, which is its own constructor.
+    """
+    parameters = [p for p in inspect.signature(made).parameters.values() if p.name != "self"]
+    own = {p.name: p for p in parameters}
+    further = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    # What goes on to the base's constructor has its annotation there.
+    mro = reversed(getattr(target, "__mro__", ())) if further else ()
+    bases = [vars(base)["__init__"] for base in mro if "__init__" in vars(base)]
+    hints = {name: hint for init in (*bases, made) for name, hint in _hints(init).items()}
+    named = {name for name in hints if further or name in own} - {"return"}
+    places = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    defaults = {p.name: _default(p) for p in parameters if p.default is not p.empty}
+    return Constructor(target.__name__, places, {name: kind_of(hints[name]) for name in named}, defaults)
+
+
+def _hints(init: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(init)
+    except (NameError, TypeError, AttributeError):  # of Lightning or torch, and not theirs to read at run time
+        return {}
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    value = shown(parameter.default)
+    return "leave it out for the default" if value.startswith("<") else f"leave it out for {value}"
+
+
+def _rewritten(name: str, value: Any, kind: Kind) -> str:
+    """What was probably meant, where the kind takes it: 8 for '8' and 8.0."""
+    for number in (int, float):
+        try:
+            meant = number(value)
+            if not isinstance(value, bool) and meant == float(value):
+                return f"write {name}={kind.taken(meant)!r}"
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            continue
+    return ""
+
+
+def at_least(least: float, remedy: str, /, **numbers: float | None) -> None:
+    """ValueError, by its name, for a number that is given and lower, or NaN."""
+    for name, value in numbers.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}: {remedy}")
+
+
+def shown(value: Any) -> str:
+    """repr in one short line; of a class its name."""
+    text = " ".join((value.__name__ if inspect.isclass(value) else repr(value)).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
