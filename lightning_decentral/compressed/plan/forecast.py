@@ -11,7 +11,7 @@ bound by less than a bucket's.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.data_parallel import Travel, step_by
 from lightning_decentral.shared.plan.forecast import Setting, Synchronous, replica_bytes
 from lightning_decentral.shared.plan.network import Price
@@ -43,6 +43,9 @@ class CompressedForecast(Synchronous):
     bucket_bytes: int | None = None
     wire_bytes: Callable[[float], float] = as_they_are
     work: Callable[[Model], RoundWork] = unmeasured
+
+    def __post_init__(self) -> None:
+        at_least(1, "leave it out for the default", bucket_bytes=self.bucket_bytes)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         workers, per_node = setting.cluster.workers, setting.cluster.per_node
