@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.shared.checkpoint import WholeModel
+from lightning_decentral.shared.replica_checkpoint import WholeModel
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
 
 
@@ -85,6 +85,13 @@ class IslandModel(WholeModel):
         # The module is whole when Lightning loads it and takes the mean; the shards follow in `resume`.
         self._shards = own["state_dict"]
         return {**own, "state_dict": mean["state_dict"]}
+
+    def take(self, module: nn.Module, mean: Mapping[str, Any]) -> None:
+        if self._island.shards == 1:
+            super().take(module, mean)
+        else:
+            held = module.state_dict()
+            self._device.member.load(module, {name: own_part(whole, held[name]) for name, whole in mean.items()})
 
     def resume(self) -> None:
         if self._shards is not None:

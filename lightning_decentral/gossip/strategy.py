@@ -238,12 +238,19 @@ class GossipStrategy(ReplicaStrategy):
     def load_progress_state(self, state: dict[str, Any]) -> None:
         self._mixers.load_state_dict(state, self.optimizers)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def plan(self) -> dict[str, str]:
+        return {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
+
+    def restart(self) -> None:
+        self._mixers.release()
+        self.prepare(self.wire)
+
+    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if self.member.shards > 1:
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
             states = [sharded_state(optimizer, state, self.checkpoints.resuming) for optimizer, state in pairs]
             checkpoint = {**checkpoint, "optimizer_states": states}
-        super().load_optimizer_state_dict(checkpoint)
+        super().restore_optimizers(checkpoint)
 
     # ---- what users watch -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Worker 0 puts it together from the first pipeline's stages. It loads without thi
 another number of stages or with none.
 
 Where pipelines drift apart the file is their mean's, and each worker's own state lies beside it, in
-`NAME.ckpt.workers/`.
+`.workers/NAME/`.
 """
 
 import os
@@ -25,9 +25,10 @@ from lightning_decentral.pipeline.wire.ownership import (
     optimizer_whole,
 )
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
-from lightning_decentral.shared.checkpoint import Checkpoints, Worker
+from lightning_decentral.shared.checkpoint import Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.saving import Worker
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
 from lightning_decentral.shared.wire.replicas import Bond
@@ -72,21 +73,22 @@ class PipelineCheckpoints(Checkpoints):
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if self.layout is None:
-            self._write(checkpoint, filepath, storage_options)
+            self._saving.write_alone(checkpoint, filepath, storage_options)
             return
         if self._worker.alone:
             rank_zero_warn(f"no checkpoint {os.fspath(filepath)}: after an exception the stages can't meet any more")
             return
         apart = self._mean_model.apart and STATES in checkpoint
-        path, identity = self._agree(filepath)
+        path, identity = self._saving.agree(filepath, storage_options)
         mine = self._part(self._of_mean(checkpoint), self.layout)
         wire = self._stage.wire
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
-        if self._worker.is_global_zero:
-            whole = self._joined(checkpoint, parts, identity if apart else "", self.layout)
-            self._write(whole, path, storage_options)
-        if apart:
-            self._write_own({**checkpoint, KEY: {"id": identity, "bond": self._stage.bond.state_dict()}}, path)
+        first = self._worker.is_global_zero
+        mark = self._saving.mark(identity if apart else "", path)
+        whole = self._joined(checkpoint, parts, mark, self.layout) if first else {}
+        bond = {"rank": self._worker.global_rank, "bond": self._stage.bond.state_dict()} if apart else {}
+        own = {**checkpoint, KEY: {**mark, **bond}} if apart else None
+        self._saving.commit(whole, own, path, identity, storage_options)
 
     def _of_mean(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self._mean_model.apart:
@@ -106,7 +108,7 @@ class PipelineCheckpoints(Checkpoints):
         }
 
     def _joined(
-        self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], identity: str, layout: Ownership
+        self, checkpoint: Mapping[str, Any], parts: list[dict[str, Any]], mark: dict[str, Any], layout: Ownership
     ) -> dict[str, Any]:
         stages = parts[: self._stage.num_stages]
         order = list(layout.order.values())
@@ -117,9 +119,8 @@ class PipelineCheckpoints(Checkpoints):
             states = zip(*(part["optimizers"] for part in stages), strict=True)
             joined[STATES] = [optimizer_whole(rows, order) for rows in states]
             joined[KEY] = {
-                "version": worker_state.VERSION,
+                **mark,
                 "stages": self._stage.num_stages,
-                "id": identity,
                 "plans": {length: list(slices) for length, slices in self._stage.plans.slices.items()},
                 "random": [part["random"] for part in parts],
                 "mid_epoch": self.mid_epoch(),
@@ -130,12 +131,12 @@ class PipelineCheckpoints(Checkpoints):
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """The file, and aside what only a pipeline of the same size can use."""
-        checkpoint = self._read(path, weights_only)
+        checkpoint = self._reading.read_together(path, weights_only)
         known = checkpoint.get(KEY, {})
         same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size
         self._restored = known if same and self.fitting else None
         drifted = self._restored is not None and known.get("id") and self._worker.drifts
-        self._own = self._read_own(path, known["id"], weights_only) if drifted else None
+        self._own = self._reading.read_own(path, known, weights_only, self._reading.misfit(known)) if drifted else None
         # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 

@@ -4,13 +4,13 @@ The replicas may differ while training. Everything that Lightning does once for 
 the model handed back after `fit`) sees their exact mean; each worker's own trajectory is never touched by it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
-from lightning_decentral.shared.checkpoint import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import floating, mean
@@ -65,6 +65,19 @@ class ReplicaStrategy(WorkersStrategy):
         if self.mean_model.apart:  # as the fit before left them
             self.mean_model.take(floating([module]))
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world)
+
+    def restart(self) -> None:
+        """Begin anew from the parameters as they are now. Collective."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.checkpoints.fits(self.optimizers):
+            self.restore_optimizers(checkpoint)
+        else:
+            self.restart()
+
+    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """The states of optimizers that fit."""
+        super().load_optimizer_state_dict(checkpoint)
 
     # ---- the mean model -----------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from lightning_decentral.shared.coordination import Coordination, Uncoordinated
 from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
-from lightning_decentral.shared.wire.objects import broadcast_world
+from lightning_decentral.shared.wire.objects import broadcast_world, gather_world
 from lightning_decentral.shared.wire.transport import Wire, connect, connected
 
 
@@ -103,6 +103,10 @@ class WorkersStrategy(DDPStrategy):
     @abstractmethod
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The exact mean over the workers; all must call it."""
+
+    def plan(self) -> dict[str, str]:
+        """What a run must have in common with the one that it goes on from, in words."""
+        return {}
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -211,6 +215,10 @@ class WorkersStrategy(DDPStrategy):
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         return self._together.meet(lambda: super(WorkersStrategy, self).reduce(tensor, group, reduce_op))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every worker, in order of rank (pickled; for checkpoints). Collective."""
+        return self._together.meet(lambda: gather_world(value))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """[size, ...]: every worker's tensor."""

@@ -1,19 +1,21 @@
 """Checkpoints by themselves, of a single worker with files in a folder: what is written, read and refused."""
 
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_decentral.shared import checkpoint as module
-from lightning_decentral.shared.checkpoint import ReplicaCheckpoints, WholeModel
-from lightning_decentral.shared.compute import worker_state
-from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared import replica_checkpoint as module
+from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.compute.worker_state import KEY, sealed
+from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.wire import store
 from lightning_decentral.shared.wire.mean import MeanModel
 
 
@@ -32,10 +34,18 @@ class Worker:
         loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches))
         state = SimpleNamespace(fn=TrainerFn.FITTING)
         self.lightning_module: Any = SimpleNamespace(trainer=SimpleNamespace(state=state, fit_loop=loop))
+        self.codec = "Plain()"
+        self.optimizers: list[Any] = []
         self.loaded: dict[str, Any] | None = None
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, (None, False) if isinstance(value, tuple) else None]
+
+    def plan(self) -> dict[str, str]:
+        return {"codec": self.codec}
 
     def rounds(self) -> list[int]:
         return [3]
@@ -50,7 +60,6 @@ class Worker:
 @pytest.fixture(autouse=True)
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "connected", lambda: True)
-    monkeypatch.setattr(module, "gather_world", lambda value: [value, None])
 
 
 def checkpoints(worker: Worker) -> ReplicaCheckpoints:
@@ -66,10 +75,15 @@ def saved(folder: Path, worker: Worker, **more: Any) -> Path:
     return path
 
 
+def own_file(path: Path) -> Path:
+    (file,) = (path.parent / ".workers" / path.stem).iterdir()
+    return file
+
+
 def test_the_plain_file_holds_the_mean_and_the_workers_its_own(tmp_path: Path) -> None:
     path = saved(tmp_path, Worker())
     assert torch.load(path, weights_only=True)["state_dict"]["x"].item() == 3.0
-    own = torch.load(worker_state.file(path, 0, 2), weights_only=True)
+    own = torch.load(own_file(path), weights_only=True)
     assert own["state_dict"]["x"].item() == 2.0
     assert own[KEY]["id"] == torch.load(path, weights_only=True)[KEY]["id"]
 
@@ -96,7 +110,7 @@ def test_weights_alone_have_no_workers_files(tmp_path: Path) -> None:
     path = tmp_path / "weights.ckpt"
     checkpoints(Worker()).save({"state_dict": {"x": torch.tensor([2.0])}}, path, None)
     assert KEY not in torch.load(path, weights_only=True)
-    assert not Path(worker_state.folder(path)).exists()
+    assert not (tmp_path / ".workers").exists()
 
 
 def _another_size(path: Path, worker: Worker) -> None:
@@ -104,23 +118,40 @@ def _another_size(path: Path, worker: Worker) -> None:
 
 
 def _another_checkpoint(path: Path, worker: Worker) -> None:
-    file = worker_state.file(path, 0, 2)
+    file = own_file(path)
     own = torch.load(file, weights_only=True)
     own[KEY]["id"] = "another"
-    torch.save(own, file)
+    own[KEY].pop("digest")
+    torch.save(sealed(own), file)
+
+
+def _another_workers(path: Path, worker: Worker) -> None:
+    worker.global_rank = 1
+    own_file(path).rename(str(own_file(path)).replace("worker-0", "worker-1"))
+
+
+def _another_format(path: Path, worker: Worker) -> None:
+    torch.save({"x": 1}, own_file(path))
+
+
+def _another_codec(path: Path, worker: Worker) -> None:
+    worker.codec = "Int8()"
 
 
 def _damaged(path: Path, worker: Worker) -> None:
-    Path(worker_state.file(path, 0, 2)).write_bytes(b"no checkpoint")
+    own_file(path).write_bytes(b"no checkpoint")
 
 
 def _missing(path: Path, worker: Worker) -> None:
-    Path(worker_state.file(path, 0, 2)).unlink()
+    own_file(path).unlink()
 
 
 @pytest.mark.parametrize(("mischief", "said"), [
     (_another_size, "saved by 2 workers, resumed on 3"),
     (_another_checkpoint, "belongs to another checkpoint"),
+    (_another_workers, "is worker 0's, not worker 1's"),
+    (_another_format, "is of another format"),
+    (_another_codec, r"saved with codec Plain\(\), this run has Int8\(\)"),
     (_damaged, "can't read its own state"),
     (_missing, "can't read its own state"),
 ])  # fmt: skip
@@ -140,9 +171,103 @@ def test_a_damaged_plain_file_is_one_line(tmp_path: Path) -> None:
         checkpoints(Worker()).load(path, None)
 
 
+@pytest.mark.parametrize("of", ["mean", "own"])
+def test_no_flipped_byte_goes_unnoticed(tmp_path: Path, of: str) -> None:
+    """A byte that is flipped is refused, or isn't part of what is loaded (the padding of the archive)."""
+    path = saved(tmp_path, Worker())
+    file = path if of == "mean" else own_file(path)
+    whole, reading, refused = file.read_bytes(), checkpoints(Worker())._reading, 0
+    wanted = digest(reading.read(file, None))
+    for place in range(0, len(whole), 7):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            assert digest(reading.read(file, None)) == wanted, place
+        except ValueError as error:
+            refused += 1
+            assert "damaged or of another kind" in str(error)
+            assert "\n" not in str(error)
+    assert refused > 100
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="damaged or of another kind"):
+        reading.read(file, None)
+
+
+def test_the_remedy_for_a_damaged_plain_file_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, Worker())
+    path.rename(tmp_path / "step=4.ckpt")
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(ValueError, match=r"last.ckpt .*damaged.* also has step=4.ckpt$"):
+        checkpoints(Worker()).load(path, None)
+
+
+class Drawn:
+    """An object that a checkpoint holds."""
+
+
+def test_only_tensors_and_plain_values_are_loaded_unless_asked_otherwise(tmp_path: Path) -> None:
+    path = saved(tmp_path, Worker(), hyper_parameters={"object": Drawn()})
+    with pytest.raises(ValueError, match="Weights only load failed"):
+        checkpoints(Worker()).load(path, None)
+    assert isinstance(checkpoints(Worker()).load(path, False)["hyper_parameters"]["object"], Drawn)
+
+
+def test_listings_find_the_plain_file_alone(tmp_path: Path) -> None:
+    path = saved(tmp_path, Worker())
+    assert list(tmp_path.rglob("*.ckpt")) == [path]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".workers", "last.ckpt"]
+
+
+def test_names_of_folders_differ_as_the_files_do() -> None:
+    names = ["a.ckpt", "a", "a%.ckpt", "a%25", "a.ckpt.ckpt", "a%ckpt.ckpt", "a.pt", "a.pt.ckpt"]
+    folders = [store.name_of(f"x/{name}") for name in names]
+    assert len(set(folders)) == len(names)
+    assert not any(f.endswith(".ckpt") for f in folders)
+
+
+def test_a_link_leads_to_its_targets_workers_and_goes_alone(tmp_path: Path) -> None:
+    path, link = saved(tmp_path, Worker()), tmp_path / "link.ckpt"
+    link.symlink_to(path.name)
+    again = checkpoints(Worker())
+    again.load(link, None)
+    assert again.resuming
+    again.remove(link)
+    assert own_file(path).exists()
+    assert not link.is_symlink()
+
+
+def test_a_copied_folder_and_a_renamed_file_keep_their_workers(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run", Worker())
+    shutil.copytree(path.parent, tmp_path / "copy")
+    path.rename(path.parent / "best.ckpt")
+    for place in (tmp_path / "copy" / "last.ckpt", path.parent / "best.ckpt"):
+        again = checkpoints(Worker())
+        again.load(place, None)
+        assert again.resuming
+
+
+def test_a_plugin_writes_every_file_and_the_save_before_is_kept(tmp_path: Path) -> None:
+    class Plugin(TorchCheckpointIO):
+        written: ClassVar[list[str]] = []
+
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            self.written.append(Path(path).name)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    worker = Worker()
+    worker.checkpoint_io = Plugin()
+    own = checkpoints(worker)
+    for _ in range(4):
+        own.save({"state_dict": {"x": torch.tensor([2.0])}, "optimizer_states": []}, tmp_path / "last.ckpt", None)
+    assert [name[:6] for name in Plugin.written] == ["worker", "last.c"] * 4
+    assert len(list((tmp_path / ".workers" / "last").iterdir())) == 2
+    again = checkpoints(worker)
+    again.load(tmp_path / "last.ckpt", None)
+    assert again.resuming
+
+
 def test_a_name_that_differs_between_workers_is_worker_0s(tmp_path: Path) -> None:
     worker = Worker()
-    worker.broadcast = lambda obj, src=0: (str(tmp_path / "theirs.ckpt"), "id")  # type: ignore[method-assign]
+    worker.broadcast = lambda obj, src=0: (str(tmp_path / "theirs.ckpt"), "id", [])  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="name differs between workers"):
         saved(tmp_path, worker)
     assert (tmp_path / "theirs.ckpt").exists()

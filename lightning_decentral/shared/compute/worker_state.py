@@ -1,30 +1,36 @@
-"""Worker state: what a worker needs to resume exactly (random state too), and where: `NAME.ckpt.workers/worker-0-of-4`.
+"""Worker state: what every file says of itself, and the state of a worker's random generators.
 
 A worker's file is a complete Lightning checkpoint of that worker's own model, plus its random state and its messages
-in flight.
+in flight. What a file says of itself is its mark: format, package, who wrote it in which save, and a digest.
 """
 
-import os
 import random
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from lightning_decentral.shared.compute.digest import digest
+
 KEY = "lightning_decentral"
-VERSION = 1
+VERSION = 2
 
 
-def folder(checkpoint_path: str | Path) -> str:
-    """The folder of the workers' files of one checkpoint; a link (`save_last="link"`) leads to its target's."""
-    path = os.fspath(checkpoint_path)
-    return f"{os.path.realpath(path) if os.path.islink(path) else path}.workers"
+def sealed(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The same with the digest of its contents in its mark."""
+    return {**checkpoint, KEY: {**checkpoint[KEY], "digest": digest(checkpoint)}}
 
 
-def file(checkpoint_path: str | Path, rank: int, size: int) -> str:
-    """One worker's file."""
-    return os.path.join(folder(checkpoint_path), f"worker-{rank}-of-{size}.ckpt")
+def damage(checkpoint: Mapping[str, Any]) -> str | None:
+    """What is wrong with the contents; nothing where no digest was kept."""
+    mark = checkpoint.get(KEY)
+    match mark:
+        case {"digest": str(kept)}:
+            rest = {key: value for key, value in mark.items() if key != "digest"}
+            return None if digest({**checkpoint, KEY: rest}) == kept else "its digest is another"
+        case _:
+            return None
 
 
 def random_state() -> dict[str, Any]:

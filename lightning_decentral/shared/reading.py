@@ -1,0 +1,134 @@
+"""Reading: a checkpoint that all workers can go on from alike, each from its own state or all from the mean."""
+
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.saving import Worker, line, store_of
+from lightning_decentral.shared.wire import store
+
+
+class Reading:
+    """One worker's reading of checkpoints.
+
+    Args:
+        worker: whose it is.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        torch.cuda.empty_cache()  # as Lightning does: what is loaded may need the room
+        try:
+            io, trusted = self._worker.checkpoint_io, weights_only is False
+            checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=not trusted)
+            wrong = self._damage(checkpoint, path)
+        except (FileNotFoundError, IsADirectoryError, PermissionError):
+            raise  # these name the file, and it isn't damaged
+        except Exception as error:
+            raise ValueError(f"can't read the checkpoint {_said(path, line(error))}") from error
+        if wrong:
+            raise ValueError(f"can't read the checkpoint {_said(path, wrong)}")
+        return checkpoint
+
+    def _damage(self, checkpoint: dict[str, Any], path: str | Path) -> str | None:
+        if not store_of(self._worker, path).sealed:
+            return None
+        if KEY not in checkpoint and zipfile.is_zipfile(path):  # plain, or what would say so is damaged
+            with zipfile.ZipFile(path) as parts:
+                for name in parts.namelist():
+                    if name.endswith("data.pkl"):
+                        parts.read(name)  # BadZipFile: another checksum
+        return worker_state.damage(checkpoint)
+
+    def read_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """The plain file; from worker 0 where this node doesn't have it. Collective.
+
+        Raises:
+            ValueError: on every worker, where one finds it damaged.
+            FileNotFoundError: on every worker, where worker 0 doesn't have it.
+        """
+        checkpoint, problem, missing = {}, None, False
+        try:
+            checkpoint = self.read(path, weights_only)
+        except FileNotFoundError:
+            missing = True
+        except (OSError, ValueError) as error:
+            problem = line(error)
+        reports = self._worker.gather((problem, missing))
+        problems = [p for p, _ in reports if p]
+        if problems:
+            raise ValueError(f"{problems[0]}{_others(path)}")
+        if reports[0][1]:
+            raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)}{_others(path)}")
+        if any(absent for _, absent in reports):
+            whole = self._worker.broadcast(checkpoint)
+            return whole if missing else checkpoint
+        return checkpoint
+
+    def misfit(self, mark: Mapping[str, Any]) -> str | None:
+        """Why no worker can go on from its own state."""
+        size, plan = self._worker.world_size, self._worker.plan()
+        if mark.get("version") != worker_state.VERSION:
+            return f"written in format {mark.get('version')}, this package reads {worker_state.VERSION}"
+        if mark.get("size") != size:
+            return f"saved by {mark.get('size')} workers, resumed on {size}"
+        saved = mark.get("plan", {})
+        differing = [key for key in plan if saved.get(key) != plan[key]]
+        return next((f"saved with {key} {saved.get(key)}, this run has {plan[key]}" for key in differing), None)
+
+    def read_own(
+        self, path: str | Path, mark: Mapping[str, Any], weights_only: bool | None, problem: str | None = None
+    ) -> dict[str, Any] | None:
+        """This worker's own state, if every worker can go on from its; otherwise all start from the mean. Collective.
+
+        Args:
+            problem: already known to this worker.
+        """
+        target = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
+        name, own = os.path.basename(str(mark.get("folder", ""))), None
+        file = store.file(target, self._worker.global_rank, self._worker.world_size, str(mark.get("id")), name)
+        if problem is None:
+            try:
+                own = self.read(file, weights_only)
+                problem = self._foreign(own, mark, file)
+            except FileNotFoundError:
+                problem = f"worker {self._worker.global_rank} can't read its own state {file} (it isn't there)"
+            except (OSError, ValueError) as error:
+                problem = f"worker {self._worker.global_rank} can't read its own state: {line(error)}"
+        # All or none: own states and the mean don't mix.
+        problems = [p for p in self._worker.gather(problem) if p]
+        if problems:
+            rank_zero_warn(f"resuming {os.fspath(path)}: {problems[0]}; all workers start from the mean")
+            return None
+        rank_zero_info(f"every worker goes on from its own state in {os.path.dirname(file)}")
+        return own
+
+    def _foreign(self, own: Mapping[str, Any], mark: Mapping[str, Any], file: str) -> str | None:
+        found = own.get(KEY)
+        if not isinstance(found, Mapping) or found.get("version") != mark["version"]:
+            return f"{file} is of another format"
+        if found.get("id") != mark["id"]:
+            return f"{file} belongs to another checkpoint"
+        if found.get("rank") != self._worker.global_rank:
+            return f"{file} is worker {found.get('rank')}'s, not worker {self._worker.global_rank}'s"
+        return None
+
+
+def _said(path: str | Path, reason: str) -> str:
+    return f"{os.fspath(path)} ({reason}): it's damaged or of another kind"
+
+
+def _others(path: str | Path) -> str:
+    """What can be taken in the place of a checkpoint that can't be read."""
+    place = os.path.dirname(os.fspath(path))
+    names = [os.path.basename(f) for f in store.listed(place) if f.endswith(".ckpt") and f != os.fspath(path)]
+    return f"; {place} also has {', '.join(names[-3:])}" if names else "; there is no other one in its folder"

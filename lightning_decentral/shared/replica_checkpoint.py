@@ -1,0 +1,158 @@
+"""Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.checkpoint import Checkpoints, Progress
+from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.saving import Worker
+from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
+from lightning_decentral.shared.wire.transport import connected
+
+_OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
+
+
+class WholeModel:
+    """How a device holds its worker's model: here as a whole."""
+
+    layout: str = ""
+    """Of a worker over devices; a state fits only the layout that it was saved with."""
+
+    def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint as one process would have it; collective."""
+        return tree
+
+    def part(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint of what this device holds."""
+        return tree
+
+    def restored(self, own: dict[str, Any], mean: Mapping[str, Any]) -> dict[str, Any]:
+        """What is loaded into the model before set-up, where this device goes on from `own`."""
+        return own
+
+    def take(self, module: nn.Module, mean: Mapping[str, Any]) -> None:
+        """Load the mean into the model after set-up."""
+        module.load_state_dict(mean)
+
+    def resume(self) -> None:
+        """After set-up: the rest of what was restored."""
+
+
+class ReplicaCheckpoints(Checkpoints):
+    """Of workers with a whole model each: the mean's file, and what each worker needs to go on exactly.
+
+    Args:
+        progress: the method's own.
+        held: how this device holds its worker's model.
+    """
+
+    def __init__(self, worker: Worker, mean_model: MeanModel, progress: Progress, held: WholeModel) -> None:
+        super().__init__(worker, mean_model)
+        self.held = held
+        self._progress = progress
+        self._restored: dict[str, Any] | None = None
+        self._source: tuple[str | Path, bool | None] | None = None  # what is resumed, and how it is read
+        self._optimizers: list[str] | None = None  # those of the checkpoint
+
+    @property
+    def resuming(self) -> bool:
+        """Whether this worker restored its own state."""
+        return self._restored is not None
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
+        if self._worker.alone or not (connected() or self._full(checkpoint)):
+            self._saving.write_alone(self.held.whole(checkpoint), filepath, storage_options)
+            return
+        path, identity = self._saving.agree(filepath, storage_options)
+        if connected() and self._worker.drifts:
+            self._save_drifted(checkpoint, path, identity, storage_options)
+            return
+        mark = {"random": self._worker.gather(worker_state.random_state()), "mid_epoch": self.mid_epoch()}
+        full = {KEY: {**self._saving.mark(""), **mark}} if self._full(checkpoint) else {}
+        self._saving.commit({**checkpoint, **full}, None, path, identity, storage_options)
+
+    def _full(self, checkpoint: Mapping[str, Any]) -> bool:
+        return "optimizer_states" in checkpoint and bool(self._progress.rounds())
+
+    def _save_drifted(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
+        # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
+        states = {key: self._mean_model.own(checkpoint[key]) for key in _OF_MODELS if key in checkpoint}
+        means = {key: mean_of_states(state, self._mean_model.mean_of) for key, state in states.items()}
+        if not self._full(checkpoint):
+            self._saving.commit(self.held.whole({**checkpoint, **means}), None, path, identity, storage_options)
+            return
+        mark = {**self._saving.mark(identity, path), "layout": self.held.layout}
+        of_all = self.held.whole({**checkpoint, **means, KEY: mark})
+        own = self.held.part({**checkpoint, **states, KEY: {**mark, **self._own_state()}})
+        self._saving.commit(of_all, own, path, identity, storage_options)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "rank": self._worker.global_rank,
+            "progress": self._progress.progress_state(),
+            "random": worker_state.random_state(),
+            "mid_epoch": self.mid_epoch(),
+            "apart": self._mean_model.apart,
+        }
+
+    def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        self._restored, self._random, self._optimizers = None, None, None
+        self._source = path, weights_only
+        checkpoint = self._reading.read_together(path, weights_only)
+        mark = checkpoint.get(KEY)
+        if mark is None or not self.fitting:
+            return checkpoint
+        self._optimizers = mark.get("optimizers")
+        if not mark.get("id"):
+            self._take_random(mark)
+            return checkpoint
+        own = self._reading.read_own(path, mark, weights_only, self._misfit(mark))
+        if own is None:
+            return checkpoint
+        self._restored = own.pop(KEY)
+        return self.held.restored(own, checkpoint)
+
+    def _take_random(self, mark: Mapping[str, Any]) -> None:
+        """Of equal workers: only their random numbers are their own."""
+        if len(mark.get("random", ())) == self._worker.world_size:
+            self._random = mark["random"][self._worker.global_rank], mark["mid_epoch"]
+
+    def _misfit(self, mark: Mapping[str, Any]) -> str | None:
+        layout = self.held.layout
+        if mark.get("layout", "") != layout:
+            return f"saved by {mark.get('layout') or 'Solo'}, resumed with {layout or 'Solo'}"
+        return self._reading.misfit(mark)
+
+    def fits(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether the optimizers' states can be restored; otherwise all start from the mean's parameters."""
+        saved, now = self._optimizers, [type(optimizer).__name__ for optimizer in optimizers]
+        if saved is None or saved == now:
+            return True
+        rank_zero_warn(
+            f"resuming: saved with optimizer {', '.join(saved)}, this run has {', '.join(now)}; "
+            "all workers start from the mean, with new optimizers"
+        )
+        self._random = None
+        if self._restored is not None and self._source is not None:
+            self._restored, self._mean_model.apart = None, False
+            self.held.take(self._module, self._reading.read(*self._source)["state_dict"])
+        return False
+
+    def resume(self) -> None:
+        if self._restored is not None:
+            self.held.resume()
+            self._mean_model.apart = self._restored["apart"]
+            self._random = self._restored["random"], self._restored["mid_epoch"]
+        self._resume_random()
+
+    def start(self) -> None:
+        if self._restored is not None:
+            self._progress.load_progress_state(self._restored["progress"])
+        self._start_random()
+        self._restored = self._source = None

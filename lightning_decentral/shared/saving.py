@@ -1,0 +1,163 @@
+"""Saving: every worker's own file, then worker 0's plain one, then what they replace goes; or all stays as it was."""
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.wire import store
+from lightning_decentral.shared.wire.store import Durable, Entrusted, Store
+
+
+class Worker(Protocol):
+    """What checkpoints ask of the strategy that they are of; Lightning's own, and whether its workers may meet."""
+
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def is_global_zero(self) -> bool: ...
+    @property
+    def checkpoint_io(self) -> CheckpointIO: ...
+    @property
+    def lightning_module(self) -> LightningModule | None: ...
+    @property
+    def alone(self) -> bool: ...
+    @property
+    def drifts(self) -> bool: ...
+    @property
+    def optimizers(self) -> Sequence[Optimizer]: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+    def gather(self, value: Any) -> list[Any]: ...
+    def plan(self) -> dict[str, str]: ...
+
+
+def store_of(worker: Worker, path: str | Path, storage_options: Any = None) -> Store:
+    """Lightning's own way of writing to a local file system is made durable; any other is left as it is."""
+    io = worker.checkpoint_io
+    plain = type(io) is TorchCheckpointIO and storage_options is None and _is_local_file_protocol(path)
+    return Durable() if plain else Entrusted(io, storage_options)
+
+
+def line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+class Saving:
+    """The files of one worker's saves.
+
+    Args:
+        worker: whose they are.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._stale: list[str] = []  # this node's files of earlier saves, which the present one replaces
+        self._before: dict[str, str] = {}  # the identity of the last save under a path
+
+    def agree(self, filepath: str | Path, storage_options: Any = None) -> tuple[str, str]:
+        """(path, identity) of a checkpoint, worker 0's; a value in the name may differ where it wasn't averaged."""
+        place, orphans = store_of(self._worker, filepath, storage_options), []
+        if self._worker.is_global_zero:
+            orphans = place.orphans(os.fspath(filepath))
+        path, identity, orphans = self._worker.broadcast((os.fspath(filepath), uuid.uuid4().hex, orphans))
+        if path != os.fspath(filepath):
+            warnings.warn(
+                f"the checkpoint's name differs between workers, {path} is taken: "
+                "log the values it names with sync_dist=True",
+                stacklevel=2,
+            )
+        self._stale = self._found(place, path, identity, orphans)
+        return path, identity
+
+    def _found(self, place: Store, path: str, identity: str, orphans: list[str]) -> list[str]:
+        # Listed before anybody can have begun the next save, so that its files are never taken for old ones.
+        if self._worker.local_rank != 0:
+            return []
+        files = [f for name in ("", *orphans) for f in store.listed(store.folder(path, name))]
+        before = self._before.get(path)
+        kept = [identity, *([before] if place.kept > 1 and before else [])]
+        known = place.kept == 1 or before is not None  # a plugin's last save isn't known after a restart
+        self._before[path] = identity
+        return [f for f in [*files, *place.partials(path)] if known and not any(k in f for k in kept)]
+
+    def mark(self, identity: str, path: str | Path = "") -> dict[str, Any]:
+        """What a file says of itself, but for its digest."""
+        return {
+            "version": worker_state.VERSION,
+            "package": metadata.version("lightning-decentral"),
+            "strategy": type(self._worker).__name__,
+            "plan": self._worker.plan(),
+            "optimizers": [type(optimizer).__name__ for optimizer in self._worker.optimizers],
+            "rank": 0,
+            "size": self._worker.world_size,
+            "id": identity,
+            "folder": store.name_of(path),
+        }
+
+    def write_alone(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        if self._worker.is_global_zero:
+            place = store_of(self._worker, path, storage_options)
+            place.write(checkpoint, os.fspath(path), uuid.uuid4().hex)
+            place.settle(os.fspath(path))
+
+    def commit(
+        self, of_all: dict[str, Any], own: dict[str, Any] | None, path: str, identity: str, storage_options: Any
+    ) -> None:
+        """Write every worker's own file, then worker 0's plain one; then what they replace goes. Collective.
+
+        Raises:
+            OSError: on every worker, where one can't write; the checkpoint before this one is still there.
+        """
+        place = store_of(self._worker, path, storage_options)
+        own_file = store.file(path, self._worker.global_rank, self._worker.world_size, identity)
+        if own is not None:
+            self._all(lambda: self._put(place, own, own_file, identity), own_file, own_file)
+        first = self._worker.is_global_zero
+        self._all(lambda: self._put(place, of_all, path, identity) if first else None, path, own_file)
+        # Not before the new name lasts: a loss of power might bring the old one back.
+        if self._worker.gather(self._tried(lambda: place.settle(path) if first else None, path))[0] is None:
+            self._replace(place)
+
+    @staticmethod
+    def _put(place: Store, content: dict[str, Any], path: str, identity: str) -> None:
+        place.write(worker_state.sealed(content) if place.sealed and KEY in content else content, path, identity)
+        if path.endswith(".state"):
+            place.settle(path)  # before anything names it
+
+    def _all(self, write: Callable[[], None], file: str, own_file: str) -> None:
+        problems = [p for p in self._worker.gather(self._tried(write, file)) if p]
+        if problems:
+            store_of(self._worker, own_file).remove(own_file)  # room on a full disk
+            raise OSError(f"{problems[0]}; the checkpoint before this one is kept")
+
+    def _tried(self, write: Callable[[], None], file: str) -> str | None:
+        try:
+            write()
+        except Exception as error:
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else line(cause)
+            return f"worker {self._worker.global_rank} can't write {file} ({reason})"
+        return None
+
+    def _replace(self, place: Store) -> None:
+        for file in self._stale:
+            place.remove(file)
+        for folder in {os.path.dirname(file) for file in self._stale if file.endswith(".state")}:
+            store.prune(folder)
+        self._stale = []

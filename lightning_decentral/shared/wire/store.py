@@ -1,0 +1,166 @@
+"""Where checkpoints are written: on a local file system, whole or not at all, or as the user's plugin does it.
+
+A worker's file is `DIR/.workers/NAME/worker-0-of-4.IDENTITY.state`, beside `DIR/NAME.ckpt`: the identity is the save's,
+so that the files of two saves under one name stand side by side until the newer save is complete.
+"""
+
+import errno
+import os
+import re
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from fsspec.core import url_to_fs
+
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
+
+
+class FileIO(Protocol):
+    """What is used of Lightning's CheckpointIO."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None: ...
+    def remove_checkpoint(self, path: Any) -> None: ...
+
+
+def name_of(path: str | Path) -> str:
+    """The folder of a checkpoint's workers: `last` for `last.ckpt`; two names have two folders, none ends in .ckpt."""
+    name = os.path.basename(os.fspath(path)).replace("%", "%25")
+    stem = name.removesuffix(".ckpt") if name.endswith(".ckpt") else f"{name}%"
+    return stem.replace(".ckpt", "%ckpt")
+
+
+def folder(path: str | Path, name: str = "") -> str:
+    """The folder of the workers' files of one checkpoint, `name` in the place of its own."""
+    return os.path.join(os.path.dirname(os.fspath(path)), ".workers", name or name_of(path))
+
+
+def file(path: str | Path, rank: int, size: int, identity: str, name: str = "") -> str:
+    """One worker's file of one save."""
+    return os.path.join(folder(path, name), f"worker-{rank}-of-{size}.{identity}.state")
+
+
+def listed(place: str) -> list[str]:
+    """The files of a folder, none where there is no folder; local or remote."""
+    fs, inner = url_to_fs(place)
+    names = fs.ls(inner, detail=False) if fs.isdir(inner) else []
+    return sorted(os.path.join(place, os.path.basename(name.rstrip("/"))) for name in names)
+
+
+def sync(place: str) -> None:
+    """What was renamed in a folder survives a loss of power, where the file system can promise it."""
+    handle = os.open(place or ".", os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def make(place: str) -> None:
+    """Make a folder and those above it, each known to the one above."""
+    if place and not os.path.isdir(place):
+        above = os.path.dirname(place)
+        make(above)
+        with suppress(FileExistsError):  # another worker was faster
+            os.mkdir(place)
+        sync(above)
+
+
+def prune(place: str) -> None:
+    """Remove a local folder and `.workers` above it, where they are empty."""
+    for folder in (place, os.path.dirname(place)):
+        with suppress(OSError):  # not empty, not there, or not local
+            os.rmdir(folder)
+
+
+class Store(ABC):
+    """Writes and removes the files of a save."""
+
+    sealed: ClassVar[bool]
+    """Whether files are read as they were written, so that a digest holds."""
+    kept: ClassVar[int]
+    """Saves under one name whose workers' files are kept."""
+
+    @abstractmethod
+    def write(self, content: dict[str, Any], path: str, identity: str) -> None:
+        """Write one file."""
+
+    @abstractmethod
+    def settle(self, path: str) -> None:
+        """What was written at `path` lasts."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file, if it's there."""
+
+    def orphans(self, path: str) -> list[str]:
+        """Names of folders in `.workers` whose checkpoint never came to be."""
+        return []
+
+    def partials(self, path: str) -> list[str]:
+        """What saves that were killed have left beside `path`."""
+        return []
+
+
+class Durable(Store):
+    """Beside the target, flushed to the disk, then renamed: a reader finds the old file or the new one."""
+
+    sealed, kept = True, 1
+
+    def write(self, content: dict[str, Any], path: str, identity: str) -> None:
+        place, name = os.path.split(path)
+        make(place)
+        partial = os.path.join(place, f".{name}.{identity}.partial")
+        try:
+            with open(partial, "wb") as stream:
+                torch.save(content, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(partial)
+            raise
+
+    def settle(self, path: str) -> None:
+        sync(os.path.dirname(path))
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):  # another node on the same file system was faster
+            os.unlink(path)
+
+    def orphans(self, path: str) -> list[str]:
+        place = os.path.dirname(path)
+        means = {name_of(p) for p in listed(place)} | {name_of(path)}
+        names = {os.path.basename(p) for p in listed(os.path.join(place, ".workers"))}
+        return sorted(names - means)
+
+    def partials(self, path: str) -> list[str]:
+        return [p for p in listed(os.path.dirname(path)) if _PARTIAL.fullmatch(os.path.basename(p))]
+
+
+class Entrusted(Store):
+    """As a plugin does it, at once or later (asynchronously), here or elsewhere.
+
+    The workers' files of the save before are kept: the plain file that names them may still be the one that is read.
+    """
+
+    sealed, kept = False, 2
+
+    def __init__(self, io: FileIO, options: Any) -> None:
+        self._io, self._options = io, options
+
+    def write(self, content: dict[str, Any], path: str, identity: str) -> None:
+        self._io.save_checkpoint(content, path, storage_options=self._options)
+
+    def settle(self, path: str) -> None:
+        pass
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._io.remove_checkpoint(path)
