@@ -280,7 +280,7 @@ def test_the_checkpoint_is_the_whole_mean_and_loads_without_this_package(tmp_pat
         torch.testing.assert_close(handed_back[key], value)
     plain = Net.load_from_checkpoint(path)
     torch.testing.assert_close(plain.state_dict(), checkpoint["state_dict"])
-    assert len(list((tmp_path / "at-step=4.ckpt.workers").iterdir())) == 4
+    assert len(list((tmp_path / ".workers" / "at-step=4").iterdir())) == 4
 
 
 def go_on(folder: Path, size: int, island: Island | None, path: Path) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """A checkpoint is one plain file of the mean, plus what each worker needs to go on bit for bit."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ class SaveOwn(Callback):
             {name: local(value).clone() for name, value in state.items()},
             self._folder / f"own-{trainer.global_rank}.pt",
         )
+
+
+def own_file(folder: Path, rank: int) -> Path:
+    (file,) = (folder / ".workers" / "at-step=4").glob(f"worker-{rank}-of-*.state")
+    return file
 
 
 def shuffled() -> DataLoader[Any]:
@@ -176,7 +182,7 @@ def test_resume_with_a_short_last_bucket(tmp_path: Path, monkeypatch: pytest.Mon
     """As of models larger than these."""
     cut_small_models(monkeypatch)
     test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path, case)
-    worker = torch.load(tmp_path / "whole" / "at-step=4.ckpt.workers" / "worker-0-of-3.ckpt", weights_only=True)
+    worker = torch.load(own_file(tmp_path / "whole", 0), weights_only=True)
     elements = found(worker, "elements")
     assert is_short(elements[-1], sum(elements))
     assert len(elements) > 1
@@ -203,7 +209,7 @@ def test_the_checkpoint_is_the_mean_and_loads_without_this_package(tmp_path: Pat
     assert plain.hparams.optimizer == "adamw"
     torch.testing.assert_close(plain.state_dict(), checkpoint["state_dict"])
     for rank in range(3):
-        worker = torch.load(tmp_path / "at-step=4.ckpt.workers" / f"worker-{rank}-of-3.ckpt", weights_only=True)
+        worker = torch.load(own_file(tmp_path, rank), weights_only=True)
         assert torch.equal(worker["state_dict"]["head.weight"], own[rank]["head.weight"])
 
 
@@ -240,7 +246,7 @@ def test_a_missing_or_foreign_worker_file_means_the_mean_for_all(tmp_path: Path,
     whole = tmp_path / "whole"
     in_processes(fit, whole, 2, 4, {}, {"optimizer": "adamw"}, {}, 4, None, False)
     path = whole / "at-step=4.ckpt"
-    (whole / "at-step=4.ckpt.workers" / "worker-1-of-2.ckpt").unlink()
+    own_file(whole, 1).unlink()
     in_processes(resume_on, tmp_path / "part", 2, path)
     assert "worker 1 can't read its own state" in capfd.readouterr().err
 
@@ -296,8 +302,9 @@ def test_resume_after_unfreezing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_removing_a_checkpoint_removes_the_workers_files(tmp_path: Path) -> None:
     in_processes(fit_top_1, tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["at-step=6.ckpt", "at-step=6.ckpt.workers"]
-    assert len(list((tmp_path / "at-step=6.ckpt.workers").iterdir())) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".workers", "at-step=6.ckpt"]
+    assert [p.name for p in (tmp_path / ".workers").iterdir()] == ["at-step=6"]
+    assert len(list((tmp_path / ".workers" / "at-step=6").iterdir())) == 2
 
 
 def fit_top_1(folder: Path) -> None:
@@ -305,3 +312,82 @@ def fit_top_1(folder: Path) -> None:
     settings = {**QUIET, "enable_checkpointing": True, "max_steps": 6}
     strategy = GossipStrategy(start_method="fork")
     Trainer(**settings, devices=2, strategy=strategy, callbacks=[checkpoint]).fit(Net(), SizedBatches(6))
+
+
+def fit_on_two_disks(folder: Path, kill: bool, resume: bool) -> None:
+    """Each worker has a current folder of its own, as nodes with local disks do."""
+    strategy = GossipStrategy(start_method="fork")
+    callbacks = [Disks(folder, kill), SaveOwn(folder)]
+    settings = {**QUIET, "max_steps": 6}
+    seed_everything(5, workers=True, verbose=False)
+    trainer = Trainer(**settings, devices=2, strategy=strategy, callbacks=callbacks)
+    trainer.fit(Net(), SizedBatches(6), ckpt_path="last.ckpt" if resume else None)
+
+
+class Disks(Callback):
+    """Saves after two steps and after four; worker 1 may die at its first operation of the second save."""
+
+    def __init__(self, folder: Path, kill: bool) -> None:
+        self._folder, self._kill = folder, kill
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        place = self._folder / f"disk {trainer.global_rank}"
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 4 and self._kill and trainer.global_rank == 1:
+            os.fsync = lambda _: os._exit(7)
+        if trainer.global_step in (2, 4):
+            trainer.save_checkpoint("last.ckpt")
+
+
+def test_a_worker_killed_while_saving_leaves_the_save_before_on_two_disks(tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, AssertionError)):
+        in_processes(fit_on_two_disks, tmp_path, True, False)
+    assert not (tmp_path / "disk 1" / "last.ckpt").exists()
+    in_processes(fit_on_two_disks, tmp_path, False, True)
+    resumed = [torch.load(tmp_path / f"own-{rank}.pt") for rank in range(2)]
+    files = [p.name for p in tmp_path.rglob("disk *") for p in p.rglob("*") if p.is_file()]
+    assert sorted(name.split(".")[0] for name in files) == ["last", "worker-0-of-2", "worker-1-of-2"]
+    in_processes(fit_on_two_disks, tmp_path, False, False)
+    for rank, state in enumerate(resumed):
+        whole = torch.load(tmp_path / f"own-{rank}.pt")
+        assert [k for k, v in whole.items() if not torch.equal(v, state[k])] == []
+
+
+def resume_otherwise(path: Path, net: dict[str, Any], options: dict[str, Any]) -> None:
+    strategy = GossipStrategy(start_method="fork", **options)
+    trainer = Trainer(**{**QUIET, "max_steps": 6}, devices=2, strategy=strategy, callbacks=[ModelAtStart()])
+    trainer.fit(Net(**net), SizedBatches(6), ckpt_path=path)
+
+
+def test_what_does_not_fit_is_named_and_all_start_from_the_mean(tmp_path: Path, capfd: Any) -> None:
+    in_processes(fit, tmp_path, 2, 4, {}, {}, {}, 4, None, False)
+    path = tmp_path / "at-step=4.ckpt"
+    for net, options, said in (
+        (
+            {},
+            {"codec": Int8()},
+            f"saved with codec {Plain()!r}, this run has {Int8()!r}; all workers start from the mean",
+        ),
+        ({}, {"delay": 2, "combine": Gossip(rate=0.4)}, "saved with combine"),
+        ({}, {"delay": 0}, "saved with delay 1, this run has 0"),
+        ({"optimizer": "adamw"}, {}, "saved with optimizer SGD, this run has AdamW; all workers start from the mean"),
+    ):
+        in_processes(resume_otherwise, path, net, options)
+        assert said in capfd.readouterr().err
+
+
+def fit_from_last(folder: Path) -> None:
+    checkpoint = ModelCheckpoint(folder, save_last=True)
+    settings = {**QUIET, "enable_checkpointing": True, "max_steps": 2}
+    strategy = GossipStrategy(start_method="fork")
+    trainer = Trainer(**settings, devices=2, strategy=strategy, callbacks=[checkpoint])
+    trainer.fit(Net(), SizedBatches(6), ckpt_path="last")
+    assert trainer.global_step == 2
+
+
+def test_the_last_checkpoint_of_an_empty_folder_is_a_new_start(tmp_path: Path, capfd: Any) -> None:
+    in_processes(fit_from_last, tmp_path)
+    assert "there is no last checkpoint available" in capfd.readouterr().err

@@ -1,6 +1,8 @@
 """What works under `ddp` keeps working under partial backprop, replicas equal bit for bit; wrong uses are refused."""
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +357,47 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path, mode: Any) -> No
     )
     assert stored["partial_backprop"]["boundaries"] == list(rows[0]["boundaries"])
     Tower(**module).load_state_dict(stored["state_dict"])
+
+
+class Dropping(Tower):
+    """Draws random numbers in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.blocks[1].first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+        self.network.blocks[3].first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+
+
+class Resumable(Batches):
+    """Goes on within an epoch."""
+
+    begun = 0
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        rank, first = int(os.environ.get("LOCAL_RANK", "0")), self.begun
+        self.begun = 0
+        for index in range(first, self.length):
+            self.at = index + 1
+            yield batch_of(rank, index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begun = state["at"]
+
+
+@pytest.mark.parametrize("batches", [4, 10], ids=["an epoch's end", "mid-epoch"])
+def test_a_resumed_run_drops_out_what_the_whole_one_does(tmp_path: Path, batches: int) -> None:
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    whole.mkdir(), rest.mkdir()
+    settings: dict[str, Any] = {"options": {"depth": Temporal(warm_up=0)}, "batches": Resumable(batches), "max_steps": 9}
+    all_rows = run(whole, Dropping(), callbacks=[Save(whole)], **settings)
+    rows = run(rest, Dropping(), callbacks=[Watch(rest)], checkpoint=str(tmp_path / "middle.ckpt"), **settings)
+    assert_equal(rows, 5)
+    for mine, other in zip(rows[0]["parameters"], all_rows[0]["parameters"][4:], strict=True):
+        for name, value in other.items():
+            assert torch.equal(mine[name], value), name
 
 
 def test_a_longer_run_keeps_the_warm_up_of_the_shorter_one(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def run(folder, checkpoint=None, **options):
 def test_resume_is_exact_and_the_file_is_the_mean(tmp_path):
     wanted, losses, _ = run(tmp_path / "a")
     path = tmp_path / "a" / "step=3.ckpt"
-    assert len(list((tmp_path / "a" / "step=3.ckpt.workers").iterdir())) == 4
+    assert len(list((tmp_path / "a" / ".workers" / "step=3").iterdir())) == 4
     saved = torch.load(path, weights_only=True)
     found, found_losses, _ = run(tmp_path / "b", str(path))
     assert found_losses == losses[3:]
@@ -171,7 +171,7 @@ def test_resume_is_exact_and_the_file_is_the_mean(tmp_path):
     assert distance(saved["state_dict"], by_hand(delay=1, steps=3)) < 1e-9
     assert distance(Language.load_from_checkpoint(path, weights_only=True).state_dict(), saved["state_dict"]) == 0
 
-    next((tmp_path / "a" / "step=3.ckpt.workers").iterdir()).unlink()  # then all start from the mean
+    next((tmp_path / "a" / ".workers" / "step=3").iterdir()).unlink()  # then all start from the mean
     _, from_mean, _ = run(tmp_path / "c", str(path), max_steps=4)
     assert len(from_mean) == 1
     assert from_mean != losses[3:4]
