@@ -240,6 +240,9 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     # ---- rounds: all pipelines take the same updates ----------------------------------------------------------------
 
+    def plan(self) -> dict[str, str]:
+        return {"replicas": repr(self.replicas)}
+
     def rounds(self) -> list[int]:
         return [self._updates]
 

@@ -9,6 +9,7 @@ number of workers continues bit for bit on CPU; on another number all start from
 
 import os
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +76,8 @@ class Checkpoints(ABC):
         if self._worker.is_global_zero:
             self._worker.checkpoint_io.remove_checkpoint(filepath)
         if self._worker.local_rank == 0 and not link:
-            self._worker.checkpoint_io.remove_checkpoint(store.folder(filepath))
+            with suppress(FileNotFoundError):  # another node on the same file system was faster
+                self._worker.checkpoint_io.remove_checkpoint(store.folder(filepath))
             store.prune(store.folder(filepath))
 
     # ---- where we are -----------------------------------------------------------------------------------------------

@@ -15,9 +15,6 @@ from lightning_decentral.shared.saving import Worker, line, store_of
 from lightning_decentral.shared.wire import store
 
 
-_CHECKSUMS = getattr(torch.serialization, "get_crc32_options", lambda: True)  # torch 2.5 always writes them
-
-
 class Reading:
     """One worker's reading of checkpoints.
 
@@ -45,7 +42,7 @@ class Reading:
     def _damage(self, checkpoint: dict[str, Any], path: str | Path) -> str | None:
         if not store_of(self._worker, path).sealed:
             return None
-        if zipfile.is_zipfile(path) and _CHECKSUMS():
+        if zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
             with zipfile.ZipFile(path) as parts:
                 # The digest is among them; of the tensors it says enough.
                 for name in (n for n in parts.namelist() if n.endswith("data.pkl")):

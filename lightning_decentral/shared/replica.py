@@ -66,6 +66,10 @@ class ReplicaStrategy(WorkersStrategy):
             self.mean_model.take(floating([module]))
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world)
 
+    def plan(self) -> dict[str, str]:
+        """What a run must have in common with the one that it goes on from, in words."""
+        return {}
+
     def restart(self) -> None:
         """Begin anew from the parameters as they are now. Collective."""
 

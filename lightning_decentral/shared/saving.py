@@ -67,7 +67,7 @@ class Saving:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._stale: list[str] = []  # this node's files of earlier saves, which the present one replaces
+        self._stale: list[str] = []  # files of earlier saves, which the present one replaces
         self._before: dict[str, str] = {}  # the identity of the last save under a path
 
     def agree(self, filepath: str | Path, storage_options: Any = None) -> tuple[str, str]:
@@ -87,14 +87,15 @@ class Saving:
 
     def _found(self, place: Store, path: str, identity: str, orphans: list[str]) -> list[str]:
         # Listed before anybody can have begun the next save, so that its files are never taken for old ones.
-        if self._worker.local_rank != 0:
-            return []
         files = [f for name in ("", *orphans) for f in store.listed(store.folder(path, name))]
         before = self._before.get(path)
         kept = [identity, *([before] if place.kept > 1 and before else [])]
         known = place.kept == 1 or before is not None  # a plugin's last save isn't known after a restart
         self._before[path] = identity
-        return [f for f in [*files, *place.partials(path)] if known and not any(k in f for k in kept)]
+        old = [f for f in [*files, *place.partials(path)] if known and not any(k in f for k in kept)]
+        # A node's first worker cleans up for all, and every worker after itself: its disk may be its own.
+        first, own = self._worker.local_rank == 0, f"worker-{self._worker.global_rank}-of-"
+        return [f for f in old if first or own in os.path.basename(f)]
 
     def mark(self, identity: str, path: str | Path = "") -> dict[str, Any]:
         """What a file says of itself, but for its digest."""

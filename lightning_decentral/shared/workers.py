@@ -104,10 +104,6 @@ class WorkersStrategy(DDPStrategy):
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The exact mean over the workers; all must call it."""
 
-    def plan(self) -> dict[str, str]:
-        """What a run must have in common with the one that it goes on from, in words."""
-        return {}
-
     def settle(self) -> None:
         """Land what is in flight."""
 
@@ -204,8 +200,6 @@ class WorkersStrategy(DDPStrategy):
                     self._together.tick()
         return output
 
-    # ---- Lightning's collectives ------------------------------------------------------------------------------------
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.alone:
             self._together.meet(lambda: super(WorkersStrategy, self).barrier(*args, **kwargs))
@@ -217,7 +211,6 @@ class WorkersStrategy(DDPStrategy):
         return self._together.meet(lambda: super(WorkersStrategy, self).reduce(tensor, group, reduce_op))
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every worker, in order of rank (pickled; for checkpoints). Collective."""
         return self._together.meet(lambda: gather_world(value))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -294,8 +287,6 @@ class WorkersStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.checkpoints.start()
-
-    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         self._together.close()

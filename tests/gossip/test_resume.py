@@ -385,9 +385,9 @@ def fit_from_last(folder: Path) -> None:
     strategy = GossipStrategy(start_method="fork")
     trainer = Trainer(**settings, devices=2, strategy=strategy, callbacks=[checkpoint])
     trainer.fit(Net(), SizedBatches(6), ckpt_path="last")
-    assert trainer.global_step == 2
 
 
 def test_the_last_checkpoint_of_an_empty_folder_is_a_new_start(tmp_path: Path, capfd: Any) -> None:
     in_processes(fit_from_last, tmp_path)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
     assert "there is no last checkpoint available" in capfd.readouterr().err

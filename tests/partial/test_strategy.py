@@ -391,7 +391,11 @@ class Resumable(Batches):
 def test_a_resumed_run_drops_out_what_the_whole_one_does(tmp_path: Path, batches: int) -> None:
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     whole.mkdir(), rest.mkdir()
-    settings: dict[str, Any] = {"options": {"depth": Temporal(warm_up=0)}, "batches": Resumable(batches), "max_steps": 9}
+    settings: dict[str, Any] = {
+        "options": {"depth": Temporal(warm_up=0)},
+        "batches": Resumable(batches),
+        "max_steps": 9,
+    }
     all_rows = run(whole, Dropping(), callbacks=[Save(whole)], **settings)
     rows = run(rest, Dropping(), callbacks=[Watch(rest)], checkpoint=str(tmp_path / "middle.ckpt"), **settings)
     assert_equal(rows, 5)

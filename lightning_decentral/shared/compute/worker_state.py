@@ -24,13 +24,12 @@ def sealed(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def damage(checkpoint: Mapping[str, Any]) -> str | None:
     """What is wrong with the contents; nothing where no digest was kept."""
-    mark = checkpoint.get(KEY)
-    match mark:
-        case {"digest": str(kept)}:
-            rest = {key: value for key, value in mark.items() if key != "digest"}
-            return None if digest({**checkpoint, KEY: rest}) == kept else "its digest is another"
-        case _:
-            return None
+    mark = checkpoint.get(KEY) or {}
+    kept = mark.get("digest")
+    rest = {key: value for key, value in mark.items() if key != "digest"}
+    if kept is None or digest({**checkpoint, KEY: rest}) == kept:
+        return None
+    return "its digest is another"
 
 
 def random_state() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-from fsspec.core import url_to_fs
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
