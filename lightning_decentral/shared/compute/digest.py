@@ -49,4 +49,5 @@ def _add_tensor(state: Any, tensor: Tensor) -> None:
     state.update(f"tensor {tensor.dtype} {tuple(tensor.shape)} ".encode())
     if tensor.layout == torch.strided and not tensor.is_quantized:
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        state.update(f"{zlib.crc32(memoryview(flat.view(torch.uint8).numpy()))} ".encode())
+        raw: Any = flat.view(torch.uint8).numpy()
+        state.update(f"{zlib.crc32(raw)} ".encode())
