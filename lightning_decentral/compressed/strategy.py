@@ -135,6 +135,13 @@ class CompressedStrategy(ReplicaStrategy):
 
     # ---- checkpoints: those of ddp, and what was rounded away -------------------------------------------------------
 
+    @property
+    def keeps(self) -> bool:
+        return self.codec.encodes
+
+    def plan(self) -> dict[str, str]:
+        return {"codec": repr(self.codec)}
+
     def progress_state(self) -> dict[str, Any]:
         return {} if self._mean is None else self._mean.state_dict()
 

@@ -26,6 +26,10 @@ from lightning_decentral.shared.wire.mean import MeanModel
 class Progress(Protocol):
     """What a method adds to a worker's own state."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a worker has what no other has: its model, or what it only rounded away."""
+
     def rounds(self) -> list[int]:
         """Rounds taken, one number for each optimizer; none outside of training."""
 

@@ -34,6 +34,11 @@ class ReplicaStrategy(WorkersStrategy):
     def arrange(self) -> None:
         """The model is equal everywhere and the optimizers don't exist yet."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a worker has what no other has, and what it needs to go on exactly."""
+        return self.drifts
+
     def progress_state(self) -> dict[str, Any]:
         """Rounds and messages in flight, as tensors and primitives."""
         return {}

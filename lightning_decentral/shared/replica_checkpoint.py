@@ -70,8 +70,8 @@ class ReplicaCheckpoints(Checkpoints):
             self._saving.write_alone(self.held.whole(checkpoint), filepath, storage_options)
             return
         path, identity = self._saving.agree(filepath, storage_options)
-        if connected() and self._worker.drifts:
-            self._save_drifted(checkpoint, path, identity, storage_options)
+        if connected() and self._progress.keeps:
+            self._save_own(checkpoint, path, identity, storage_options)
             return
         mark = {"random": self._worker.gather(worker_state.random_state()), "mid_epoch": self.mid_epoch()}
         full = {KEY: {**self._saving.mark(""), **mark}} if self._full(checkpoint) else {}
@@ -80,10 +80,11 @@ class ReplicaCheckpoints(Checkpoints):
     def _full(self, checkpoint: Mapping[str, Any]) -> bool:
         return "optimizer_states" in checkpoint and bool(self._progress.rounds())
 
-    def _save_drifted(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
+    def _save_own(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
         # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
         states = {key: self._mean_model.own(checkpoint[key]) for key in _OF_MODELS if key in checkpoint}
-        means = {key: mean_of_states(state, self._mean_model.mean_of) for key, state in states.items()}
+        apart = states if self._worker.drifts else {}
+        means = {key: mean_of_states(state, self._mean_model.mean_of) for key, state in apart.items()}
         if not self._full(checkpoint):
             self._saving.commit(self.held.whole({**checkpoint, **means}), None, path, identity, storage_options)
             return

@@ -5,17 +5,26 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 import lightning_decentral
 from lightning_decentral import CompressedStrategy
-from lightning_decentral.shared.compute.codec import BFloat16, DifferenceCompression, Frame, Int8, MessageLayout, Plain
+from lightning_decentral.shared.compute.codec import (
+    BFloat16,
+    Codec,
+    DifferenceCompression,
+    Frame,
+    Int8,
+    MessageLayout,
+    Plain,
+)
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from tests.partial.towers import Batches, Tower, Watch, run
-from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
+from tests.tiny import QUIET, Net, Quadratic, Record, SizedBatches, in_processes, recorded
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -145,6 +154,27 @@ def test_manual_optimization(tmp_path: Path) -> None:
 def test_unequal_batches_end_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"same number of batches|lost"):
         run(tmp_path, Tower(), strategy=compressed(), batches=Batches(6, lengths=(3, 6)), max_steps=-1, max_epochs=1)
+
+
+def trained(folder: Path, codec: Codec, resume: Path | None) -> dict[str, Tensor]:
+    seed_everything(5, workers=True, verbose=False)
+    keeping = ModelCheckpoint(folder, filename="at-{step}", save_top_k=-1, every_n_train_steps=4)
+    settings = {**QUIET, "max_steps": 9, "enable_checkpointing": True, "devices": 2}
+    module = Net(optimizer="adamw", scheduler=True)
+    trainer = Trainer(strategy=compressed(codec=codec, bucket_bytes=300), callbacks=[keeping], **settings)
+    trainer.fit(module, SizedBatches(6), ckpt_path=resume)
+    return module.state_dict()
+
+
+def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path) -> None:
+    """Within an epoch, with dropout: what was rounded away is each worker's own, and lies beside the plain file."""
+    wanted = in_processes(trained, tmp_path / "whole", Int8(), None)
+    file = tmp_path / "whole" / "at-step=4.ckpt"
+    found = in_processes(trained, tmp_path / "resumed", Int8(), file)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    other = in_processes(trained, tmp_path / "other", BFloat16(), file)
+    assert not torch.equal(other["head.weight"], wanted["head.weight"])
+    assert all(value.isfinite().all() for value in other.values())
 
 
 @pytest.mark.parametrize(("options", "text"), [

@@ -27,7 +27,7 @@ class Worker:
     world_size = 2
     is_global_zero = True
     alone = False
-    drifts = True
+    drifts = keeps = True
 
     def __init__(self, left: int = 0) -> None:
         self.checkpoint_io = TorchCheckpointIO()
