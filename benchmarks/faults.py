@@ -1,0 +1,164 @@
+"""Faults, injected into real runs of the package: what becomes of the others.
+
+    python benchmarks/faults.py                       # all, some ten minutes on two cores
+    python benchmarks/faults.py --only "SIGSTOP|port"  # those whose group, fault or strategy match
+    python benchmarks/faults.py --write docs/faults.md
+
+Two or three workers train a tiny model on this machine's processor, as processes, configured to wait 10 s for each
+other. One thing is done to one of them; then the others
+
+    goes on      all end well, and their result is finite, or exactly that of the undisturbed run where that is promised
+    one line     end with an error of one line that the package, or whoever can mend it, wrote
+    TRACEBACK    with anything else, or by a signal
+    HANGS        still wait when the time is over
+    CORRUPT      end well with a wrong result, or take what must be refused
+
+The status is 1 where a row ends otherwise than it should.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from fault_rows import Place, Row, rows
+from fault_runs import BAD, TRACEBACK, Outcome
+from fault_worker import TIMEOUT_SECONDS
+from hardware import description, sentence, slug
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+FIRST_PORT, PORTS = 12_000, 10  # below those that systems give to connections
+
+
+@dataclass(frozen=True)
+class Found:
+    """One row, measured. right: whether that end was due."""
+
+    group: str
+    fault: str
+    strategy: str
+    outcome: str
+    said: str
+    right: bool
+    seconds: float
+
+
+def measured(row: Row, place: Place) -> Found:
+    began = time.monotonic()
+    place.folder.mkdir(parents=True)
+    try:
+        outcome = row.run(place)
+    except Exception as error:  # of this script
+        outcome = Outcome(TRACEBACK, f"the script itself: {type(error).__name__}: {error}")
+    right = outcome.kind not in BAD and outcome.kind in row.due
+    said = outcome.said.replace(str(place.folder), "...")
+    return Found(row.group, row.fault, row.strategy, outcome.kind, said, right, round(time.monotonic() - began, 1))
+
+
+def beside(chosen: Sequence[Row], folder: Path, seconds: float, jobs: int) -> Iterator[Found]:
+    """So many rows at a time, each in a process of its own; in their order."""
+    running: dict[int, int] = {}
+    left, next_shown = list(enumerate(chosen)), 0
+    while next_shown < len(chosen):
+        while left and len(running) < jobs:
+            index, row = left.pop(0)
+            place = Place(folder / str(index), folder / "shared", FIRST_PORT + index * PORTS, seconds)
+            running[_forked(row, place, folder / f"{index}.json")] = index
+        if running:
+            running.pop(os.wait()[0])
+        while (folder / f"{next_shown}.json").exists():
+            yield Found(**json.loads((folder / f"{next_shown}.json").read_text()))
+            next_shown += 1
+
+
+def _forked(row: Row, place: Place, result: Path) -> int:
+    pid = os.fork()
+    if pid == 0:
+        found = measured(row, place)
+        new = result.with_suffix(".new")
+        new.write_text(json.dumps(asdict(found)))
+        new.rename(result)
+        os._exit(0)
+    return pid
+
+
+# ---- pages ------------------------------------------------------------------------------------------------------------
+
+
+def markdown(found: Sequence[Found]) -> str:
+    """The table of a page."""
+    lines = ["| fault | strategy | what happened | seconds |", "| --- | --- | --- | --- |"]
+    for one in found:
+        what = one.outcome + (f": `{_cell(one.said)}`" if one.said else "")
+        lines.append(f"| {_cell(one.fault)} | {one.strategy} | {what} | {one.seconds:g} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("`", "'")
+
+
+def written(page: str, found: Sequence[Found], about: str) -> str:
+    """The page with this table between its two marks."""
+    head, _, rest = page.partition(BEGIN)
+    if not rest:
+        raise ValueError(f"the page has no line {BEGIN}")
+    return f"{head}{BEGIN}\n{about}\n\n{markdown(found)}\n{END}{rest.partition(END)[2]}"
+
+
+def raw(path: Path) -> tuple[dict[str, str], list[Found]]:
+    """Hardware and rows of a result file."""
+    content = json.loads(path.read_text())
+    return content["hardware"], [Found(**row) for row in content["rows"]]
+
+
+# ---- command ----------------------------------------------------------------------------------------------------------
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a regular expression")
+    parser.add_argument("--seconds", type=float, default=40.0, help="after so long whoever still runs hangs")
+    parser.add_argument("--jobs", type=int, default=2, help="rows beside each other")
+    parser.add_argument("--write", type=Path, help="the page that gets the table; raw results go to benchmarks/results")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    chosen = options()
+    torch.set_num_threads(1)
+    kept = [row for row in rows() if re.search(chosen.only, f"{row.group}, {row.fault}, {row.strategy}")]
+    if chosen.seconds <= TIMEOUT_SECONDS:
+        sys.exit(f"error: --seconds must be more than the {TIMEOUT_SECONDS:g} s that workers wait for each other")
+    found, console = [], Console(soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        (Path(folder) / "shared").mkdir()
+        for one in beside(kept, Path(folder), chosen.seconds, chosen.jobs):
+            found.append(one)
+            mark = "   " if one.right else "***"
+            line = f"{mark} {one.seconds:5.1f} s  {one.group}: {one.fault} ({one.strategy}): {one.outcome}: {one.said}"
+            console.print(line, markup=False, highlight=False)
+    wrong = [one for one in found if not one.right]
+    console.print(f"{len(found) - len(wrong)} of {len(found)} rows end as they should")
+    if chosen.write:
+        path = RESULTS / f"faults-{slug()}.json"
+        path.write_text(json.dumps({"hardware": description(), "rows": [asdict(one) for one in found]}, indent=1) + "\n")
+        about = f"`python benchmarks/faults.py`, {sentence()}; raw results in `benchmarks/results/{path.name}`."
+        chosen.write.write_text(written(chosen.write.read_text(), found, about))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
