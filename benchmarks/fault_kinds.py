@@ -40,6 +40,11 @@ def fail(module: LightningModule | None) -> None:
     raise ArithmeticError("this worker is unlucky")
 
 
+def leave(module: LightningModule | None) -> None:
+    """As a job whose time is over."""
+    os._exit(0)
+
+
 def poison(value: float, where: str) -> Act:
     """One number of one parameter, buffer or gradient."""
 
@@ -151,12 +156,12 @@ class _Saves(Callback):
 
 
 def no_room(worker: Worker) -> None:
-    """In the saves of the second epoch no file may be longer than 1,000 bytes: a write fails as on a full disk."""
+    """In the saves of the second epoch no file may be longer than 10,000 bytes: a write fails as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     worker.callbacks.append(
         _Saves(
-            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard)),
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard)),
             lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard)),
         )
     )

@@ -139,7 +139,7 @@ def _member(cfg: DictConfig) -> float:
     from fault_worker import Batches
 
     module = kind.module(learning_rate=cfg.lr)
-    trainer.fit(module, Batches(_slowly(kind.batch), 0, 8), Batches(kind.batch, 0, 1))
+    trainer.fit(module, *(Batches(make, 0, length, int) for make, length in ((_slowly(kind.batch), 8), (kind.batch, 1))))
     return float(trainer.callback_metrics["val_loss"])
 
 
@@ -153,6 +153,7 @@ def _slowly(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _sweep(folder: Path) -> None:
     os.chdir(folder)
+    os.environ["HYDRA_MAIN_MODULE"] = recipe.__name__  # Hydra looks for configurations beside it, and needs a package
     tempfile.tempdir = str(folder)  # what a sweep leaves behind would be here
     sys.argv = ["faults", "-m", "hydra/launcher=shard_parallel", "lr=0.1,0.01"]
     hydra.main(version_base="1.3", config_path=None, config_name="faults")(_member)()

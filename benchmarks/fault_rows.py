@@ -1,6 +1,6 @@
 """The catalogue: each fault, the strategy that it is done to, and which ends are right."""
 
-import random
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -8,26 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fault_runs as runs
+import torch
 from fault_kinds import (
     MOMENTS,
-    SAVE,
     changed,
     fail,
     hook,
     interrupt,
     kill,
     killed_at_operation,
+    leave,
     no_room,
     on,
     poison,
     slow,
     stop,
-    strategy,
     terminate,
 )
 from fault_runs import CORRUPT, GOES_ON, LINE, Outcome, Run, differs, judged, train, unsound
-from fault_worker import Fault
+from fault_worker import BATCHES, Fault
 
 EITHER = (GOES_ON, LINE)
 METHODS = ("gossip", "partial_backprop", "token_pipeline")
@@ -56,10 +55,10 @@ class Place:
         return self._once(folder, lambda place: train(place, self.port + 1, self.seconds, method, size))
 
     def saved(self, method: str, size: int = 2, seed: float = 0.05) -> Path:
-        """The folder of one that ended after two of its three epochs."""
+        """The folder of one whose workers all ended after two of its three epochs."""
         folder = self.shared / f"saved-{method}-{size}-{seed}"
-        short = changed(trainer={"max_epochs": 2}, module={"learning_rate": seed})
-        return self._once(folder, lambda place: train(place, self.port + 1, self.seconds, method, size, [short]))
+        ended = [hook("on_train_epoch_start", 2 * BATCHES)(leave), changed(module={"learning_rate": seed})]
+        return self._once(folder, lambda place: train(place, self.port + 1, self.seconds, method, size, ended))
 
     def _once(self, folder: Path, start: Callable[[Path], Run]) -> Path:
         if not folder.exists():
@@ -77,13 +76,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """One fault. due: the ends that are right; `run` says how it ended."""
+    """One fault. due: the ends that are right; `run` says how it ended; pattern: what a line must say."""
 
     group: str
     fault: str
     strategy: str
     due: Sequence[str]
     run: Callable[[Place], Outcome]
+    pattern: str = ""
+
+    def right(self, outcome: Outcome) -> bool:
+        """Whether that end was due."""
+        return outcome.kind in self.due and (outcome.kind != LINE or bool(re.search(self.pattern, outcome.said)))
 
 
 def struck(
@@ -94,19 +98,19 @@ def struck(
     victims: Sequence[int] = (),
     due: Sequence[str] = EITHER,
     size: int = 2,
-    aside: Callable[[Place, Run], Callable[[float], None]] | None = None,
+    pattern: str = "",
 ) -> Row:
-    """A training with these faults; victims aren't asked how they ended."""
+    """A training with these faults; victims aren't asked how they ended. pattern: what a line must say."""
 
     def run(place: Place) -> Outcome:
         started = place.train("run", *faults, method=method, size=size)
-        started.wait(victims, *([] if aside is None else [aside(place, started)]))
+        started.wait(victims)
         outcome = judged(started, victims, lambda: unsound(started.folder))
         if outcome.kind == GOES_ON and GOES_ON not in due:
             return Outcome(CORRUPT, "it went on, and nothing was said")
         return outcome
 
-    return Row(group, fault, method, due, run)
+    return Row(group, fault, method, due, run, pattern)
 
 
 # ---- ends of a worker -------------------------------------------------------------------------------------------------
@@ -128,14 +132,17 @@ def ends() -> Iterator[Row]:
     yield struck("a worker ends", "worker 0 killed in a step", "gossip", [on(0, MOMENTS["in a step"](kill))], (0,), (LINE,), 3)
 
 
+LONG = changed(trainer={"max_epochs": 1000})
+
+
 def stops() -> Iterator[Row]:
     for method in METHODS:
         one = [on(1, MOMENTS["in a step"](interrupt))]
         yield struck("a run is stopped", "Ctrl-C at worker 1", method, one, (), (LINE,))
         yield struck("a run is stopped", "Ctrl-C at all", method, [MOMENTS["in a step"](interrupt)], (), (LINE,))
-        one = [slow(0.1), on(1, MOMENTS["in a step"](terminate))]
+        one = [LONG, slow(0.1), on(1, MOMENTS["in a step"](terminate))]
         yield struck("a run is stopped", "SIGTERM at worker 1, steps of 0.1 s", method, one, (), (LINE,))
-    long = [slow(3.0), on(1, hook("on_train_batch_start", 1)(terminate))]
+    long = [LONG, slow(3.0), on(1, hook("on_train_batch_start", 1)(terminate))]
     yield struck("a run is stopped", "SIGTERM at worker 1, steps of 3 s", "gossip", long, (), (LINE,))
 
 
@@ -178,10 +185,11 @@ def halve(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """A bit in the middle of the longest run of bytes that are not zero: among the numbers."""
+    """One bit of one number of the model."""
+    state = torch.load(path, weights_only=False)["state_dict"]
+    numbers = next(iter(state.values())).numpy().tobytes()
     content = bytearray(path.read_bytes())
-    longest = max(content.split(b"\0\0"), key=len)
-    content[content.index(longest) + len(longest) // 2] ^= 0x40
+    content[content.index(numbers) + len(numbers) // 2 + 2] ^= 0x40
     path.write_bytes(content)
 
 
@@ -230,7 +238,9 @@ def files() -> Iterator[Row]:
         yield resumed("none: resumed from a checkpoint", method, lambda place, folder: None, (GOES_ON,))
     for name, act in (("halved", halve), ("with one bit flipped", flip), ("empty", empty), ("of another kind", foreign)):
         for method in METHODS:
-            yield resumed(f"last.ckpt {name}", method, lambda _, folder, act=act: act(plain(folder)), (LINE,))  # type: ignore[misc]
+            # Where workers go on from files of their own, they may exactly, whatever became of this one's numbers.
+            due = EITHER if act is flip and method != "partial_backprop" else (LINE,)
+            yield resumed(f"last.ckpt {name}", method, lambda _, folder, act=act: act(plain(folder)), due)  # type: ignore[misc]
         yield resumed(f"worker 1's file {name}", "gossip", lambda _, folder, act=act: act(own(folder)[1]), EITHER)  # type: ignore[misc]
     yield resumed("worker 1's file missing", "gossip", lambda _, folder: own(folder)[1].unlink(), EITHER)
     yield resumed("the workers' files mixed up", "gossip", lambda _, folder: _swap(*own(folder)), EITHER)
@@ -238,8 +248,26 @@ def files() -> Iterator[Row]:
     yield resumed("resumed by 3 workers", "gossip", lambda place, folder: None, EITHER, 3)
     yield resumed("last.ckpt missing", "gossip", lambda _, folder: plain(folder).unlink(), (LINE,))
     for rank in (0, 1):
-        yield struck("files", f"worker {rank}'s disk is full", "gossip", [on(rank, no_room)], (), (LINE,))
+        yield Row("files", f"worker {rank}'s disk is full", "gossip", (LINE,), _full(rank), "File too large|No space")
         yield Row("files", f"worker {rank} killed at each moment of a save", "gossip", (GOES_ON,), _killed(rank))
+
+
+def _full(rank: int) -> Callable[[Place], Outcome]:
+    """All say so, and the checkpoint of the epoch before is what it was."""
+
+    def run(place: Place) -> Outcome:
+        wide = changed(module={"width": 512})  # a checkpoint is much longer than what a worker prints
+        started = place.train("run", wide, on(rank, no_room))
+        started.wait()
+        outcome = judged(started, (), lambda: "it went on, and nothing was said")
+        if outcome.kind != LINE:
+            return outcome
+        again = place.train("run", wide, resume=plain(started.folder))
+        again.wait()
+        resumed = judged(again, (), lambda: unsound(again.folder))
+        return outcome if resumed.kind == GOES_ON else Outcome(CORRUPT, f"it can't be resumed: {resumed.said}")
+
+    return run
 
 
 def _killed(rank: int) -> Callable[[Place], Outcome]:
@@ -248,8 +276,8 @@ def _killed(rank: int) -> Callable[[Place], Outcome]:
     def run(place: Place) -> Outcome:
         for number in range(1, 60):
             started = place.train(f"at-{number}", on(rank, killed_at_operation(number)))
-            started.wait((0, 1) if False else (), lambda _, started=started: _stop_all(started, rank))  # type: ignore[misc]
-            if started.processes[rank].status != -signal.SIGKILL:
+            started.wait(aside=lambda _, started=started: _stop_all(started, rank))  # type: ignore[misc]
+            if started.processes[rank].status == 0:
                 return Outcome(GOES_ON, f"{number - 1} moments")
             again = place.train(f"at-{number}", resume=plain(started.folder))
             again.wait()
@@ -277,5 +305,3 @@ def rows() -> list[Row]:
 
     return [*ends(), *stops(), *numbers(), *files(), *fault_settings.rows(), *fault_places.rows()]
 
-
-__all__ = ["SAVE", "random", "runs", "strategy"]

@@ -21,7 +21,7 @@ BAD = (TRACEBACK, HANGS, CORRUPT)
 FAR = 10.0  # of a parameter of these models, whose initial values are below one
 
 # What a transport says in its own words, instead of ours or before them.
-RAW = r"\.(?:cc|cpp|h):\d+|Exception raised from|^\[[^]]*\]|^Connection (?:closed|reset)|^Broken pipe|^wait timeout"
+RAW = r"\.(?:cc|cpp|h):\d+|Exception raised from|^\[[^]]*/[^]]*\]|^Connection (?:closed|reset)|^Broken pipe|^wait timeout"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Process:
             found: dict[str, Any] = json.loads(self.record.read_text())
             return found
         lines = [line for line in self.printed.splitlines() if line.strip()]
-        return {"kind": "died", "status": self.status, "text": lines[-1] if lines else ""}
+        left = {"kind": "finished" if self.status == 0 else "died", "status": self.status}
+        return {**left, "text": lines[-1] if lines else ""}
 
     @property
     def printed(self) -> str:
@@ -160,7 +161,7 @@ def judged(run: Run, victims: Sequence[int], check: Callable[[], str | None]) ->
             return Outcome(TRACEBACK, named)
         lines.append(named)
     if lines:
-        return Outcome(LINE, lines[-1])
+        return Outcome(LINE, next((line for line in lines if line.startswith("PeerLost")), lines[-1]))
     wrong = check()
     return Outcome(CORRUPT, wrong) if wrong else Outcome(GOES_ON)
 
@@ -174,8 +175,9 @@ def _short(text: str) -> str:
 
 
 def result(folder: Path) -> dict[str, Tensor]:
-    """The mean model as the newest checkpoint of this run has it."""
-    state: dict[str, Tensor] = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    """The mean model as the newest checkpoint of this run has it: a resumed one's is last-v1.ckpt."""
+    newest = max((folder / "checkpoints").glob("last*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    state: dict[str, Tensor] = torch.load(newest, weights_only=True)["state_dict"]
     return state
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -69,27 +70,19 @@ class Language(Classifier):
 
 
 class Batches:
-    """Batches that depend on (worker, epoch, index) alone, resumable within an epoch."""
+    """Batches that depend on (worker, epoch, index) alone."""
 
-    def __init__(self, make: Callable[[torch.Generator], list[Tensor]], rank: int, length: int) -> None:
-        self._make, self._rank, self._length = make, rank, length
-        self._epoch, self._index, self._resume = -1, 0, 0
+    def __init__(
+        self, make: Callable[[torch.Generator], list[Tensor]], rank: int, length: int, epoch: Callable[[], int]
+    ) -> None:
+        self._make, self._rank, self._length, self._epoch = make, rank, length, epoch
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        self._epoch, self._index, self._resume = self._epoch + (self._resume == 0), self._resume, 0
-        while self._index < self._length:
-            seed = 10_000 * self._rank + 100 * self._epoch + self._index
-            self._index += 1
-            yield self._make(torch.Generator().manual_seed(seed))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "index": self._index}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._epoch, self._resume = state["epoch"], state["index"]
+        for index in range(self._length):
+            yield self._make(torch.Generator().manual_seed(10_000 * self._rank + 100 * self._epoch() + index))
 
 
 def images(generator: torch.Generator) -> list[Tensor]:
@@ -152,7 +145,7 @@ class Worker:
         module = (self.make or (lambda worker: METHODS[worker.method].module(**worker.module)))(self)
         trainer = Trainer(**{**quiet, **self.trainer}, strategy=strategy, callbacks=[*self.callbacks, saving])
         source = 0 if kind.same_batches else self.rank
-        loaders = [Batches(kind.batch, source, length) for length in self.lengths]
+        loaders = [Batches(kind.batch, source, length, lambda: trainer.current_epoch) for length in self.lengths]
         trainer.fit(module, *loaders, ckpt_path=self.resume)
         if kind.same_batches:  # a stage has its own blocks only; the checkpoint has all
             return
@@ -181,6 +174,7 @@ def lead(work: Callable[[], None], record: Path, output: Path, variables: dict[s
     try:
         work()
     except BaseException as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         traceback.print_exc()
         status, said = 1, record_of(error)
     record.write_text(json.dumps({**said, "at": time.time()}))

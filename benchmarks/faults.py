@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from fault_rows import Place, Row, rows
-from fault_runs import BAD, TRACEBACK, Outcome
+from fault_runs import TRACEBACK, Outcome
 from fault_worker import TIMEOUT_SECONDS
 from hardware import description, sentence, slug
 from rich.console import Console
@@ -62,7 +62,7 @@ def measured(row: Row, place: Place) -> Found:
         outcome = row.run(place)
     except Exception as error:  # of this script
         outcome = Outcome(TRACEBACK, f"the script itself: {type(error).__name__}: {error}")
-    right = outcome.kind not in BAD and outcome.kind in row.due
+    right = row.right(outcome)
     said = outcome.said.replace(str(place.folder), "...")
     return Found(row.group, row.fault, row.strategy, outcome.kind, said, right, round(time.monotonic() - began, 1))
 
