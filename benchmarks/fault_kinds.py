@@ -175,7 +175,14 @@ def killed_at_operation(number: int) -> Fault:
         place = str(worker.folder)
 
         def heard(event: str, args: tuple[Any, ...]) -> None:
-            if not state["saving"] or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link"):
+            if not state["saving"] or event not in (
+                "open",
+                "os.rename",
+                "os.remove",
+                "os.mkdir",
+                "os.rmdir",
+                "os.link",
+            ):
                 return
             if any(str(part).startswith(place) for part in args[:2] if isinstance(part, (str, bytes, Path))):
                 state["count"] += 1
@@ -234,5 +241,3 @@ def version(name: str, value: str) -> Fault:
         importlib.import_module(name).__version__ = value
 
     return fault
-
-

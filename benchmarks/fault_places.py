@@ -84,8 +84,12 @@ def ports_of(pids: set[int]) -> set[int]:
         with suppress(OSError):
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 sockets.add(os.readlink(descriptor))
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {int(part[1].rpartition(":")[2], 16) for part in lines if part[3] == "0A" and f"socket:[{part[9]}]" in sockets}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {
+        int(part[1].rpartition(":")[2], 16) for part in lines if part[3] == "0A" and f"socket:[{part[9]}]" in sockets
+    }
 
 
 def _noise(at_data: bool) -> Callable[[Place], Outcome]:
@@ -139,7 +143,9 @@ def _member(cfg: DictConfig) -> float:
     from fault_worker import Batches
 
     module = kind.module(learning_rate=cfg.lr)
-    trainer.fit(module, *(Batches(make, 0, length, int) for make, length in ((_slowly(kind.batch), 8), (kind.batch, 1))))
+    trainer.fit(
+        module, *(Batches(make, 0, length, int) for make, length in ((_slowly(kind.batch), 8), (kind.batch, 1)))
+    )
     return float(trainer.callback_metrics["val_loss"])
 
 
@@ -170,7 +176,12 @@ def _sweep_in_noise(place: Place) -> Outcome:
     run.wait_for(lambda: len(_admitted(place)) == 2)
     address = _admitted(place)[0]["socket"]
     said = [*NOISE, b"{}\n", b"[]\n", b"7\n", b'{"say": 1}\n', b'{"say": "request"}\n', b'{"say": "hello"}\n']
-    said += [b'{"say": "hello", "member": "x"}\n', b'{"say": "hello", "member": "0"}\n', b"x" * 3_000_000, b'{"say": "he']
+    said += [
+        b'{"say": "hello", "member": "x"}\n',
+        b'{"say": "hello", "member": "0"}\n',
+        b"x" * 3_000_000,
+        b'{"say": "he',
+    ]
     kept, left = [], list(said)
 
     def disturb(_: float) -> None:
@@ -234,7 +245,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "GossipStrategy(delay=1.5)": lambda: gossip.GossipStrategy(delay=1.5),
     "GossipStrategy(timeout=30)": lambda: gossip.GossipStrategy(timeout=30),
     "GossipStrategy(dely=1)": lambda: gossip.GossipStrategy(dely=1),
-    'TokenPipelineStrategy(slicing=3)': lambda: pipeline.TokenPipelineStrategy(slicing=3),
+    "TokenPipelineStrategy(slicing=3)": lambda: pipeline.TokenPipelineStrategy(slicing=3),
     "train optimizer.lr=fast": lambda: _train("recipe=vit", "optimizer.lr=fast"),
     "train trainer.max_epochs=abc": lambda: _train("recipe=vit", "trainer.max_epochs=abc"),
     "train strategy=coffee": lambda: _train("recipe=vit", "strategy=coffee"),

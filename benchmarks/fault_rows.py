@@ -120,7 +120,9 @@ LATER = ("as the fit starts", "in a step", "before an update", "in validation", 
 
 def ends() -> Iterator[Row]:
     for method in METHODS:
-        moments = list(MOMENTS) if method == "gossip" else ["as groups are made", "in a step", "in validation", "as it saves"]
+        moments = (
+            list(MOMENTS) if method == "gossip" else ["as groups are made", "in a step", "in validation", "as it saves"]
+        )
         for moment in moments:
             size = 3 if method == "gossip" else 2
             late = EITHER if moment == "as the fit ends" else (LINE,)
@@ -129,7 +131,9 @@ def ends() -> Iterator[Row]:
                     continue
                 faults = [on(1, MOMENTS[moment](act))]
                 yield struck("a worker ends", f"worker 1 {name} {moment}", method, faults, (1,), late, size)
-    yield struck("a worker ends", "worker 0 killed in a step", "gossip", [on(0, MOMENTS["in a step"](kill))], (0,), (LINE,), 3)
+    yield struck(
+        "a worker ends", "worker 0 killed in a step", "gossip", [on(0, MOMENTS["in a step"](kill))], (0,), (LINE,), 3
+    )
 
 
 LONG = changed(trainer={"max_epochs": 1000})
@@ -176,7 +180,9 @@ def plain(folder: Path) -> Path:
 def own(folder: Path) -> list[Path]:
     """What the workers wrote for themselves beside `last.ckpt`, by rank."""
     place = folder / "checkpoints"
-    files = [path for path in place.rglob("*") if path.is_file() and path.parent != place and "last" in str(path.parent)]
+    files = [
+        path for path in place.rglob("*") if path.is_file() and path.parent != place and "last" in str(path.parent)
+    ]
     return sorted(files, key=lambda path: path.name)
 
 
@@ -236,7 +242,12 @@ def _of_another_run(place: Place, folder: Path) -> None:
 def files() -> Iterator[Row]:
     for method in METHODS:
         yield resumed("none: resumed from a checkpoint", method, lambda place, folder: None, (GOES_ON,))
-    for name, act in (("halved", halve), ("with one bit flipped", flip), ("empty", empty), ("of another kind", foreign)):
+    for name, act in (
+        ("halved", halve),
+        ("with one bit flipped", flip),
+        ("empty", empty),
+        ("of another kind", foreign),
+    ):
         for method in METHODS:
             # Where workers go on from files of their own, they may exactly, whatever became of this one's numbers.
             due = EITHER if act is flip and method != "partial_backprop" else (LINE,)
@@ -304,4 +315,3 @@ def rows() -> list[Row]:
     import fault_settings
 
     return [*ends(), *stops(), *numbers(), *files(), *fault_settings.rows(), *fault_places.rows()]
-

@@ -21,7 +21,9 @@ BAD = (TRACEBACK, HANGS, CORRUPT)
 FAR = 10.0  # of a parameter of these models, whose initial values are below one
 
 # What a transport says in its own words, instead of ours or before them.
-RAW = r"\.(?:cc|cpp|h):\d+|Exception raised from|^\[[^]]*/[^]]*\]|^Connection (?:closed|reset)|^Broken pipe|^wait timeout"
+RAW = (
+    r"\.(?:cc|cpp|h):\d+|Exception raised from|^\[[^]]*/[^]]*\]|^Connection (?:closed|reset)|^Broken pipe|^wait timeout"
+)
 
 
 @dataclass(frozen=True)
@@ -198,5 +200,3 @@ def differs(folder: Path, other: Path) -> str | None:
     mine, theirs = result(folder), result(other)
     names = [name for name in theirs if not torch.equal(mine[name], theirs[name])]
     return f"{names[0]} isn't that of the undisturbed run" if names else None
-
-

@@ -114,4 +114,3 @@ def _refused(fault: str, method: str, faults: list[Fault]) -> Row:
 def _ring(fault: str) -> gossip.Topology:
     """What the other worker has where topologies differ."""
     return gossip.RandomMatching(seed=3) if "RandomMatching" in fault else gossip.Ring()
-

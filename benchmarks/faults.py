@@ -154,7 +154,9 @@ def main() -> None:
     console.print(f"{len(found) - len(wrong)} of {len(found)} rows end as they should")
     if chosen.write:
         path = RESULTS / f"faults-{slug()}.json"
-        path.write_text(json.dumps({"hardware": description(), "rows": [asdict(one) for one in found]}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"hardware": description(), "rows": [asdict(one) for one in found]}, indent=1) + "\n"
+        )
         about = f"`python benchmarks/faults.py`, {sentence()}; raw results in `benchmarks/results/{path.name}`."
         chosen.write.write_text(written(chosen.write.read_text(), found, about))
     sys.exit(bool(wrong))

@@ -2,7 +2,8 @@
 
 `launcher` makes members of Hydra's words, `server` runs them in `processes`, `time_slicing` gives each its device
 between batches, `eviction` moves what it keeps there to the host, `progress` and `gantt` show it; `trainings` runs
-the jobs of a schedule. Below: `plan` (who is next: values without torch), `wire` (a member's end of the socket).
+the jobs of a schedule; `record` is what a member leaves. Below: `plan` (who is next: values without torch), `wire`
+(the two ends of the socket).
 Public: all names below.
 """
 

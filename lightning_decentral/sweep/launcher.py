@@ -18,11 +18,12 @@ from omegaconf import DictConfig, open_dict
 from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep import progress as table
-from lightning_decentral.sweep.member import SweepMember, read_record, width_of
+from lightning_decentral.sweep.member import SweepMember, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
 from lightning_decentral.sweep.plan.devices import slots
 from lightning_decentral.sweep.plan.policy import Policy
 from lightning_decentral.sweep.processes import Fork, Spawn
+from lightning_decentral.sweep.record import read_record
 from lightning_decentral.sweep.server import Starts, Sweep
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
-"""Member (job) of a sweep: its words, its folder, and the record there of what became of it."""
+"""Member (job) of a sweep: its words, its folder, and how it ended."""
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 LOG = "member.log"
-RECORD = "member.pkl"
 
 
 @dataclass(frozen=True)
@@ -51,50 +49,6 @@ def _keys(entrant: SweepMember, part: str) -> list[str]:
 def failed(entrant: SweepMember, error: BaseException) -> JobReturn:
     """The outcome of a member that ended so."""
     return returned(entrant, JobStatus.FAILED, error)
-
-
-def write_record(entrant: SweepMember, outcome: JobReturn) -> None:
-    """The outcome into the member's folder, whole or not at all."""
-    entrant.folder.mkdir(parents=True, exist_ok=True)
-    about = {"task_name": outcome.task_name, "working_dir": outcome.working_dir}
-    new = entrant.folder / f".{RECORD}"  # renamed when it is whole: a member may be killed at any moment
-    new.write_bytes(_packed(entrant.overrides, outcome.status, outcome._return_value, about))
-    new.replace(entrant.folder / RECORD)
-
-
-def _packed(overrides: list[str], status: JobStatus, value: object, about: dict[str, str | None]) -> bytes:
-    """What can't be packed, or not unpacked, is replaced by an error that says so."""
-    try:
-        packed = pickle.dumps((overrides, status, value, about))
-        pickle.loads(packed)  # here, where it fails one member and not the sweep
-    except Exception as error:
-        kind = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"returned {value!r:.200}"
-        replaced = RuntimeError(f"{kind} (which can't be sent to the sweep: {error})")
-        return pickle.dumps((overrides, JobStatus.FAILED, replaced, about))
-    return packed
-
-
-def forget_record(entrant: SweepMember) -> None:
-    """An earlier run's outcome is not this one's."""
-    (entrant.folder / RECORD).unlink(missing_ok=True)
-
-
-def read_record(entrant: SweepMember) -> JobReturn | None:
-    """What the folder says became of the member; None: it has not ended.
-
-    Raises:
-        ValueError: the folder's member had other overrides.
-    """
-    path = entrant.folder / RECORD
-    if not path.exists():
-        return None
-    overrides, status, value, about = pickle.loads(path.read_bytes())
-    if overrides != entrant.overrides:
-        raise ValueError(
-            f"{entrant.folder} holds a member that ended with other overrides ({' '.join(overrides)}), not "
-            f"{' '.join(entrant.overrides)}: resume a sweep with its own words"
-        )
-    return returned(entrant, status, value, **about)
 
 
 def width_of(config: DictConfig) -> int:

@@ -18,7 +18,9 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 
-from lightning_decentral.sweep.member import SweepMember, failed, returned, write_record
+from lightning_decentral.sweep.member import SweepMember, failed, returned
+from lightning_decentral.sweep.record import write_record
+from lightning_decentral.sweep.wire.client import Admission
 
 Run = Callable[[], JobReturn]
 
@@ -103,16 +105,19 @@ def live(entrant: SweepMember, environment: Mapping[str, str], lifeline: Connect
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has inherited the sweep's handler
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background of a shell ignores it
     os.environ.update(environment)
-    threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
+    admission = Admission.found(environment)
+    threading.Thread(target=_die_with, args=(lifeline, admission), daemon=True).start()
     redirect(entrant.log)
     write_record(entrant, attempt(entrant, run))
     logging.shutdown()
 
 
-def _die_with(lifeline: Connection) -> None:
+def _die_with(lifeline: Connection, admission: Admission | None) -> None:
     try:
         lifeline.recv_bytes()  # nothing is ever sent: it returns when the sweep has ended, however suddenly
     except (EOFError, OSError):
+        if admission is not None:  # a sweep that was killed couldn't remove its socket
+            admission.remove_socket()
         os.killpg(0, signal.SIGKILL)
 
 
@@ -140,7 +145,7 @@ def attempt(entrant: SweepMember, run: Run) -> JobReturn:
     except Exception as error:
         outcome = failed(entrant, error)
     if outcome.status is JobStatus.FAILED:
-        # Hydra keeps the exception and prints nothing; the sweep gets it without its traceback.
+        # Hydra keeps the exception and prints nothing; this is the member's log.
         traceback.print_exception(outcome._return_value)
     return outcome
 

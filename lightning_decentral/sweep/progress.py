@@ -15,6 +15,7 @@ from rich.table import Table
 
 from lightning_decentral.sweep.member import SweepMember
 from lightning_decentral.sweep.plan.arbiter import MemberAccount, Phase
+from lightning_decentral.sweep.record import MemberFailed
 from lightning_decentral.sweep.server import Sweep
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,7 @@ class LiveTable:
         if outcome.status is JobStatus.COMPLETED:
             self._say(f"\t{words} : done, {outcome.return_value}")
         else:
-            error = outcome._return_value
-            self._say(f"\t{words} : failed, {type(error).__name__}: {error}; its log: {entrant.log}")
+            self._say(f"\t{words} : failed, {MemberFailed.of(outcome._return_value)}; its log: {entrant.log}")
 
     def _say(self, line: str) -> None:
         """Above the table, if there is one."""

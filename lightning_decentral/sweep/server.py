@@ -15,11 +15,13 @@ from typing import Any, Protocol
 from hydra.core.utils import JobReturn
 
 from lightning_decentral.shared.compute.device import cores
-from lightning_decentral.sweep.member import SweepMember, failed, forget_record, read_record
-from lightning_decentral.sweep.plan.arbiter import Arbiter, Orders
+from lightning_decentral.sweep.member import SweepMember, failed
+from lightning_decentral.sweep.plan.arbiter import Arbiter, Orders, TurnReport
 from lightning_decentral.sweep.plan.devices import environment
 from lightning_decentral.sweep.processes import kill_group, terminated_as_interrupted
-from lightning_decentral.sweep.wire.client import Admission, Lines, Message, turn_of, write
+from lightning_decentral.sweep.record import MemberFailed, forget_record, read_record
+from lightning_decentral.sweep.wire.client import Admission, Message, turn_of
+from lightning_decentral.sweep.wire.seats import Seats
 
 # How long interrupted members may take to close their files and runs.
 GRACE_SECONDS = 8.0
@@ -60,8 +62,8 @@ class Sweep:
         self.outcomes: dict[str, JobReturn] = {}
         self.processes: dict[str, Any] = {}
         self._queue = list(entrants)
-        self._seats: dict[str, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
+        self.seats = Seats(self._selector, self)
         self._shown = 0.0
         self.began = time.perf_counter()
 
@@ -75,11 +77,13 @@ class Sweep:
         Raises:
             KeyboardInterrupt: all members have been ended.
         """
+        # A folder that only this user may enter, as no name without one would be: whoever may write to the socket may
+        # ask for a device. Members remove it if the sweep is killed.
         with tempfile.TemporaryDirectory(prefix="sweep-") as folder, socket.socket(socket.AF_UNIX) as listener:
             self._path = str(Path(folder) / "arbiter")
             listener.bind(self._path)
             listener.listen()
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(listener, selectors.EVENT_READ, self.seats.accept)
             self._lifeline = Pipe(duplex=False)
             for entrant in self._queue:
                 forget_record(entrant)
@@ -129,60 +133,42 @@ class Sweep:
         process.join()
         if process.exitcode:  # it had no time to end what it had started
             kill_group(process.pid)
-        self._hang_up(entrant.name)
+        self.seats.hang_up(entrant.name)
         self.arbiter.leave(entrant.name, self.now)
-        outcome = read_record(entrant) or failed(entrant, RuntimeError(f"ended with exit code {process.exitcode}"))
+        outcome = _outcome(entrant, process.exitcode)
         self.outcomes[entrant.name] = outcome
         self._watcher.ended(entrant, outcome)
 
-    def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        lines = Lines(connection)
-        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(lines))
+    # ---- what members say -------------------------------------------------------------------------------------------
 
-    def _hear(self, lines: Lines) -> None:
-        try:
-            for message in lines.arrived():
-                self._act(lines, message)
-        except EOFError:
-            self._selector.unregister(lines.connection)
-            lines.connection.close()
-            for name in [name for name, seat in self._seats.items() if seat is lines.connection]:
-                self._leaves_seat(name)
+    def expects(self, name: str) -> bool:
+        return name in self.processes
 
-    def _act(self, lines: Lines, message: Message) -> None:
-        if message["say"] == "hello":
-            self._seats[message["member"]] = lines.connection
-            return
-        name = next(name for name, seat in self._seats.items() if seat is lines.connection)
-        events: dict[str, Callable[[], object]] = {
+    def hear(self, name: str, message: Message) -> None:
+        events: dict[object, Callable[[], object]] = {
             "request": lambda: self.arbiter.request(name),
-            "renew": lambda: self._renew(name, message),
+            "renew": lambda: self._renew(name, turn_of(message)),
             "release": lambda: self.arbiter.give_back(name, turn_of(message), self.now),
             "left": lambda: self.arbiter.left(name),
         }
-        events[message["say"]]()
+        word = message.get("say")
+        if not isinstance(word, str) or word not in events:
+            raise ValueError(f"say={word!r:.40} means nothing")
+        events[word]()
 
-    def _renew(self, name: str, message: Message) -> None:
-        self.arbiter.give_back(name, turn_of(message), self.now)
+    def _renew(self, name: str, turn: TurnReport) -> None:
+        self.arbiter.give_back(name, turn, self.now)
         self.arbiter.request(name)
 
-    def _leaves_seat(self, name: str) -> None:
-        """The process that held the device is gone, the member may live on."""
-        del self._seats[name]
+    def leave_seat(self, name: str) -> None:
         self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
         self.arbiter.left(name)
 
-    def _hang_up(self, name: str) -> None:
-        if name in self._seats:
-            seat = self._seats.pop(name)
-            self._selector.unregister(seat)
-            seat.close()
-
     def _obey(self, orders: Orders) -> None:
         for name, order in orders:
-            with suppress(OSError):  # it has just died: its sentinel says so next
-                write(self._seats[name], {"order": order.value})
+            self.seats.write(name, {"order": order.value})
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
         """Whoever still lives is interrupted as by Ctrl-C, and killed with all it has started when that takes long."""
@@ -200,3 +186,12 @@ class Sweep:
                 kill_group(process.pid)
                 process.join()
             self._selector.close()
+
+
+def _outcome(entrant: SweepMember, exit_code: int) -> JobReturn:
+    """What its record says, if it has left one."""
+    try:
+        found = read_record(entrant)
+    except ValueError as error:
+        return failed(entrant, MemberFailed.of(error))
+    return found or failed(entrant, MemberFailed("RuntimeError", f"ended with exit code {exit_code}"))

@@ -32,6 +32,7 @@ from lightning_decentral.sweep.plan.jobs_file import Training
 from lightning_decentral.sweep.plan.policy import Policy
 from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled, Timing
 from lightning_decentral.sweep.plan.simulation import Spans
+from lightning_decentral.sweep.record import MemberFailed
 from lightning_decentral.sweep.server import Sweep, Watcher
 
 # So many steps and nothing else: an end of the epochs before them would end the training.
@@ -164,8 +165,7 @@ class _Strict:
     def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
         self.inner.ended(entrant, outcome)
         if outcome.status is JobStatus.FAILED:
-            error = outcome._return_value
-            said = f"{type(error).__name__}: {one_line(error)}"
+            said = one_line(MemberFailed.of(outcome._return_value))
             raise ValueError(f"job {entrant.name} failed, {said}; its log: {entrant.log}")
 
 

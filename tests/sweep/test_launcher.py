@@ -4,10 +4,10 @@ import csv
 import json
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import groupby
@@ -31,10 +31,11 @@ from omegaconf import OmegaConf
 from hydra_plugins.shard_parallel import _callbacks
 from hydra_plugins.shard_parallel.launcher import POLICIES, ShardParallelLauncher
 from lightning_decentral.sweep import LRTF
-from lightning_decentral.sweep.member import SweepMember, read_record, returned, width_of, write_record
+from lightning_decentral.sweep.member import SweepMember, returned, width_of
 from lightning_decentral.sweep.plan import policy as policies
 from lightning_decentral.sweep.plan.devices import environment, slots
 from lightning_decentral.sweep.processes import Spawn, attempt, spawned
+from lightning_decentral.sweep.record import RECORD, read_record, write_record
 from lightning_decentral.sweep.time_slicing import Gate
 from lightning_decentral.sweep.wire.client import VARIABLE, Admission
 from tests.sweep import application
@@ -114,7 +115,7 @@ def test_resume_refuses_a_folder_of_other_words_and_a_value_that_cant_travel_say
 def values(folder: Path, *words: str) -> list[float]:
     """What the sweep's members returned, finished earlier or now."""
     application.run(folder, *words)
-    return [pickle.loads((folder / "sweep" / str(i) / "member.pkl").read_bytes())[2] for i in range(2)]
+    return [json.loads((folder / "sweep" / str(i) / RECORD).read_text())["value"] for i in range(2)]
 
 
 def alive(pid: int) -> bool:
@@ -137,6 +138,7 @@ def _sleeping(folder: Path) -> None:
     with (folder / "output").open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    tempfile.tempdir = str(folder)  # where the folder of its socket is
     application.run(folder, *SHARDED, "lr=1,2", task=application.sleep)
 
 
@@ -150,11 +152,14 @@ def test_a_sweep_that_ends_leaves_nobody_behind(blow: signal.Signals, tmp_path: 
         wait_for(lambda: all(file.exists() and file.read_text() for file in files))
         pids = [int(pid) for file in files for pid in file.read_text().split()]
         assert all(map(alive, pids))
+        (socket,) = tmp_path.glob("sweep-*")
+        assert socket.stat().st_mode & 0o777 == 0o700
         os.kill(sweep.pid, blow)
         sweep.join(30)
         assert sweep.exitcode not in (None, 0)
         wait_for(lambda: not any(map(alive, pids)))
-        assert not list(tmp_path.glob("sweep/*/member.pkl")), "who was interrupted has not finished"
+        assert not socket.exists(), "its folder is left"
+        assert not list(tmp_path.glob(f"sweep/*/{RECORD}")), "who was interrupted has not finished"
     finally:
         sweep.kill()
 

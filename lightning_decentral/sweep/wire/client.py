@@ -2,18 +2,21 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
 
 # In the environment of every process of a member: its Admission.
 VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
+LONGEST_BYTES = 1 << 16  # of a message, which has some hundred
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class Admission:
         """Of this process; None outside a sweep."""
         text = environment.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
+
+    def remove_socket(self) -> None:
+        """With the folder that was made for it."""
+        shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
 
 
 class Baggage(Protocol):
@@ -136,8 +143,16 @@ class Seat:
 
 
 def turn_of(message: Mapping[str, Any]) -> TurnReport:
-    """The report in a message of a member."""
-    return replace(TurnReport(), **{key: message[key] for key in asdict(TurnReport()) if key in message})
+    """The report in a message of a member.
+
+    Raises:
+        ValueError: a value that is no number.
+    """
+    found = {key: message[key] for key in asdict(TurnReport()) if key in message}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None) if key != "kept_bytes" else int)):
+            raise ValueError(f"{key}={value!r:.40} is no number")
+    return replace(TurnReport(), **found)
 
 
 Message = dict[str, Any]
@@ -159,6 +174,7 @@ class Lines:
 
         Raises:
             EOFError: the other side is gone.
+            ValueError: what it says is no message.
         """
         try:
             chunk = self.connection.recv(1 << 16)
@@ -168,4 +184,16 @@ class Lines:
             raise EOFError("the other side has closed the connection")
         # A message may come in pieces.
         *whole, self._rest = (self._rest + chunk).split(b"\n")
-        yield from map(json.loads, whole)
+        yield from map(_message, whole)
+        if len(self._rest) > LONGEST_BYTES:
+            raise ValueError(f"a line of more than {LONGEST_BYTES} bytes")
+
+
+def _message(line: bytes) -> Message:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{line!r:.40} is no JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{found!r:.40} is no message")
+    return found
