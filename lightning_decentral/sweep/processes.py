@@ -105,11 +105,13 @@ def live(entrant: SweepMember, environment: Mapping[str, str], lifeline: Connect
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has inherited the sweep's handler
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background of a shell ignores it
     os.environ.update(environment)
-    admission = Admission.found(environment)
-    threading.Thread(target=_die_with, args=(lifeline, admission), daemon=True).start()
+    watch = threading.Thread(target=_die_with, args=(lifeline, Admission.found(environment)), daemon=True)
+    watch.start()
     redirect(entrant.log)
     write_record(entrant, attempt(entrant, run))
     logging.shutdown()
+    if lifeline.poll():  # the sweep was killed: to end first would leave its socket behind
+        watch.join()
 
 
 def _die_with(lifeline: Connection, admission: Admission | None) -> None:
