@@ -24,7 +24,7 @@ def on(rank: int, fault: Fault) -> Fault:
     return lambda worker: fault(worker) if worker.rank == rank else None
 
 
-# ---- acts -------------------------------------------------------------------------------------------------------------
+# ---- acts ------------------------------------------------------------------------------------------------------------
 
 
 def by_signal(number: int) -> Act:
@@ -60,7 +60,7 @@ def poison(value: float, where: str) -> Act:
     return act
 
 
-# ---- moments ----------------------------------------------------------------------------------------------------------
+# ---- moments ---------------------------------------------------------------------------------------------------------
 
 
 class At(Callback):
@@ -125,7 +125,7 @@ MOMENTS: dict[str, Callable[[Act], Fault]] = {
 }
 
 
-# ---- of the machine ---------------------------------------------------------------------------------------------------
+# ---- of the machine --------------------------------------------------------------------------------------------------
 
 
 def slow(seconds: float) -> Fault:
@@ -168,7 +168,7 @@ def no_room(worker: Worker) -> None:
 
 
 def killed_at_operation(number: int) -> Fault:
-    """At the number-th opening, renaming, making or removing of a file in the checkpoints' folder in the second epoch."""
+    """At the number-th opening, renaming, making or removing of a file in the folder in the second epoch's saves."""
 
     def fault(worker: Worker) -> None:
         state = {"saving": False, "count": 0}
@@ -195,7 +195,7 @@ def killed_at_operation(number: int) -> Fault:
     return fault
 
 
-# ---- other settings ---------------------------------------------------------------------------------------------------
+# ---- other settings --------------------------------------------------------------------------------------------------
 
 
 def changed(**parts: Any) -> Fault:

@@ -139,8 +139,13 @@ class Worker:
         strategy = kind.strategy(**{**kind.options, **options, **self.strategy})
         saving = ModelCheckpoint(self.folder, filename="epoch-{epoch}", save_last=True, save_top_k=1)
         quiet: dict[str, Any] = {
-            **{"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False},
-            **{"num_sanity_val_steps": 0, "devices": self.size, "max_epochs": EPOCHS},
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "devices": self.size,
+            "max_epochs": EPOCHS,
         }
         module = (self.make or (lambda worker: METHODS[worker.method].module(**worker.module)))(self)
         trainer = Trainer(**{**quiet, **self.trainer}, strategy=strategy, callbacks=[*self.callbacks, saving])

@@ -94,7 +94,7 @@ def _forked(row: Row, place: Place, result: Path) -> int:
     return pid
 
 
-# ---- pages ------------------------------------------------------------------------------------------------------------
+# ---- pages -----------------------------------------------------------------------------------------------------------
 
 
 def markdown(found: Sequence[Found]) -> str:
@@ -124,7 +124,7 @@ def raw(path: Path) -> tuple[dict[str, str], list[Found]]:
     return content["hardware"], [Found(**row) for row in content["rows"]]
 
 
-# ---- command ----------------------------------------------------------------------------------------------------------
+# ---- command ---------------------------------------------------------------------------------------------------------
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

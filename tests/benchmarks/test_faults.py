@@ -1,0 +1,92 @@
+"""The table of faults is that of the committed raw results, and ends of runs are told apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_rows import rows
+from fault_runs import CORRUPT, GOES_ON, HANGS, LINE, TRACEBACK, Process, Run, judged
+from fault_worker import record_of
+from faults import BEGIN, END, RESULTS, markdown, options, raw, written
+
+from lightning_decentral.shared.errors import MissingExtra
+from tests.docs.pages import ROOT
+
+PAGE = ROOT / "docs" / "faults.md"
+
+
+def test_the_page_shows_the_raw_results() -> None:
+    (path,) = RESULTS.glob("faults-*.json")
+    hardware, found = raw(path)
+    text = PAGE.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0].strip().endswith(markdown(found))
+    assert all(f"{key} {value}" in text for key, value in hardware.items())
+    assert path.name in text
+
+
+def test_every_row_is_another_one_and_stands_in_the_table() -> None:
+    (path,) = RESULTS.glob("faults-*.json")
+    names = [(row.group, row.fault, row.strategy) for row in rows()]
+    assert len(set(names)) == len(names) > 150
+    assert names == [(one.group, one.fault, one.strategy) for one in raw(path)[1]]
+
+
+class Ended(Process):
+    """A process that has ended so."""
+
+    def __init__(self, folder: Path, said: dict[str, Any] | None, status: int = 1, printed: str = "") -> None:
+        super().__init__(0, folder / "record", folder / "output", status)
+        self.record.write_text("" if said is None else json.dumps(said))
+        self.output.write_text(printed)
+
+
+def raised(error: BaseException) -> dict[str, Any]:
+    try:
+        raise error
+    except BaseException as caught:
+        return record_of(caught)
+
+
+FINISHED: dict[str, Any] = {"kind": "finished"}
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "printed", "kind"),
+    [
+        (FINISHED, 0, "", GOES_ON),
+        (raised(ValueError("delay=-1: at least 0")), 1, "", LINE),
+        (raised(MissingExtra("pip install it")), 1, "", LINE),
+        (raised(ValueError("two\nlines")), 1, "", TRACEBACK),
+        (raised(RuntimeError("anything")), 1, "", TRACEBACK),
+        (raised(OSError("[/gloo/transport/tcp/pair.cc:553] closed")), 1, "", TRACEBACK),
+        (None, -6, "terminate called", TRACEBACK),
+    ],
+)
+def test_ends_are_told_apart(said: dict[str, Any] | None, status: int, printed: str, kind: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, 1.0, [Ended(tmp_path, said, status, printed)])
+    assert judged(run, (), lambda: None).kind == kind
+    assert judged(run, (0,), lambda: None).kind == GOES_ON, "a victim isn't asked"
+
+
+def test_a_wrong_result_and_a_late_worker_are_found(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1.0, [Ended(tmp_path, FINISHED, 0)])
+    assert judged(run, (), lambda: "x isn't finite").kind == CORRUPT
+    run.late = [0]
+    assert judged(run, (), lambda: None).kind == HANGS
+
+
+def test_the_table_goes_between_the_marks_and_nothing_else_changes() -> None:
+    (path,) = RESULTS.glob("faults-*.json")
+    _, found = raw(path)
+    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    new = written(page, found[:2], "about")
+    assert new.startswith(f"before\n{BEGIN}\nabout\n\n| fault |")
+    assert new.endswith(f"{END}\nafter\n")
+    assert written(new, found[:2], "about") == new
+    with pytest.raises(ValueError, match="has no line"):
+        written("", found, "about")
+
+
+def test_what_the_command_takes() -> None:
+    assert options(["--only", "port", "--seconds", "20", "--write", "docs/faults.md"]).seconds == 20
