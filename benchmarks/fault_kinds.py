@@ -60,6 +60,19 @@ def poison(value: float, where: str) -> Act:
     return act
 
 
+REACHED = "reached"  # file of a run whose fault was injected
+
+
+def marked(act: Act, worker: Worker) -> Act:
+    """The act, which leaves a file first: a run that ended before it proves nothing."""
+
+    def marking(module: LightningModule | None) -> None:
+        (worker.folder.parent / REACHED).touch()
+        act(module)
+
+    return marking
+
+
 # ---- moments ---------------------------------------------------------------------------------------------------------
 
 
@@ -77,11 +90,11 @@ class At(Callback):
 
 
 def hook(name: str, step: int = 0) -> Callable[[Act], Fault]:
-    return lambda act: lambda worker: worker.callbacks.append(At(name, act, step))
+    return lambda act: lambda worker: worker.callbacks.append(At(name, marked(act, worker), step))
 
 
 def before_the_world(act: Act) -> Fault:
-    return lambda worker: act(None)
+    return lambda worker: marked(act, worker)(None)
 
 
 def in_group_making(act: Act) -> Fault:
@@ -93,7 +106,7 @@ def in_group_making(act: Act) -> Fault:
         def new_group(*args: Any, **options: Any) -> Any:
             calls.append(1)
             if len(calls) == 2:
-                act(None)
+                marked(act, worker)(None)
             return inner(*args, **options)
 
         dist.new_group = new_group
@@ -106,7 +119,7 @@ def in_configure_model(act: Act) -> Fault:
         from fault_worker import METHODS
 
         kind = METHODS[worker.method].module
-        sick = type("Sick", (kind,), {"configure_model": lambda self: act(self)})
+        sick = type("Sick", (kind,), {"configure_model": lambda self: marked(act, worker)(self)})
         worker.make = lambda worker: sick(**worker.module)
 
     return fault

@@ -9,6 +9,7 @@ from typing import Any
 
 from fault_kinds import (
     MOMENTS,
+    REACHED,
     changed,
     fail,
     hook,
@@ -21,7 +22,7 @@ from fault_kinds import (
     stop,
     terminate,
 )
-from fault_runs import CORRUPT, GOES_ON, LINE, Outcome, Run, judged, train, unsound
+from fault_runs import CORRUPT, GOES_ON, LINE, TRACEBACK, Outcome, Run, judged, train, unsound
 from fault_worker import BATCHES, Fault
 
 EITHER = (GOES_ON, LINE)
@@ -99,6 +100,8 @@ def struck(
         started = place.train("run", *faults, method=method, size=size)
         started.wait(victims)
         outcome = judged(started, victims, lambda: unsound(started.folder))
+        if group in INJECTED and not (started.folder / REACHED).exists():
+            return Outcome(TRACEBACK, f"it ended before the fault: {outcome.said}")
         if outcome.kind == GOES_ON and GOES_ON not in due:
             return Outcome(CORRUPT, "it went on, and nothing was said")
         return outcome
@@ -129,6 +132,7 @@ def ends() -> Iterator[Row]:
     )
 
 
+INJECTED = ("a worker ends", "a run is stopped", "numbers")
 LONG = changed(trainer={"max_epochs": 1000})
 
 

@@ -41,7 +41,6 @@ GOSSIP: dict[str, Fault] = {
     "package 0.0.1 beside this one": version("lightning_decentral", "0.0.1"),
     "torch 2.6.0 beside this one": version("torch", "2.6.0"),
     "Lightning 2.4.0 beside this one": version("lightning", "2.4.0"),
-    "strategy partial_backprop beside gossip": changed(method="partial_backprop"),
 }
 
 
@@ -94,6 +93,8 @@ def rows() -> Iterator[Row]:
         yield _refused(fault, "gossip", [strategy(topology=_ring(fault)), on(1, act)])
     halves = [strategy(codec=gossip.BFloat16()), on(1, strategy(codec=gossip.Float16()))]
     yield _refused("codec Float16 beside BFloat16", "gossip", halves)
+    other = [on(1, changed(method="partial_backprop"))]
+    yield _refused("strategy partial_backprop beside gossip", "gossip", other)
     for method, faults in OTHERS.items():
         for fault, act in faults.items():
             yield _refused(fault, method, [on(1, act)])
