@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -157,7 +158,8 @@ def main() -> None:
         path.write_text(
             json.dumps({"hardware": description(), "rows": [asdict(one) for one in found]}, indent=1) + "\n"
         )
-        about = f"`python benchmarks/faults.py`, {sentence()}; raw results in `benchmarks/results/{path.name}`."
+        command = shlex.join(["python", "benchmarks/faults.py", *sys.argv[1:]])
+        about = f"`{command}`, {sentence()}; raw results in `benchmarks/results/{path.name}`."
         chosen.write.write_text(written(chosen.write.read_text(), found, about))
     sys.exit(bool(wrong))
 
