@@ -107,7 +107,8 @@ class CommunicationMonitor(_EveryNSteps):
     gossip/wait_seconds        per step since the last row: the exchange that training did not hide
     gossip/in_flight_seconds   per step since the last row: from launch to landing
     gossip/bytes_sent          since fit began
-    gossip/refused_messages    since fit began: messages with NaN or infinity
+    gossip/refused_messages    since fit began: messages with NaN, infinity or absurd numbers
+    gossip/left_out_of_mean    since fit began: workers that the mean model left out, once for each mean
 
     Cost: reads counters; no communication.
     """
@@ -129,6 +130,7 @@ class CommunicationMonitor(_EveryNSteps):
             "gossip/in_flight_seconds": (now.in_flight_seconds - before.in_flight_seconds) / steps,
             "gossip/bytes_sent": now.bytes_sent,
             "gossip/refused_messages": now.refused,
+            "gossip/left_out_of_mean": now.left_out,
         }
         _publish(trainer, pl_module, metrics, on_bar="gossip/wait_seconds")
 

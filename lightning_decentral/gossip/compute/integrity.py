@@ -1,4 +1,4 @@
-"""Integrity of messages: a header check (right round, right size), NaN and infinity checks, and what follows."""
+"""Integrity of messages: a header check (right round, right size), NaN, infinity and absurd numbers, what follows."""
 
 import warnings
 from collections import deque
@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.compute.health import FACTOR, scale, sound
 
 # One would be too soon for a round that lands on a second stream, beside the step.
 LAG = 2
 """Rounds until the host reads a device's verdict."""
+
+
+_ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
 
 
 class Verdicts:
@@ -40,26 +44,34 @@ class Verdicts:
         heard: Mapping[int, Sequence[Tensor]],
         message: Sequence[Tensor],
     ) -> dict[int, Tensor]:
-        """{source: whether what it said is finite}; what isn't becomes this worker's own message. Errors as `add`.
+        """{source: whether what it said is sound}; what isn't becomes this worker's own message. Errors as `add`.
 
         Args:
-            mine: the `verdict` on this worker's own message.
+            mine: the `header` of this worker's own message.
         """
-        healthy = {j: finite(tensors) for j, tensors in heard.items()}
-        rows = {j: torch.cat([headers[j], healthy[j].long().view(1)]) for j in headers}
-        self.add(round, {self._rank: mine, **rows})
+        rows = {j: torch.cat([headers[j], bits(heard[j])]) for j in headers}
+        sane = self.add(round, {self._rank: mine, **rows})
+        healthy = dict(zip(rows, sane[1:], strict=True))
         for j, tensors in heard.items():
             refuse(tensors, message, healthy[j])
         return healthy
 
-    def add(self, round: int, rows: Mapping[int, Tensor]) -> None:
-        """Judge messages of a round by a row (round, elements, finite) of integers for this worker and each it heard.
+    def add(self, round: int, rows: Mapping[int, Tensor]) -> Tensor:
+        """Which messages of a round are sound beside each other, [workers], by the `header` of this worker and each
+        it heard.
 
         Raises:
             RuntimeError: a source is in another round, or its model has another size.
-            FloatingPointError: this worker's own message is not finite.
+            FloatingPointError: this worker's own message is not sound.
         """
-        workers, flags = tuple(rows), torch.stack(list(rows.values()))
+        workers, headers = tuple(rows), torch.stack(list(rows.values()))
+        scales = headers[:, 2].view(torch.float64)
+        sane = sound(scales)
+        flags = torch.cat([headers[:, :2], torch.isfinite(scales).long()[:, None], sane.long()[:, None]], dim=1)
+        self._hear(round, workers, flags)
+        return sane
+
+    def _hear(self, round: int, workers: Sequence[int], flags: Tensor) -> None:
         if not flags.is_cuda:
             self._judge(workers, flags)
             return
@@ -71,8 +83,8 @@ class Verdicts:
 
     def _judge(self, workers: Sequence[int], flags: Tensor) -> None:
         rows = dict(zip(workers, flags.tolist(), strict=True))
-        step, elements, finite = rows.pop(self._rank)
-        for source, (other_step, other_elements, healthy) in rows.items():
+        step, elements, finite, sane = rows.pop(self._rank)
+        for source, (other_step, other_elements, *healthy) in rows.items():
             if other_step != step:
                 raise RuntimeError(
                     f"worker {self._rank} is in round {step} but heard round {other_step} from worker {source}: "
@@ -83,16 +95,17 @@ class Verdicts:
                     f"worker {self._rank} mixes {elements} elements but worker {source} sent {other_elements}: "
                     "every worker must train the same parameters in the same step"
                 )
-            if not healthy:
-                self._count(source, step)
-        if not finite:
+            if not all(healthy):
+                self._count(source, step, _ABSURD if healthy[0] else "NaN or infinity")
+        if not sane:
+            held = _ABSURD if finite else f"NaN or infinity{self._beyond}"
             raise FloatingPointError(
-                f"worker {self._rank}: its parameters hold NaN or infinity{self._beyond} in round {step}; its "
+                f"worker {self._rank}: its parameters hold {held} in round {step}; its "
                 "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
                 "operation with detect_anomaly=True"
             )
 
-    def _count(self, source: int, step: int) -> None:
+    def _count(self, source: int, step: int, held: str) -> None:
         # A source's refused buckets of one round are one refused message.
         if self._refused_in.get(source) == step:
             return
@@ -100,7 +113,7 @@ class Verdicts:
         self.refused += 1
         warnings.warn(
             f"worker {self._rank} refused a message from worker {source} in round {step}: "
-            f"it holds NaN or infinity ({self.refused} refused so far)",
+            f"it holds {held} ({self.refused} refused so far)",
             stacklevel=2,
         )
 
@@ -115,16 +128,14 @@ def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> N
         torch.where(healthy, tensor, mine, out=tensor)
 
 
-def verdict(step: int, elements: int, message: Sequence[Tensor]) -> Tensor:
-    """(round, elements of all buckets, whether the message is finite), int64 [3]; the first two are its header."""
+def header(step: int, elements: int, message: Sequence[Tensor]) -> Tensor:
+    """(round, elements of all buckets, bits of the message's `scale`), int64 [3]; the first two travel with it."""
     device = message[0].device
     # filled on the device: copying numbers there would make the host wait
-    header = [torch.full((), n, dtype=torch.int64, device=device) for n in (step, elements)]
-    return torch.stack([*header, finite(message).long()])
+    numbers = [torch.full((1,), n, dtype=torch.int64, device=device) for n in (step, elements)]
+    return torch.cat([*numbers, bits(message)])
 
 
-def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar: no element is NaN or infinite."""
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    # The extremes carry both: one pass each and no copy.
-    return torch.stack([torch.isfinite(extreme) for t in real for extreme in torch.aminmax(t)]).all()
+def bits(message: Sequence[Tensor]) -> Tensor:
+    """The message's `scale`, a float64, as an integer: int64 [1]."""
+    return scale(message).view(1).view(torch.int64)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.integrity import Verdicts, refuse, verdict
+from lightning_decentral.gossip.compute.integrity import Verdicts, header, refuse
 from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, Traffic
@@ -26,6 +26,7 @@ class CliqueMessages(Started):
     step: int
     first: int
     row: Tensor
+    message: Sequence[Tensor]
     totals: Sequence[Tensor]
     rows: Sequence[Tensor] = ()
     pending: Sequence[Pending] = ()
@@ -40,7 +41,8 @@ class CliqueExchange(Exchange[CliqueMessages]):
     """All-reduce inside disjoint cliques: the mean of this worker's clique, at 2 (c - 1) / c of the parameters' bytes
     for a clique of c workers, where sends and receives would take c - 1.
 
-    A message with NaN or infinity is left out of the mean and counted.
+    A message with NaN or infinity is left out of the mean and counted. One with numbers absurd beside the others' was
+    in the sum before anybody could know: all refuse the sum, and each keeps its own parameters in that round.
 
     Args:
         cliques: one partition of the workers for each phase (`traffic.partitions`).
@@ -75,12 +77,12 @@ class CliqueExchange(Exchange[CliqueMessages]):
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> CliqueMessages:
         """Memory until landed: one copy of the message."""
         clique = self._clique(step)
-        row = verdict(step, self._elements, message)
+        row = header(step, self._elements, message)
         # Divided before the sum, which in half precision could overflow.
         totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
         # The sender itself leaves out a message with NaN: nobody could take it out of the sum.
-        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], row[2].bool())
-        return CliqueMessages(self, clique, step, first, row, totals)
+        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], _finite(row))
+        return CliqueMessages(self, clique, step, first, row, message, totals)
 
     def depart(self, started: Sequence[CliqueMessages], step: int) -> None:
         for part in started:
@@ -91,12 +93,20 @@ class CliqueExchange(Exchange[CliqueMessages]):
             self._tally.bytes_sent += 2 * (size - 1) * sum(t.numel() * t.element_size() for t in part.totals) // size
 
     def landed(self, part: CliqueMessages) -> list[Tensor]:
-        """The mean of those whose messages were finite."""
+        """The mean of those whose messages were finite; this worker's own where one was absurd."""
         self._tally.land(part.pending, part.departed, part.first)
-        self._verdicts.add(part.step, dict(zip(part.clique, part.rows, strict=True)))
-        heard = torch.stack(list(part.rows))[:, 2].sum()  # all, unless someone's message was refused
+        sane = self._verdicts.add(part.step, dict(zip(part.clique, part.rows, strict=True)))
+        finite = _finite(torch.stack(list(part.rows)))
+        heard = finite.sum()  # all, unless someone's message was refused
         # Where all were refused the sum is 0: let it be the mean, not 0 / 0.
-        return [total.div_((heard.clamp(min=1) / len(part.clique)).to(total.dtype)) for total in part.totals]
+        for total in part.totals:
+            total.div_((heard.clamp(min=1) / len(part.clique)).to(total.dtype))
+        refuse(part.totals, part.message, (sane == finite).all())
+        return list(part.totals)
 
     def traffic(self) -> Traffic:
         return self._tally.traffic(self._verdicts.refused)
+
+
+def _finite(headers: Tensor) -> Tensor:
+    return torch.isfinite(headers[..., 2:].view(torch.float64)[..., 0])

@@ -95,7 +95,8 @@ class Mixers:
         shares = [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]
         if not shares:
             return None
-        own = shares[0].double().to(device)
+        # A poisoned weight would poison all shares: its worker has none.
+        own = shares[0].double().to(device).nan_to_num(0.0, 0.0, 0.0)
         total = own.clone()
         meet(lambda: over.all_reduce(total).wait())
         return float(own / total)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.integrity import Verdicts, verdict
+from lightning_decentral.gossip.compute.integrity import Verdicts, header
 from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
@@ -64,7 +64,7 @@ class PeerExchange(Exchange[PeerMessages]):
     """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
 
     Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
-    message with NaN or infinity is refused: its weight falls to the receiver's own parameters, and it is counted.
+    message with NaN, infinity or numbers absurd beside the others' is refused: its weight falls to the receiver's own parameters, and it is counted.
 
     Args:
         transport: of this exchange alone.
@@ -107,7 +107,7 @@ class PeerExchange(Exchange[PeerMessages]):
         at = self.neighbours(step)
         packets = self.coder.encode(message, at.heard_by, step, first)
         # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
-        mine = verdict(step, self._elements, message)
+        mine = header(step, self._elements, message)
         headers = {j: torch.empty_like(mine[:2]) for j in at.sources}
         buffers = self.coder.buffers(at.sources, message, first)
         return PeerMessages(self, step, first, message, mine, packets, headers, buffers)

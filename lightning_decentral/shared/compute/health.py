@@ -1,0 +1,39 @@
+"""Health of workers by the largest number that each holds: NaN, infinity, and what is absurd beside the others."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FACTOR = 1e9
+"""A variance may honestly be the square of 30000 times another worker's deviation; parameters never come near."""
+
+
+def sound(scales: Tensor) -> Tensor:
+    """s_i is finite and s_i <= FACTOR * max(1, m);  m = lower median of the finite s_j, column by column.
+
+    The lower median is the smaller one of two, so that of two workers the absurd one is found; of more, where fewer
+    than half are absurd alike. The 1 keeps a worker that has left zero from standing out. Nothing waits for a device.
+
+    Args:
+        scales: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it.
+    """
+    finite = torch.isfinite(scales)
+    ordered = torch.where(finite, scales, torch.inf).sort(0).values
+    middle = (finite.sum(0, keepdim=True) - 1).clamp(min=0) // 2
+    return finite & (scales <= FACTOR * ordered.gather(0, middle)[0].clamp(min=1))
+
+
+def scale(tensors: Sequence[Tensor]) -> Tensor:
+    """max |x| over all elements, a float64 scalar on their device; NaN or infinity where one is."""
+    ends = torch.stack([extremes(t) for t in tensors])
+    return torch.maximum(-ends[:, 0], ends[:, 1]).max()
+
+
+def extremes(tensor: Tensor) -> Tensor:
+    """(smallest, largest) element, float64 [2]; NaN where one is, zeros where there is none."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not real.numel():
+        return torch.zeros(2, dtype=torch.float64, device=real.device)
+    # The extremes carry NaN and infinity: one pass and no copy. Torch compares no numbers of one byte.
+    return torch.stack(torch.aminmax(real.float() if real.element_size() == 1 else real)).double()

@@ -1,0 +1,80 @@
+"""Which workers stay out of the mean model: those whose replica holds NaN, infinity or an absurd number."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.compute.health import FACTOR, extremes, sound
+from lightning_decentral.shared.wire.fsdp import local
+from lightning_decentral.shared.wire.transport import Transport
+
+
+@dataclass(frozen=True)
+class Ailment:
+    """The first tensor for which a worker stays out, by its number, and the largest magnitude in it."""
+
+    tensor: int
+    scale: float
+
+    def __str__(self) -> str:
+        if self.scale != self.scale:
+            return "holds NaN"
+        if self.scale == float("inf"):
+            return "holds infinity"
+        return f"holds {self.scale:.2g}, over {FACTOR:.0e} times what is usual among the workers"
+
+
+def real(tensor: Tensor) -> bool:
+    """Whether it is averaged."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def ailing(tensors: Sequence[Tensor], over: Transport, devices: int = 1) -> dict[int, Ailment]:
+    """{worker: why its replica is not sound}, the same on all; `compute.health.sound` tensor by tensor.
+
+    Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on every worker is a
+    mask.
+
+    Args:
+        devices: of each worker, whose tensors may be shards; ranks follow each other.
+    """
+    rows = [extremes(local(t.detach())) for t in tensors if real(t)]
+    if not rows:
+        return {}
+    pending, gathered = over.all_gather(torch.stack([row.to(rows[0].device) for row in rows]))
+    pending.wait()
+    low, high = torch.stack(list(gathered)).cpu().unbind(-1)  # [workers x devices, tensors]
+    masks = ((low == -torch.inf) & torch.isfinite(high)).all(0)
+    scales = torch.maximum(-low, high).masked_fill(masks, 0.0)
+    places = [place for place, tensor in enumerate(tensors) if real(tensor)]
+    found: dict[int, Ailment] = {}
+    for device, column in (~sound(scales)).nonzero().tolist():
+        found.setdefault(device // devices, Ailment(places[column], float(scales[device, column])))
+    return found
+
+
+@torch.no_grad()
+def mean_of_others(
+    tensors: Sequence[Tensor], mean_of: Callable[[Sequence[Tensor]], list[Tensor]], left_out: bool
+) -> list[Tensor]:
+    """sum_i share_i x_i / sum_i share_i over the workers i that aren't left out. Collective."""
+    device = next(t.device for t in tensors if real(t))
+    # The sum of shares travels along. Zeros instead of a share of zero: zero times NaN is NaN.
+    one = torch.full((1,), 0.0 if left_out else 1.0, dtype=torch.float64, device=device)
+    *sums, share = mean_of([*(torch.zeros_like(t) if left_out and real(t) else t for t in tensors), one])
+    return [total / float(share) if real(total) else total for total in sums]
+
+
+def refuse_nobody(sick: Mapping[int, Ailment], workers: int) -> None:
+    """FloatingPointError, alike on all workers, where nobody is left.
+
+    The sum over no workers is neither validated nor saved: what was saved before stays.
+    """
+    if len(sick) == workers:
+        raise FloatingPointError(
+            f"none of the {workers} workers has a sound model (worker 0 {sick[0]}), so there is no mean to validate or "
+            "save; earlier checkpoints stay. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
+            "operation with detect_anomaly=True"
+        )
