@@ -17,6 +17,7 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
 from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
@@ -39,6 +40,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
         balance: what the segments of automatic cuts have equally much of.
         absent: what the optimizer does to parameters that no worker trained at a step.
         bucket_bytes: gradients that travel together, at most; by default an eighth of the model, 2 to 256 MiB.
+        nonfinite: what a step does whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without
+            an update, on all workers alike. In half precision the loss scaler skips.
         sigterm_every: steps between two looks whether some worker got a SIGTERM.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
@@ -59,6 +62,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         balance: Balance | None = None,
         absent: Absent | None = None,
         bucket_bytes: int | None = None,
+        nonfinite: NonFinite = "stop",
         sigterm_every: int = 10,
         **ddp: Any,
     ) -> None:
@@ -71,6 +75,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.balance = balance or SavedBytes()
         self.absent = absent or Skip()
         self.bucket_bytes = bucket_bytes
+        self.gradient_check = GradientCheck(nonfinite)
         self.driver: DepthController | None = None  # the cuts in use, from the first batch on
         self._reducer: Reducer | None = None
         self._buffers: RunningBuffers | None = None

@@ -103,7 +103,7 @@ class StageTraining:
         for parameter in trained:
             if parameter.grad is not None:
                 parameter.grad.mul_(outcome.factor / scale)  # Lightning's own backward multiplies by `scale` again
-                if scaler is not None and not outcome.finite:  # every stage's scaler must skip the step and back off
+                if not outcome.finite:  # every stage must skip the step or stop; a scaler, back off
                     parameter.grad.fill_(float("inf"))
         _set(trained, self._average([p.grad for p in trained], trained))
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.

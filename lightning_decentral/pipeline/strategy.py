@@ -26,6 +26,7 @@ from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
@@ -56,6 +57,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
         replicas: what equal stages of several pipelines do together: `AverageGradients()`, or
             `gossip.GossipReplicas()` of parameters.
+        nonfinite: a step whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without an update.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
     Raises:
@@ -80,6 +82,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         activations: Activations | None = None,
         boundary: Boundary | None = None,
         replicas: Replicas | None = None,
+        nonfinite: NonFinite = "stop",
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
@@ -97,6 +100,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.boundary = boundary or ExactActivations()
         self.replicas = replicas or AverageGradients()
         self.bond = Bond()
+        self.gradient_check = GradientCheck(nonfinite)
         self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model)

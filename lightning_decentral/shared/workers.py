@@ -7,6 +7,7 @@ What is common to all is in parts: `SameSettings` (agreeing before they train), 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint import Checkpoints
 from lightning_decentral.shared.coordination import Coordination, Uncoordinated
+from lightning_decentral.shared.gradient_check import Unchecked
 from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
@@ -53,6 +55,7 @@ class WorkersStrategy(DDPStrategy):
         self._sigterm_every = sigterm_every
         self.wire: Wire | None = None
         self._together = Uncoordinated()
+        self.gradient_check = Unchecked()
         self._fits = 0
         self._same = SameSettings(self)
         self.mean_model = MeanModel(self.mean_of_sound)  # a method: a spawned process gets the strategy pickled
@@ -195,7 +198,8 @@ class WorkersStrategy(DDPStrategy):
     ) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
         with self._together.updating:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            checked = partial(self.gradient_check.checked, self.precision_plugin, optimizer, closure)
+            output = super().optimizer_step(optimizer, checked, model, **kwargs)
         if self.wire is not None:
             self.mean_model.apart = self.drifts  # not before: up to the first update all are equal
             with self._together.waiting:

@@ -34,7 +34,7 @@ def real(tensor: Tensor) -> bool:
 def ailing(tensors: Sequence[Tensor], over: Transport, devices: int = 1) -> dict[int, Ailment]:
     """{worker: why its replica is not sound}, the same on all; `compute.health.sound` tensor by tensor.
 
-    Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on every worker is a
+    Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers without NaN is a
     mask.
 
     Args:
@@ -46,7 +46,8 @@ def ailing(tensors: Sequence[Tensor], over: Transport, devices: int = 1) -> dict
     pending, gathered = over.all_gather(torch.stack([row.to(rows[0].device) for row in rows]))
     pending.wait()
     low, high = torch.stack(list(gathered)).cpu().unbind(-1)  # [workers x devices, tensors]
-    masks = ((low == -torch.inf) & torch.isfinite(high)).all(0)
+    masked = (low == -torch.inf) & torch.isfinite(high)
+    masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0))
     scales = torch.maximum(-low, high).masked_fill(masks, 0.0)
     places = [place for place, tensor in enumerate(tensors) if real(tensor)]
     found: dict[int, Ailment] = {}

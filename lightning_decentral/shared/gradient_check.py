@@ -1,0 +1,85 @@
+"""What happens in a step whose gradients hold NaN or infinity, where all workers take the same updates."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, isfinite
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.compute.health import scale
+
+NonFinite = Literal["stop", "skip"]
+
+
+class Unchecked:
+    """Gradients are each worker's own affair, or a loss scaler's."""
+
+    def checked(self, precision: Precision, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """The closure, then a judgement of its gradients before the update."""
+        return closure()
+
+
+class GradientCheck(Unchecked):
+    """Gradients that are equal on all workers are judged alike on all of them: nobody has to be asked, none waits.
+
+    Args:
+        nonfinite: "stop" raises a FloatingPointError on all workers: at once on the host, one step later on a device,
+            which nobody waits for. "skip" takes the step without an update, and worker 0 says so; a device is waited
+            for.
+
+    Raises:
+        ValueError: another word.
+    """
+
+    def __init__(self, nonfinite: NonFinite) -> None:
+        if nonfinite not in ("stop", "skip"):
+            raise ValueError(f"nonfinite must be 'stop' or 'skip', got {nonfinite!r}")
+        self.nonfinite = nonfinite
+        self.skipped = 0
+        self._last: AsyncRead | None = None
+
+    def checked(self, precision: Precision, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        output = closure()
+        # A scaler's first steps overflow, and it skips them by itself.
+        if getattr(precision, "scaler", None) is None:
+            self._judge(optimizer)
+        return output
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        gradients = [_values(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return
+        found = AsyncRead(isfinite(scale(gradients)))
+        if self.nonfinite == "skip":
+            self._skip_unless(bool(found.read()), optimizer)
+        elif found.on_host:
+            _stop_unless(bool(found.read()))
+        else:
+            last, self._last = self._last, found
+            _stop_unless(last is None or bool(last.read()))
+
+    def _skip_unless(self, finite: bool, optimizer: Optimizer) -> None:
+        if finite:
+            return
+        # Without gradients an optimizer leaves parameters and their state alone; zeros would still decay them.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        self.skipped += 1
+        rank_zero_warn(f"the gradients of a step hold NaN or infinity: no worker updates ({self.skipped} skipped so far)")
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _stop_unless(finite: bool) -> None:
+    if not finite:
+        raise FloatingPointError(
+            "the gradients hold NaN or infinity on all workers: lower the learning rate, clip gradients "
+            "(gradient_clip_val), find the operation with detect_anomaly=True, or leave out such steps with "
+            "nonfinite='skip'"
+        )

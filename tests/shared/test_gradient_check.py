@@ -1,0 +1,59 @@
+"""Gradients with NaN or infinity stop the step or leave it out; a scaler's are its own affair."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
+
+PLAIN: Any = SimpleNamespace()
+SCALED: Any = SimpleNamespace(scaler=object())
+
+
+def step(how: NonFinite, bad: float, precision: Any = PLAIN) -> tuple[list[nn.Parameter], dict[Any, Any], GradientCheck]:
+    """One good step and one with a bad element in one gradient; parameters and the optimizer's state."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    optimizer, check = torch.optim.AdamW(parameters, lr=0.1), GradientCheck(how)
+    for value in (1.0, bad):
+
+        def closure(value: float = value) -> None:
+            parameters[0].grad, parameters[1].grad = torch.ones(3), torch.tensor([1.0, value])
+
+        optimizer.step(lambda closure=closure: check.checked(precision, optimizer, closure))
+    return parameters, optimizer.state_dict()["state"], check
+
+
+@pytest.mark.filterwarnings("ignore:the gradients of a step")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_skipped_step_leaves_parameters_and_moments_alone(bad: float) -> None:
+    parameters, state, check = step("skip", bad)
+    wanted, wanted_state, _ = step("skip", 1.0)
+    alone = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.AdamW(alone, lr=0.1)
+    for parameter in alone:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(parameters, alone, strict=False))
+    assert state[0]["step"] == 1 and wanted_state[0]["step"] == 2
+    assert not torch.equal(parameters[0], wanted[0])
+    assert check.skipped == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_stops_with_the_remedies(bad: float) -> None:
+    with pytest.raises(FloatingPointError, match="hold NaN or infinity on all workers: lower .* nonfinite='skip'"):
+        step("stop", bad)
+
+
+def test_a_scaler_decides_for_itself() -> None:
+    parameters, _, check = step("stop", float("inf"), SCALED)
+    assert check.skipped == 0
+    assert not bool(torch.isfinite(parameters[1]).all())
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ValueError, match="nonfinite must be 'stop' or 'skip', got 'ignore'"):
+        GradientCheck("ignore")  # type: ignore[arg-type]
