@@ -10,11 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip import AllReduce, Complete, Ring, Topology
+from lightning_decentral.gossip import AllReduce, Complete, Gossip, Ring, Topology
 from tests.tiny import QUIET, Batches, Net, in_processes
 
 STEPS, SIZE = 4, 4
-SAID = "worker 1 is left out of the mean model: its {} holds"
 
 
 class Poison(Callback):
@@ -66,28 +65,19 @@ def assert_mean_of_healthy(folder: Path, found: dict[str, Tensor], sound: list[i
     ("bad", "name", "delay", "topology"),
     [
         (float("nan"), "head.weight", 0, Ring()),
-        (float("inf"), "norm.running_var", 1, Complete()),
-        (1e30, "norm.running_mean", 3, Ring()),
-        (1e30, "head.bias", 1, Ring()),
+        (float("inf"), "norm.running_var", 3, Ring()),
+        (1e30, "head.bias", 1, Complete()),
     ],
     ids=str,
 )
-def test_the_mean_is_that_of_the_healthy(
-    tmp_path: Path, capfd: Any, bad: float, name: str, delay: int, topology: Topology
-) -> None:
+def test_the_mean_is_that_of_the_healthy(tmp_path: Path, bad: float, name: str, delay: int, topology: Topology) -> None:
     options: dict[str, Any] = {"delay": delay, "topology": topology}
     if delay > 1:
-        options["combine"] = slow()
+        options["combine"] = Gossip(rate=0.4)
     in_processes(fit, tmp_path, Poison(tmp_path, bad, name, (1,)), options, seconds=90)
     assert_mean_of_healthy(tmp_path, torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"], [0, 2, 3])
     assert_mean_of_healthy(tmp_path, torch.load(tmp_path / "validated-0.pt"), [0, 2, 3])
     assert int((tmp_path / "left_out").read_text()) >= 2  # the checkpoint's mean and the validation's
-
-
-def slow() -> Any:
-    from lightning_decentral.gossip import Gossip
-
-    return Gossip(rate=0.4)
 
 
 def test_an_island_is_left_out_as_a_whole(tmp_path: Path) -> None:

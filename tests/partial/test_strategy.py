@@ -108,6 +108,23 @@ def test_a_loss_scaler_skips_the_same_step_on_all(tmp_path: Path, mode: Any) -> 
     assert all(bool(torch.isfinite(v).all()) for v in rows[0]["parameters"][-1].values())
 
 
+def test_a_step_with_infinite_gradients_is_skipped_by_all(tmp_path: Path) -> None:
+    options = {"depth": Temporal(warm_up=0), "nonfinite": "skip"}
+    rows = run(tmp_path, Overflow(optimizer="adamw"), options=options, size=3)
+    assert_equal(rows, 4)
+    second, third = rows[0]["parameters"][1:3]
+    assert all(torch.equal(second[name], third[name]) for name in second)
+    last = rows[0]["parameters"][-1]
+    assert all(bool(torch.isfinite(v).all()) for v in last.values())
+    assert not all(torch.equal(third[name], last[name]) for name in last), "training went on"
+
+
+def test_a_step_with_infinite_gradients_stops_all(tmp_path: Path) -> None:
+    """Also worker 0, whose loss was finite and whose error this is."""
+    with pytest.raises(RuntimeError, match="FloatingPointError: the gradients hold NaN or infinity on all workers"):
+        run(tmp_path, Overflow(), options={"depth": Staircase()}, size=3)
+
+
 # ---- against ddp and against one process -----------------------------------------------------------------------------
 
 

@@ -156,6 +156,39 @@ def test_pipelines_average_their_gradients(tmp_path):
     assert found_metrics == pytest.approx(metrics, rel=1e-6)
 
 
+class Overflow(Language):
+    """The loss of the last worker's batches overflows in the second step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        sick = self.trainer.world_size in (1, 2) or self.global_rank >= 2
+        return loss * torch.inf if batch_idx == 1 and sick else loss
+
+
+class LeaveOut(Callback):
+    """No update where a gradient isn't finite."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        if not all(bool(g.isfinite().all()) for g in gradients):
+            optimizer.zero_grad()
+
+
+def test_a_step_with_infinite_gradients_is_skipped_by_all_stages_of_all_pipelines(tmp_path):
+    """Two pipelines of two stages, one with an infinite loss, against two workers of DDP."""
+    options = {"max_steps": 3}
+    wanted, *_ = forked(Overflow(ordered=False), ddp(2), tmp_path / "ddp", callbacks=[LeaveOut()], **options)
+    how = pipeline(4, stages=2, nonfinite="skip")
+    found, *_ = forked(Overflow(ordered=False), how, tmp_path / "pipeline", **options)
+    assert all(bool(t.isfinite().all()) for t in found.values())
+    assert distance(found, wanted) < 1e-8
+
+
+def test_a_step_with_infinite_gradients_stops_all_stages(tmp_path):
+    with pytest.raises(RuntimeError, match="FloatingPointError: the gradients hold NaN or infinity on all workers"):
+        forked(Overflow(), pipeline(2), tmp_path / "pipeline")
+
+
 def evaluated(how):
     """(metrics of validate, of test, predictions)."""
     trainer = Trainer(**{**QUIET, **how})

@@ -13,8 +13,10 @@ PLAIN: Any = SimpleNamespace()
 SCALED: Any = SimpleNamespace(scaler=object())
 
 
-def step(how: NonFinite, bad: float, precision: Any = PLAIN) -> tuple[list[nn.Parameter], dict[Any, Any], GradientCheck]:
-    """One good step and one with a bad element in one gradient; parameters and the optimizer's state."""
+def step(
+    how: NonFinite, bad: float, precision: Any = PLAIN
+) -> tuple[list[nn.Parameter], dict[Any, Any], GradientCheck]:
+    """A good step, then one with a bad element in one gradient; parameters and the optimizer's state."""
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
     optimizer, check = torch.optim.AdamW(parameters, lr=0.1), GradientCheck(how)
     for value in (1.0, bad):
@@ -37,14 +39,14 @@ def test_a_skipped_step_leaves_parameters_and_moments_alone(bad: float) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(parameters, alone, strict=False))
-    assert state[0]["step"] == 1 and wanted_state[0]["step"] == 2
+    assert (state[0]["step"], wanted_state[0]["step"]) == (1, 2)
     assert not torch.equal(parameters[0], wanted[0])
     assert check.skipped == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_stops_with_the_remedies(bad: float) -> None:
-    with pytest.raises(FloatingPointError, match="hold NaN or infinity on all workers: lower .* nonfinite='skip'"):
+    with pytest.raises(FloatingPointError, match=r"hold NaN or infinity on all workers: lower .* nonfinite='skip'"):
         step("stop", bad)
 
 

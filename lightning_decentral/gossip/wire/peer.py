@@ -64,7 +64,8 @@ class PeerExchange(Exchange[PeerMessages]):
     """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
 
     Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
-    message with NaN, infinity or numbers absurd beside the others' is refused: its weight falls to the receiver's own parameters, and it is counted.
+    message with NaN, infinity or numbers absurd beside the others' is refused: its weight falls to the receiver's own
+    parameters, and it is counted.
 
     Args:
         transport: of this exchange alone.

@@ -34,8 +34,8 @@ def real(tensor: Tensor) -> bool:
 def ailing(tensors: Sequence[Tensor], over: Transport, devices: int = 1) -> dict[int, Ailment]:
     """{worker: why its replica is not sound}, the same on all; `compute.health.sound` tensor by tensor.
 
-    Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers without NaN is a
-    mask.
+    Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers
+    without NaN is a mask.
 
     Args:
         devices: of each worker, whose tensors may be shards; ranks follow each other.

@@ -244,6 +244,53 @@ def test_a_message_that_is_not_finite_never_enters_a_healthy_worker(backend: Bac
     assert second[2].startswith("worker 1: its parameters hold NaN or infinity in round 0")
 
 
+@every_backend
+@pytest.mark.filterwarnings("ignore:worker . refused")
+@pytest.mark.parametrize(("build", "size"), [(exchange_of, 2), (exchange_of, 3), (clique_exchange_of, 3)])
+@pytest.mark.parametrize("bad", [1e30, -1e30])
+def test_an_absurd_message_never_enters_a_healthy_worker(backend: Backend, bad: float, build: Any, size: int) -> None:
+    """Peers mix without it, a clique keeps its own; the sender's own error says what it is."""
+    size = min(size, backend.largest_world())
+    first, second, *others = backend.world(size, partial(poisoned, backend, bad, partial(build, topology=Complete())))
+    for x, refused, error in (first, *others):
+        assert float(x.abs().max()) <= size
+        assert (refused, error) == (1, "")
+    assert second[2].startswith("worker 1: its parameters hold numbers over 1e+09 times its neighbours' in round 0")
+
+
+def landed(bad: float, delay: int, build: Any, transport: Transport) -> Tensor:
+    """Worker 1 is absurd in round 1 and stops by itself where it learns that; parameters of the others after it."""
+    exchange = build(transport, torch.device("cpu"), delay=delay)
+    row = Row(torch.full((DIM,), float(transport.rank)))
+    mixer = Mixer([row], Gossip(rate=0.4), exchange, delay)
+    mixer.step()
+    if transport.rank == 1:
+        row.flat[3] = bad
+    mixer.step()
+    for _ in range(delay - 1):
+        mixer.step()
+    mixer.drain()
+    return row.flat
+
+
+@pytest.mark.filterwarnings("ignore:worker . refused")
+@pytest.mark.parametrize("build", [exchange_of, clique_exchange_of])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("bad", [1e30, float("nan")])
+def test_whatever_the_delay_the_others_stay_near_each_other(bad: float, delay: int, build: Any) -> None:
+    def survive(transport: Transport) -> Tensor | None:
+        try:
+            return landed(bad, delay, partial(build, topology=Complete()), transport)
+        except FloatingPointError:
+            return None
+
+    first, second, third = CPU.world(3, survive)
+    assert second is None
+    for x in (first, third):
+        assert x is not None
+        assert float(x.abs().max()) <= 2
+
+
 def leave_or_wait(transport: Transport) -> str:
     """Worker 1 ends at once: its group goes with its frame."""
     mixer = Mixer([Row(torch.zeros(DIM))], Gossip(), exchange_of(transport, torch.device("cpu"), Ring()), 0)

@@ -313,6 +313,17 @@ def test_a_message_that_is_not_finite_never_enters_a_healthy_worker(codec: Codec
     assert second[2].startswith("worker 1: its parameters hold NaN or infinity, or more than")
 
 
+@pytest.mark.filterwarnings("ignore:worker . refused")
+@pytest.mark.parametrize("codec", usable(), ids=str)
+def test_an_absurd_message_never_enters_a_healthy_worker(codec: Codec) -> None:
+    """Nor its estimate of the sender."""
+    first, second, third = CPU.world(3, partial(poisoned, 1e30, codec))
+    for x, refused, error, changed in (first, third):
+        assert float(x.abs().max()) <= 3
+        assert (refused, error, changed) == (1, "", [])
+    assert second[2].startswith("worker 1: its parameters hold")
+
+
 def overflow(transport: Transport) -> str:
     x = torch.full((DIM,), 70_000.0)
     mixer = mixer_of(transport, torch.device("cpu"), Ring(), Float16(), x, 0, Gossip())
