@@ -69,9 +69,7 @@ class GradientCheck(Unchecked):
             for parameter in group["params"]:
                 parameter.grad = None
         self.skipped += 1
-        rank_zero_warn(
-            f"the gradients of a step hold NaN or infinity: no worker updates ({self.skipped} skipped)"
-        )
+        rank_zero_warn(f"the gradients of a step hold NaN or infinity: no worker updates ({self.skipped} skipped)")
 
 
 def _values(gradient: Tensor) -> Tensor:

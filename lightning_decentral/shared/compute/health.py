@@ -1,4 +1,7 @@
-"""Health of workers by the largest number that each holds: NaN, infinity, and what is absurd beside the others."""
+"""Health of workers by the largest number that each holds: NaN, infinity, and what is absurd beside the others.
+
+Short, and by itself: messages, the mean model and gradients are judged by one formula.
+"""
 
 from collections.abc import Sequence
 
