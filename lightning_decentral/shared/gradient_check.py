@@ -1,6 +1,7 @@
 """What happens in a step whose gradients hold NaN or infinity, where all workers take the same updates."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.plugins.precision import Precision
@@ -17,9 +18,9 @@ NonFinite = Literal["stop", "skip"]
 class Unchecked:
     """Gradients are each worker's own affair, or a loss scaler's."""
 
-    def checked(self, precision: Precision, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """The closure, then a judgement of its gradients before the update."""
-        return closure()
+    def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        """The closure, and behind it a judgement of its gradients, before the update."""
+        return closure
 
 
 class GradientCheck(Unchecked):
@@ -41,11 +42,13 @@ class GradientCheck(Unchecked):
         self.skipped = 0
         self._last: AsyncRead | None = None
 
-    def checked(self, precision: Precision, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        output = closure()
+    def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
         # A scaler's first steps overflow, and it skips them by itself.
-        if getattr(precision, "scaler", None) is None:
-            self._judge(optimizer)
+        return closure if getattr(precision, "scaler", None) else partial(self._judged, closure, optimizer)
+
+    def _judged(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        output = closure()
+        self._judge(optimizer)
         return output
 
     def _judge(self, optimizer: Optimizer) -> None:

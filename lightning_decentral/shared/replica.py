@@ -15,7 +15,7 @@ from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, Wh
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import local, refuse_sharded
 from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, refuse_nobody
-from lightning_decentral.shared.wire.mean import floating, mean
+from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
 from lightning_decentral.shared.workers import WorkersStrategy
 
 Evaluate = Literal["mean", "own"]
@@ -33,6 +33,7 @@ class ReplicaStrategy(WorkersStrategy):
 
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)
+        self.mean_model = MeanModel(self.mean_of_sound)
         self.left_out = 0  # workers, once for each mean that was taken without them
         self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
 

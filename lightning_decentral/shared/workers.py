@@ -7,7 +7,6 @@ What is common to all is in parts: `SameSettings` (agreeing before they train), 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,6 +44,7 @@ class WorkersStrategy(DDPStrategy):
     """
 
     checkpoints: Checkpoints
+    gradient_check = Unchecked()
     own: ClassVar[Sequence[str]] = ()
 
     def __init__(self, *, sigterm_every: int = 10, timeout: timedelta | None = default_pg_timeout, **ddp: Any) -> None:
@@ -55,10 +55,9 @@ class WorkersStrategy(DDPStrategy):
         self._sigterm_every = sigterm_every
         self.wire: Wire | None = None
         self._together = Uncoordinated()
-        self.gradient_check = Unchecked()
         self._fits = 0
         self._same = SameSettings(self)
-        self.mean_model = MeanModel(self.mean_of_sound)  # a method: a spawned process gets the strategy pickled
+        self.mean_model = MeanModel(self.mean_of)  # a method: a spawned process gets the strategy pickled
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
@@ -106,10 +105,6 @@ class WorkersStrategy(DDPStrategy):
     @abstractmethod
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The exact mean over the workers; all must call it."""
-
-    def mean_of_sound(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The mean over the workers that hold nothing absurd: what is shown, saved and handed back. Collective."""
-        return self.mean_of(tensors)
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -189,16 +184,10 @@ class WorkersStrategy(DDPStrategy):
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
         with self._together.updating:
-            checked = partial(self.gradient_check.checked, self.precision_plugin, optimizer, closure)
+            checked = self.gradient_check.after(closure, optimizer, self.precision_plugin)
             output = super().optimizer_step(optimizer, checked, model, **kwargs)
         if self.wire is not None:
             self.mean_model.apart = self.drifts  # not before: up to the first update all are equal

@@ -24,7 +24,7 @@ def step(
         def closure(value: float = value) -> None:
             parameters[0].grad, parameters[1].grad = torch.ones(3), torch.tensor([1.0, value])
 
-        optimizer.step(lambda closure=closure: check.checked(precision, optimizer, closure))
+        optimizer.step(check.after(closure, optimizer, precision))
     return parameters, optimizer.state_dict()["state"], check
 
 
