@@ -55,8 +55,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         cost_cache: folder that keeps measured stage costs for later runs; by default every run measures its own.
         activations: `Keep()` them, or `Recompute()` them at the backward.
         boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
-        replicas: what equal stages of several pipelines do together: `AverageGradients()`, or
-            `gossip.GossipReplicas()` of parameters.
+        replicas: of equal stages of several pipelines: `AverageGradients()`, or `gossip.GossipReplicas()` of parameters.
         nonfinite: a step whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without an update.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
@@ -91,11 +90,9 @@ class TokenPipelineStrategy(WorkersStrategy):
         if microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {microbatches}: 1 doesn't split the batch")
         self.stages = stages
-        self.slicing = slicing
+        self.slicing, self.microbatches, self.cost_cache = slicing, microbatches, cost_cache
         self.schedule = schedule or OneForwardOneBackward()
         self.partition = partition or Even()
-        self.microbatches = microbatches
-        self.cost_cache = cost_cache
         self.activations = activations or Keep()
         self.boundary = boundary or ExactActivations()
         self.replicas = replicas or AverageGradients()
