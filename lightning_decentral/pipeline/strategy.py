@@ -55,7 +55,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         cost_cache: folder that keeps measured stage costs for later runs; by default every run measures its own.
         activations: `Keep()` them, or `Recompute()` them at the backward.
         boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
-        replicas: of equal stages of several pipelines: `AverageGradients()`, or `gossip.GossipReplicas()` of parameters.
+        replicas: of equal stages of the pipelines: `AverageGradients()`, or `gossip.GossipReplicas()` of parameters.
         nonfinite: a step whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without an update.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
 
