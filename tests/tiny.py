@@ -89,7 +89,7 @@ def in_processes(function: Callable[..., Any], *args: Any, seconds: float = 60.0
     forking.prepare()
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder) / "result", Path(folder) / "output"
-        process = multiprocessing.get_context("fork").Process(target=_child, args=(function, args, result, output))
+        process = multiprocessing.get_context("fork").Process(target=child, args=(function, args, result, output))
         process.start()
         process.join(seconds)
         late = process.is_alive()
@@ -110,7 +110,8 @@ def _print_warning(message: Any, category: Any, filename: str, lineno: int, file
     sys.stderr.write(f"{category.__name__}: {message}\n")
 
 
-def _child(function: Callable[..., Any], args: tuple[Any, ...], result: Path, output: Path) -> None:
+def child(function: Callable[..., Any], args: tuple[Any, ...], result: Path, output: Path) -> None:
+    """What `function` returns or raises, pickled into `result`; what it prints is in `output`."""
     os.setsid()  # a group of its own, for the kill
     gc.freeze()  # a collection would touch, and so copy, every page that the fork shares with the tests
     with output.open("wb") as stream:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
+from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
@@ -32,8 +34,8 @@ class CompressedStrategy(ReplicaStrategy):
         codec: of the gradients. `Int8()`, the default, sends a quarter of the bytes; `Plain()` is `ddp` itself.
         bucket_bytes: gradients that travel together, at most, unless one parameter has more; by default an eighth of
             the model, 2 to 256 MiB: the codes of the last bucket can't hide behind the backward.
-        sigterm_every: steps between two looks whether some worker got a SIGTERM.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
+        timeout: how long a worker waits for another, anywhere, before it ends.
+        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
         ValueError: for an unknown option, a codec of differences, or no bytes in a bucket.
@@ -48,10 +50,10 @@ class CompressedStrategy(ReplicaStrategy):
         *,
         codec: Codec | None = None,
         bucket_bytes: int | None = None,
-        sigterm_every: int = 10,
+        timeout: timedelta = TIMEOUT,
         **ddp: Any,
     ) -> None:
-        super().__init__(sigterm_every=sigterm_every, **ddp)
+        super().__init__(timeout=timeout, **ddp)
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
         self.codec = codec or Int8()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Wire
@@ -52,10 +54,10 @@ class GossipStrategy(ReplicaStrategy):
             k serves slow links and stragglers. Delayed mixing is stable only for small rates
             (`largest_stable_rate`); `Every(k, topology)` with delay k keeps one message in flight: always stable.
         evaluate: "mean" validates and tests the mean of the workers, "own" each worker's model.
-        sigterm_every: rounds between two looks whether some worker got a SIGTERM.
+        timeout: how long a worker waits for another, anywhere, before it ends.
         bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
+        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
         ValueError: here for an unknown option, a negative delay or a codec that must be wrapped; at set-up, before any
@@ -77,11 +79,11 @@ class GossipStrategy(ReplicaStrategy):
         island: Island | None = None,
         delay: int = 1,
         evaluate: Evaluate = "mean",
-        sigterm_every: int = 10,
+        timeout: timedelta = TIMEOUT,
         bucket_bytes: int | None = None,
         **ddp: Any,
     ) -> None:
-        super().__init__(sigterm_every=sigterm_every, **ddp)
+        super().__init__(timeout=timeout, **ddp)
         if delay < 0:
             raise ValueError(f"delay must be at least 0, got {delay}: 0 blocks, 1 overlaps, k lands k updates later")
         if bucket_bytes is not None and bucket_bytes <= 0:

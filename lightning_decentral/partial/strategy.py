@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
+from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
@@ -42,8 +44,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
         bucket_bytes: gradients that travel together, at most; by default an eighth of the model, 2 to 256 MiB.
         nonfinite: what a step does whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without
             an update, on all workers alike. In half precision the loss scaler skips.
-        sigterm_every: steps between two looks whether some worker got a SIGTERM.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
+        timeout: how long a worker waits for another, anywhere, before it ends.
+        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
         ValueError: here for an unknown option or impossible cuts; at set-up for SyncBatchNorm, manual optimization,
@@ -63,10 +65,10 @@ class PartialBackpropStrategy(ReplicaStrategy):
         absent: Absent | None = None,
         bucket_bytes: int | None = None,
         nonfinite: NonFinite = "stop",
-        sigterm_every: int = 10,
+        timeout: timedelta = TIMEOUT,
         **ddp: Any,
     ) -> None:
-        super().__init__(sigterm_every=sigterm_every, **ddp)
+        super().__init__(timeout=timeout, **ddp)
         check_wish(cuts)
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")

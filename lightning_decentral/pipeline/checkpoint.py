@@ -47,6 +47,8 @@ class StageWorker(Worker, Protocol):
     optimizers: list[Optimizer]
     wire: Wire | None
 
+    def join_groups(self) -> Wire | None: ...
+
     @property
     def num_stages(self) -> int: ...
     @property
@@ -81,7 +83,7 @@ class PipelineCheckpoints(Checkpoints):
         apart = self._mean_model.apart and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
         mine = self._part(self._of_mean(checkpoint), self.layout)
-        wire = self._stage.wire
+        wire = self._stage.join_groups()  # again, after the fit
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
         first = self._worker.is_global_zero
         mark = self._saving.mark(identity if apart else "", path)

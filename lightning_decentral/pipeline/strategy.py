@@ -57,7 +57,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         boundary: of hidden states and their gradients on the wire; anything but `ExactActivations()` isn't exact.
         replicas: of equal stages of the pipelines: `AverageGradients()`, or `gossip.GossipReplicas()` of parameters.
         nonfinite: a step whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without an update.
-        **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, timeout, ...).
+        **ddp: what Lightning's DDPStrategy itself takes (start_method, ...), and `timeout`.
 
     Raises:
         ValueError: here for unknown options and numbers below 1; at set-up where the number of workers isn't a multiple
@@ -169,7 +169,7 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     def place(self, fitting: bool) -> None:
         module = self._module
-        wire = self._connect()
+        wire = self.join_groups()
         if wire is not None:
             self._groups = self._groups or StageGroups(wire, self.layout)
             check_same_model(module, wire.roll)
@@ -275,7 +275,7 @@ class TokenPipelineStrategy(WorkersStrategy):
             for parameter in self._module.parameters():
                 parameter.grad = None
             self._stage.holdings.give_back(self.root_device)
-        self._stage, self._norm = None, None
+        self._stage, self._norm, self._groups = None, None, None
 
     # ---- what users watch -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Stopping together and ending epochs together (SIGTERM, unequal batches) though no step waits for all workers.
+"""Stopping and ending epochs together (SIGTERM, Ctrl-C, unequal batches) though no step waits for all workers.
 
 Where Lightning's own loops would make the workers wait for each other, or leave one behind, their methods are replaced
 on the instance for the time of one fit (`LoopPatches`). A version of Lightning without such a method gets a warning
@@ -7,16 +7,20 @@ that says what is lost.
 
 import functools
 import signal
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.wire.agreement import RollCall, StopFlag
+from lightning_decentral.shared.wire.agreement import RollCall
+from lightning_decentral.shared.wire.notices import Presence
+from lightning_decentral.shared.wire.pending import Naming
+from lightning_decentral.shared.wire.stopping import StopAgreement
 from lightning_decentral.shared.wire.transport import Wire
 
 Result = TypeVar("Result")
@@ -63,11 +67,12 @@ class Uncoordinated:
 
 
 class Coordination(Uncoordinated):
-    """One fit's stop flag, roll call and patched loops.
+    """One fit's stop agreement, roll call and patched loops.
 
     Args:
         of: whose rounds they are.
-        sigterm_every: rounds between two looks whether some worker got a SIGTERM (read one interval later).
+        stop: of this fit.
+        presence: whose thread looks after it.
         forward_signal: hands a signal on to the processes that this one started.
         name: of this fit, another one for each.
     """
@@ -79,17 +84,19 @@ class Coordination(Uncoordinated):
         optimizers: Sequence[Optimizer],
         of: Rounds,
         *,
-        sigterm_every: int,
+        stop: StopAgreement,
+        presence: Presence,
         forward_signal: Callable[[int], None],
         name: str,
     ) -> None:
         self._of, self._met, self._open = of, 0, True
-        self._stop = StopFlag(wire.flags, sigterm_every)
+        self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
         self.waiting = self._roll = RollCall(
-            wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name
+            wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
         self.updating = self._steps = StepWatch(optimizers)
-        self._loops = LoopPatches(trainer, self._stop, self._roll, forward_signal)
+        self._loops = LoopPatches(trainer, stop, self._roll, forward_signal)
+        presence.listen(stop.look)
 
     @property
     def agreed(self) -> bool:
@@ -99,7 +106,7 @@ class Coordination(Uncoordinated):
         if not self._open:
             return call()  # the fit has ended: nobody answers a roll call
         self._met += 1
-        with self._roll:
+        with self._roll, Naming("the others", self._rank):
             return call()
 
     def tick(self) -> None:
@@ -114,6 +121,7 @@ class Coordination(Uncoordinated):
         """Lightning's own methods again. `agreed` stays: how the fit ended decides who may still meet."""
         if self._open:
             self._open = False
+            self._presence.forget(self._stop.look)
             self._roll.close()
             self._loops.restore()
             self._steps.close()
@@ -127,14 +135,16 @@ LOST = {
 
 
 class LoopPatches:
-    """Puts a flag that nobody waits for in place of Lightning's broadcast from worker 0 before every batch, makes a
-    SIGTERM raise that flag, and calls the roll where an epoch ends.
+    """Puts an agreement that nobody waits for in place of Lightning's broadcast from worker 0 before every batch, has a
+    SIGTERM or a first Ctrl-C ask for it, and calls the roll where an epoch ends.
 
     Args:
         forward_signal: hands a signal on to the processes that this one started.
     """
 
-    def __init__(self, trainer: Trainer, stop: StopFlag, roll: RollCall, forward_signal: Callable[[int], None]) -> None:
+    def __init__(
+        self, trainer: Trainer, stop: StopAgreement, roll: RollCall, forward_signal: Callable[[int], None]
+    ) -> None:
         self._trainer, self._stop, self._roll, self._forward = trainer, stop, roll, forward_signal
         self._undo: list[Callable[[], None]] = []
         self._epoch_ended = False
@@ -143,6 +153,9 @@ class LoopPatches:
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         self._replace(loop, "on_advance_end", self._end_batch)
         self._replace(trainer.fit_loop, "on_advance_end", self._end_epoch)
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGINT, self._on_interrupt)
+            self._undo.append(lambda: self._hand_back(before))
 
     def restore(self) -> None:
         for undo in self._undo:
@@ -157,15 +170,29 @@ class LoopPatches:
         setattr(owner, name, functools.partial(by, inner))
         self._undo.append(lambda: delattr(owner, name))
 
+    def _hand_back(self, before: Any) -> None:
+        if signal.getsignal(signal.SIGINT) == self._on_interrupt:  # else somebody else's: Lightning's, after a Ctrl-C
+            signal.signal(signal.SIGINT, before)
+
     def _stop_if_agreed(self, _: object) -> None:
-        if self._stop.agreed:
-            self._trainer._signal_connector.received_sigterm = True
-            raise SIGTERMException(128 + signal.SIGTERM)  # with 0, a launcher that forked would wait for a result
+        if not self._stop.agreed:
+            return
+        self._stop.left()
+        if self._stop.signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException(128 + signal.SIGTERM)  # with 0, a launcher that forked would wait for a result
 
     def _on_sigterm(self, _: object, signum: int, __: object) -> None:
         if not self._stop.raised:
             self._forward(signum)
-        self._stop.raised = True
+        self._stop.ask(signum)
+
+    def _on_interrupt(self, signum: int, frame: object) -> None:
+        if self._stop.raised == signum:
+            signal.default_int_handler(signum, None)  # asked twice: this worker stops at once, wherever it is
+        self._stop.ask(signum)
+        rank_zero_info("all workers stop after the same step; another Ctrl-C stops this process at once")
 
     def _end_batch(self, inner: Callable[[object], None], fetcher: object) -> None:
         if self._ends():
@@ -187,6 +214,7 @@ class LoopPatches:
     def _call_roll(self) -> None:
         if not self._epoch_ended:
             self._roll.end_epoch()
+            self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
             self._trainer.should_stop = self._roll.anyone(self._trainer.should_stop)
         self._epoch_ended = True
 

@@ -62,7 +62,7 @@ class ReplicaStrategy(WorkersStrategy):
 
     def place(self, fitting: bool) -> None:
         self.model_to_device()
-        self._connect()
+        self.join_groups()
         self._equalize(fitting)
         self.arrange()
 
@@ -103,8 +103,9 @@ class ReplicaStrategy(WorkersStrategy):
         return floating([self._module, *copies])
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        assert self.wire is not None
-        world, share = self.wire.world, self.share()
+        wire = self.join_groups()  # again, where a checkpoint is saved after the fit
+        assert wire is not None
+        world, share = wire.world, self.share()
         return self._together.meet(lambda: mean(tensors, world, share))
 
     def mean_of_sound(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,43 +1,34 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
 What is common to all is in parts: `SameSettings` (agreeing before they train), `MeanModel` (workers that drift apart),
-`Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together).
+`Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together), `Attendance` (who is there).
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint import Checkpoints
-from lightning_decentral.shared.coordination import Coordination, Uncoordinated
+from lightning_decentral.shared.coordination import Coordination
 from lightning_decentral.shared.gradient_check import Unchecked
-from lightning_decentral.shared.registration import refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.meeting import MeetingStrategy
+from lightning_decentral.shared.registration import refuse_sync_batch_norm
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
-from lightning_decentral.shared.wire.objects import broadcast_world, gather_world
-from lightning_decentral.shared.wire.transport import Wire, connect, connected
+from lightning_decentral.shared.wire.transport import Wire
 
 
-class WorkersStrategy(DDPStrategy):
+class WorkersStrategy(MeetingStrategy):
     """Workers that run Lightning's loops side by side and meet where their method says.
 
-    Args:
-        sigterm_every: rounds between two looks whether some worker got a SIGTERM (read one interval later).
-        **ddp: what DDPStrategy itself takes: cluster_environment, process_group_backend, start_method, ...
-
     Attributes:
-        wire: the groups that every method needs; None before set-up, and for a single worker.
         mean_model: the mean of workers that drift apart.
         checkpoints: how this method saves and resumes; the constructor of a subclass sets it.
         own: what may differ between workers: names of arguments, `parameters of the optimizers`.
@@ -47,14 +38,8 @@ class WorkersStrategy(DDPStrategy):
     gradient_check = Unchecked()
     own: ClassVar[Sequence[str]] = ()
 
-    def __init__(self, *, sigterm_every: int = 10, timeout: timedelta | None = default_pg_timeout, **ddp: Any) -> None:
-        refuse_unknown(type(self), ddp)
-        super().__init__(timeout=timeout, **ddp)
-        if sigterm_every < 1:
-            raise ValueError(f"sigterm_every must be at least 1, got {sigterm_every}: 10 is usual")
-        self._sigterm_every = sigterm_every
-        self.wire: Wire | None = None
-        self._together = Uncoordinated()
+    def __init__(self, **workers: Any) -> None:
+        super().__init__(**workers)
         self._fits = 0
         self._same = SameSettings(self)
         self.mean_model = MeanModel(self.mean_of)  # a method: a spawned process gets the strategy pickled
@@ -138,6 +123,7 @@ class WorkersStrategy(DDPStrategy):
             self.prepare(self.wire)
             self.checkpoints.resume()
             self._coordinate(trainer)
+        self._attendance.ready = True
 
     def convert(self, module: nn.Module) -> nn.Module:
         return self.precision_plugin.convert_module(module)
@@ -145,42 +131,21 @@ class WorkersStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """No wrapper."""
 
-    def _connect(self) -> Wire | None:
-        """The groups that every method needs, made once; None for a single worker."""
-        if self.wire is None and connected():
-            self.wire = connect(self.root_device, self._timeout)
-        return self.wire
-
     def _coordinate(self, trainer: Trainer) -> None:
         if self.wire is None:
             return
+        stop, presence = self._attendance.stop(self._patience)
         self._together = Coordination(
             self.wire,
             trainer,
             self.optimizers,
             self,
-            sigterm_every=self._sigterm_every,
+            stop=stop,
+            presence=presence,
             forward_signal=self._forward_signal,
             name=f"fit-{self._fits}",  # the store still has what earlier fits wrote
         )
         self._fits += 1
-
-    def _meet(self, call: Callable[[], Any]) -> Any:
-        """Run what waits for other workers; for parts that are made before the fit's coordination."""
-        return self._together.meet(call)
-
-    def _forward_signal(self, signum: int) -> None:
-        if self.launcher is not None:
-            self.launcher.kill(signum)
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _trainer(self) -> Any:
-        return self._module.trainer
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -196,33 +161,6 @@ class WorkersStrategy(DDPStrategy):
                 if optimizer is self.optimizers[0]:  # once a round, however many optimizers there are
                     self._together.tick()
         return output
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self.alone:
-            self._together.meet(lambda: super(WorkersStrategy, self).barrier(*args, **kwargs))
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._together.meet(lambda: broadcast_world(obj, src))
-
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        return self._together.meet(lambda: super(WorkersStrategy, self).reduce(tensor, group, reduce_op))
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._together.meet(lambda: gather_world(value))
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """[size, ...]: every worker's tensor."""
-        if self.wire is None or sync_grads or group is not None:
-            return self._together.meet(lambda: super(WorkersStrategy, self).all_gather(tensor, group, sync_grads))
-        pending, rows = self.wire.world.all_gather(tensor.detach().contiguous())
-        self._together.meet(pending.wait)
-        return torch.stack(rows)
-
-    @property
-    def alone(self) -> bool:
-        """An exception has taken this worker off the others' path: nothing collective may be called any more."""
-        trainer = self._module._trainer if self.lightning_module is not None else None
-        return trainer is not None and trainer.interrupted and not self._together.agreed and connected()
 
     # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
 
@@ -262,7 +200,11 @@ class WorkersStrategy(DDPStrategy):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        between, self._attendance.saving = self.wire is None, True
         self.checkpoints.save(checkpoint, filepath, storage_options)
+        self._attendance.saving = False  # after an error it stays: that is where this worker ends
+        if between:  # two fits, or after the last: groups made for this checkpoint alone
+            self._disconnect(self.alone)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self.checkpoints.remove(filepath)
@@ -286,10 +228,13 @@ class WorkersStrategy(DDPStrategy):
         self.checkpoints.start()
 
     def teardown(self) -> None:
+        alone = self.alone
         self._together.close()
         self.mean_model.forget()
         self.release()
+        self._disconnect(alone)
         super().teardown()
+        self._attendance.close(alone)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

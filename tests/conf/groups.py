@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ def nodes(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
     """What a call takes by name; where it passes on **kwargs, also what the classes it inherits from take."""
+    if target is timedelta:  # written in C, without a signature
+        words = ("days", "seconds", "minutes", "hours")
+        return {word: inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=0) for word in words}
     found: dict[str, inspect.Parameter] = {}
     for owner in target.__mro__ if inspect.isclass(target) else (target,):
         call = vars(owner).get("__init__") if inspect.isclass(target) else owner

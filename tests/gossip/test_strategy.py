@@ -1,5 +1,6 @@
 """`Trainer(strategy=GossipStrategy(...))` equals the simulation for every topology; bad options are refused."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ class Sieve(Weights):
         (4, {"topology": OnePeerExponential(), "combine": ExactDiffusion()}, "needs a symmetric mixing matrix"),
         (4, {"delay": -1}, "delay must be at least 0, got -1"),
         (2, {"evaluate": "best"}, "evaluate must be 'mean' or 'own', got 'best'"),
-        (2, {"sigterm_every": 0}, "sigterm_every must be at least 1, got 0"),
+        (2, {"timeout": timedelta(0)}, "timeout must be positive, got 0:00:00"),
         (2, {"dely": 2}, "GossipStrategy has no option 'dely' .* it has .*, delay, "),
         (2, {"find_unused_parameters": True}, "no option 'find_unused_parameters' .there is no DDP wrapper"),
         (6, {"topology": Hypercube()}, "Hypercube needs a power of two.*got 6"),

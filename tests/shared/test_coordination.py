@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_decentral.shared import coordination as module
 from lightning_decentral.shared.coordination import Coordination, Uncoordinated
+from lightning_decentral.shared.wire.pending import PeerLost
 
 
 class Party:
@@ -27,18 +28,26 @@ class Party:
         self.taken[index] += 1
 
 
-class Flags:
-    """Sums flags of this worker and of another, which raises its own from the start or never."""
+class Stop:
+    """Where all stop, known beforehand."""
 
-    rank = 0
+    signum, raised = 15, 0
 
-    def __init__(self, other: int) -> None:
-        self.other, self.sums = other, 0
+    def __init__(self, after: int = 99) -> None:
+        self.after, self.rounds = after, 0
 
-    def all_reduce(self, votes: torch.Tensor) -> Any:
-        self.sums += 1
-        votes += self.other
-        return SimpleNamespace(wait=lambda: None)
+    @property
+    def agreed(self) -> bool:
+        return self.rounds >= self.after
+
+    def tick(self) -> None:
+        self.rounds += 1
+
+    def look(self) -> bool:
+        return False
+
+    def left_after(self) -> None:
+        return None
 
 
 @pytest.fixture
@@ -49,42 +58,42 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def fit(party: Party, flags: Flags, optimizers: Any = ()) -> Coordination:
+def fit(party: Party, stop: Any, optimizers: Any = ()) -> Coordination:
     store = SimpleNamespace(check=lambda keys: False, set=lambda key, value: None)
-    wire: Any = SimpleNamespace(flags=flags, roll=SimpleNamespace(rank=0), store=store)
+    wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store)
     trainer: Any = SimpleNamespace()
-    return Coordination(wire, trainer, optimizers, party, sigterm_every=2, forward_signal=lambda _: None, name="fit-0")
+    presence: Any = SimpleNamespace(listen=lambda _: None, forget=lambda _: None)
+    settings: Any = {"stop": stop, "presence": presence, "forward_signal": lambda _: None, "name": "fit-0"}
+    return Coordination(wire, trainer, optimizers, party, **settings)
 
 
-def test_a_signal_at_another_worker_is_agreed_on_one_interval_later(loops: list[str]) -> None:
-    flags = Flags(other=1)
-    together = fit(Party(), flags)
+def test_all_have_agreed_where_they_stop_and_not_before(loops: list[str]) -> None:
+    together = fit(Party(), Stop(after=2))
     seen = []
     for _ in range(3):
         together.tick()
         seen.append(together.agreed)
     together.close()
-    assert seen == [False, False, True]
-    assert flags.sums == 2  # once in two rounds
+    assert seen == [False, True, True]
 
 
-def test_rounds_taken_for_others_count_for_the_flag_too(loops: list[str]) -> None:
-    party, flags = Party(), Flags(other=0)
-    together = fit(party, flags)
+def test_rounds_taken_for_others_count_for_the_stop_too(loops: list[str]) -> None:
+    party, stop = Party(), Stop()
+    together = fit(party, stop)
     together._take_part(0)
     together.close()
-    assert (party.taken, flags.sums) == ([4], 1)
+    assert (party.taken, stop.rounds) == ([4], 1)
 
 
 def test_collective_calls_are_counted_while_the_fit_lasts(loops: list[str]) -> None:
-    together = fit(Party(), Flags(other=0))
+    together = fit(Party(), Stop())
     assert [together.meet(lambda: 7), together._met] == [7, 1]
     together.close()
     assert [together.meet(lambda: 8), together._met] == [8, 1]
 
 
 def test_closing_twice_is_closing_once_and_who_agreed_has_agreed(loops: list[str]) -> None:
-    together = fit(Party(), Flags(other=1))
+    together = fit(Party(), Stop(after=2))
     for _ in range(3):
         together.tick()
     together.close()
@@ -97,7 +106,7 @@ def test_an_optimizer_that_steps_past_the_strategy_is_refused(loops: list[str]) 
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    together = fit(Party(), Flags(other=0), [optimizer])
+    together = fit(Party(), Stop(), [optimizer])
     with together.updating:
         optimizer.step()
     with pytest.raises(RuntimeError, match="stepped past the strategy"):
@@ -112,3 +121,14 @@ def test_a_single_worker_waits_for_nobody() -> None:
         alone.tick()
     assert alone.meet(lambda: 3) == 3
     assert not alone.agreed
+
+
+def test_lost_connections_in_collective_calls_are_named(loops: list[str]) -> None:
+    together = fit(Party(), Stop())
+
+    def call() -> None:
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:58553")
+
+    with pytest.raises(PeerLost, match="worker 0 lost the others"):
+        together.meet(call)
+    together.close()

@@ -88,7 +88,7 @@ PLANS: list[tuple[Callable[..., Any], Plan, Plan, str]] = [
     (GossipStrategy, {}, {"combine": PushSum()}, "combine=PushSum"),
     (GossipStrategy, {}, {"combine": Gossip(rate=0.5)}, "combine.rate=0.5"),
     (GossipStrategy, {}, {"evaluate": "own"}, "evaluate='own'"),
-    (GossipStrategy, {}, {"sigterm_every": 5}, "sigterm_every=5"),
+    (GossipStrategy, {}, {"timeout": timedelta(seconds=90)}, "timeout="),
     (GossipStrategy, {}, {"bucket_bytes": 1 << 20}, "bucket_bytes=1048576"),
     (GossipStrategy, {}, {"island": AllReduce(2)}, "island=AllReduce"),
     (GossipStrategy, {"island": AllReduce(2)}, {"island": FullyShard(2)}, "island=FullyShard"),

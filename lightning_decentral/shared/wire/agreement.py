@@ -1,4 +1,4 @@
-"""Agreement of all workers: equal models at the start, a stop flag (SIGTERM), a roll call at an epoch's end."""
+"""Agreement of all workers: equal models at the start, a roll call at an epoch's end."""
 
 import threading
 import time
@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 PATIENCE_SECONDS = 1.0
@@ -52,30 +51,6 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport) -> Non
         tensor.detach().copy_(values)
 
 
-class StopFlag:
-    """A signal that reached one worker stops all of them after the same step, and nobody waits for it.
-
-    Every `every` rounds the workers start to sum their flags; the sum is read `every` rounds later.
-    """
-
-    def __init__(self, over: Transport, every: int) -> None:
-        self.raised = False
-        self.agreed = False
-        self._over, self._every = over, every
-        self._tick = 0
-        self._sum: tuple[Pending, torch.Tensor] | None = None
-
-    def tick(self) -> None:
-        """Once per round, on every worker."""
-        if self._tick % self._every == 0:
-            if self._sum is not None:
-                self._sum[0].wait()  # only for a worker that is more than `every` rounds behind
-                self.agreed |= bool(self._sum[1])
-            votes = torch.tensor([int(self.raised)])
-            self._sum = self._over.all_reduce(votes), votes
-        self._tick += 1
-
-
 class RollCall:
     """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
 
@@ -89,6 +64,7 @@ class RollCall:
         take_part: runs one more round of the optimizer with that index, without an update.
         met: how many collective calls of Lightning this worker has entered.
         name: of this roll call in the store, another one for each fit.
+        left_after: the round after which others have stopped, who won't come to the end of this epoch.
     """
 
     def __init__(
@@ -100,10 +76,11 @@ class RollCall:
         take_part: Callable[[int], None],
         met: Callable[[], int],
         name: str,
+        left_after: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._over, self._store = over, store
         self._rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
-        self._name, self._number = name, 0
+        self._name, self._number, self._left_after = name, 0, left_after
         self._alert = False
         self._waiting_since: float | None = None
         self._closed = threading.Event()
@@ -141,7 +118,7 @@ class RollCall:
         return f"{self._name}/{what}/{self._number}"
 
     def end_epoch(self) -> None:
-        """Return when every worker has ended its epoch and all have taken the same number of rounds.
+        """Return when every worker has ended its epoch, or stopped, and all have taken the same number of rounds.
 
         Raises:
             RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
@@ -152,6 +129,9 @@ class RollCall:
         gathering, rows = self._over.all_gather(torch.tensor(mine))
         pause = 0.001
         while not gathering.done():
+            if (stop := self._left_after()) is not None:
+                self._catch_up([stop] * len(mine))
+                return
             pause = 0.001 if self._answer() else min(2 * pause, 0.05)
             time.sleep(pause)
         gathering.wait()

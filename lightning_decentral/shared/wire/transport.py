@@ -5,9 +5,10 @@ Gloo and NCCL want peers addressed differently; whoever holds a `Transport` sees
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
+
+_stores: Any = dist  # whose types leave them out
+Call = Callable[[], None]
 
 
 class Message(NamedTuple):
@@ -40,6 +44,11 @@ class Transport(ABC):
         self.rank: int = group.rank()
         self.size: int = group.size()
 
+    def close(self) -> None:
+        """Destroy the group, whoever still holds this transport."""
+        dist.destroy_process_group(self.group)
+        self.group = None
+
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         """Start all transfers of a round; both sides list the messages of a pair in the same order.
@@ -50,24 +59,24 @@ class Transport(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """tensor <- sum over workers of tensor, in place."""
-        return Work(self.group.allreduce([tensor]), "all workers", self.rank)
+        return Work(self.group.allreduce([tensor]), "the others", self.rank)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards isn't said."""
-        return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "all workers", self.rank)
+        return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "the others", self.rank)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         """One tensor from every worker, in order of rank, valid after the wait."""
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        return Work(self.group.allgather([rows], [tensor]), "all workers", self.rank), rows
+        return Work(self.group.allgather([rows], [tensor]), "the others", self.rank), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         """whole <- the parts of all workers, one behind the other in order of rank."""
-        return Work(self.group._allgather_base(whole, part), "all workers", self.rank)
+        return Work(self.group._allgather_base(whole, part), "the others", self.rank)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
         """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
-        return Work(self.group._reduce_scatter_base(part, whole), "all workers", self.rank)
+        return Work(self.group._reduce_scatter_base(part, whole), "the others", self.rank)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
@@ -115,6 +124,10 @@ class StagedTransport(Transport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group)
         self._inner = inner
+
+    def close(self) -> None:
+        self._inner.close()
+        self.group = None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         # The host waits for every copy from the device: the inner transport reads it at once.
@@ -188,7 +201,7 @@ class Wire:
     world: Transport
     """Means over all workers."""
     flags: Transport
-    """The flag that stops a run; CPU tensors."""
+    """What few numbers are agreed on beside the rounds; CPU tensors."""
     roll: Transport
     """The roll call at the end of an epoch; CPU tensors."""
     store: Any
@@ -197,34 +210,66 @@ class Wire:
     """A new group of these workers (None: all) for gossip; None on those outside. Collective: every worker calls it."""
     hosts: Callable[[Sequence[int] | None], Transport | None]
     """The same for CPU tensors, by gloo."""
+    close: Call
+    """Give back the groups, their threads and connections. On every worker, with nothing under way."""
 
 
-def connect(device: torch.device, timeout: timedelta | None, backend: str | None = None) -> Wire:
+def connect(
+    device: torch.device, timeout: timedelta | None, backend: str | None = None, await_all: Call = lambda: None
+) -> Wire:
     """New groups over the initialized world. Every worker must call it at the same point.
 
     Args:
         backend: of the groups for tensors on `device`; None: the world's.
+        await_all: before each group: making one is a call that only its timeout ends where a worker doesn't come.
     """
     settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    made_here: list[Transport] = []
 
-    def group(ranks: Sequence[int] | None) -> Transport | None:
-        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, **settings)
+    def new(ranks: Sequence[int] | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
+        await_all()
+        made = dist.new_group(None if ranks is None else list(ranks), backend=by, **settings)
         if made is dist.GroupMember.NON_GROUP_MEMBER:
             return None
-        new = transport(made, device)
-        new.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
-        return new
+        made_here.append(own := over(made))
+        return own
 
-    def hosts(ranks: Sequence[int] | None) -> Transport | None:
-        made = dist.new_group(None if ranks is None else list(ranks), backend="gloo", **settings)
-        return None if made is dist.GroupMember.NON_GROUP_MEMBER else GlooTransport(made)
+    def group(ranks: Sequence[int] | None) -> Transport | None:
+        made = new(ranks, backend, lambda group: transport(group, device))
+        if made is not None:
+            made.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
+        return made
+
+    def close() -> None:
+        while made_here:
+            made_here.pop().close()
 
     # A group orders its calls: what may happen in another order on another worker has another group.
+    hosts = partial(new, by="gloo", over=GlooTransport)
     world, flags, roll = group(None), hosts(None), hosts(None)
     assert world is not None
     assert flags is not None
     assert roll is not None
-    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts)
+    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts, close)
+
+
+def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:
+    """The key-value store at this place; this process has it where it gives the descriptor of a listening socket."""
+    serves = {} if listening is None else {"is_master": True, "master_listen_fd": listening}
+    return _stores.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **serves)
+
+
+def prefixed(store: Any, name: str) -> Any:
+    """The same store, whose keys begin with a name."""
+    return _stores.PrefixStore(name, store)
+
+
+def own_connection(name: str) -> Any:
+    """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
+    store = _stores.distributed_c10d._get_default_store()
+    with suppress(AttributeError):  # an older torch has one connection for all threads
+        store = store.clone()
+    return prefixed(store, name)
 
 
 def connected() -> bool:

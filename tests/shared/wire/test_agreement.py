@@ -41,12 +41,12 @@ class Store:
         return self.values[key].encode()
 
 
-def roll_call(store: Store, taken: list[int], ends: list[list[int]]) -> RollCall:
+def roll_call(store: Store, taken: list[int], ends: list[list[int]], left_after: int | None = None) -> RollCall:
     def take_part(index: int) -> None:
         taken[index] += 1
 
     over: Any = SimpleNamespace(rank=1, all_gather=lambda _: (Gathering(), list(map(torch.tensor, ends))))
-    return RollCall(over, store, lambda: taken, lambda: taken, take_part, lambda: 0, "fit")
+    return RollCall(over, store, lambda: taken, lambda: taken, take_part, lambda: 0, "fit", lambda: left_after)
 
 
 def test_a_worker_that_comes_last_needs_no_store() -> None:
@@ -64,3 +64,11 @@ def test_who_has_ended_takes_part_in_the_rounds_that_another_waits_for() -> None
     roll.end_epoch()
     roll.close()
     assert taken == [5]
+
+
+def test_who_has_ended_comes_up_to_where_the_others_stopped_and_waits_no_longer() -> None:
+    taken = [3]
+    roll = roll_call(Store(questions=0), taken, [[3], [9]], left_after=7)
+    roll.end_epoch()
+    roll.close()
+    assert taken == [7]

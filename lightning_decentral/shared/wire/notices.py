@@ -1,0 +1,205 @@
+"""What workers tell each other beside all groups, through the store: that they live, and why they end.
+
+    beat/<rank>    a number that grows while the process runs, every BEAT_SECONDS
+    ended/<rank>   {"reason": one line, "phase": where, "lost": whether only because another was lost}
+
+Whoever loses a peer in a message or a collective call learns here whom, and why.
+"""
+
+import json
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_decentral.shared.wire.pending import PeerLost
+
+BEAT_SECONDS = 0.5
+LOOK_SECONDS = 0.005
+SILENT_SECONDS = 2.5
+"""A worker that didn't beat for so long, when another has been lost, is the one to blame."""
+LINGER_SECONDS = 1.5
+"""Worker 0 takes the store with it: the others get so long to read why."""
+LONGEST_REASON = 500
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a worker ended."""
+
+    reason: str
+    phase: str
+    lost: bool
+    """Only because it lost another, whom its reason names."""
+
+    @classmethod
+    def read(cls, written: bytes) -> "Ending":
+        """ValueError for what no worker wrote."""
+        row = json.loads(written.decode())
+        if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != cls.__annotations__:
+            raise ValueError(f"not an ending: {row!r}")
+        return cls(**row)
+
+
+class Notices:
+    """The board of one meeting of all workers.
+
+    Args:
+        store: with keys of this meeting alone.
+
+    Attributes:
+        ignored: values that no worker can have written; they are not believed, only counted.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self.rank, self.size = store, rank, size
+        self.ignored = 0
+        self._beats = 0
+        self._endings: dict[int, Ending] = {}
+
+    def beat(self) -> None:
+        """This worker lives."""
+        self._beats += 1
+        self._store.set(f"beat/{self.rank}", str(self._beats))
+
+    def end(self, ending: Ending) -> None:
+        """Say why this worker ends."""
+        self._store.set(f"ended/{self.rank}", json.dumps(asdict(ending)))
+        self._store.set("ended", "somebody")
+
+    def look(self) -> Mapping[int, Ending]:
+        """Who has ended, and why; kept, since the store ends with worker 0."""
+        if self._store.check(["ended"]):
+            for rank in range(self.size):
+                if rank != self.rank and rank not in self._endings:
+                    ending = self.read(f"ended/{rank}", Ending.read)
+                    self._endings.update({} if ending is None else {rank: ending})
+        return self._endings
+
+    def await_all(self, what: str, timeout_seconds: float) -> None:
+        """Return when all workers are at this point: they make groups only together, in calls that nothing ends early.
+
+        Raises:
+            PeerLost: another has ended, or didn't come in time.
+        """
+        self._store.set(f"{what}/{self.rank}", "here")
+        missing, end = list(range(self.size)), time.monotonic() + timeout_seconds
+        while missing := [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]:
+            ended = [rank for rank in missing if rank in self.look()]
+            if ended or time.monotonic() > end:
+                names = " and ".join(f"worker {rank}" for rank in ended or missing)
+                raise PeerLost(f"worker {self.rank} lost {names}")
+            time.sleep(LOOK_SECONDS)
+
+    def read(self, key: str, parse: Callable[[bytes], Any]) -> Any:
+        """The parsed value of a key; None where there is none, or none that a worker can have written."""
+        if not self._store.check([key]):  # `get` waits for a key that isn't there
+            return None
+        try:
+            return parse(self._store.get(key))
+        except (ValueError, TypeError, RecursionError):
+            self.ignored += 1
+            if self.ignored == 1:
+                warnings.warn(f"ignored a value at {key} in the store that no worker wrote", stacklevel=2)
+            return None
+
+    def blame(self) -> str | None:
+        """One line on who is the cause of a loss; None where nobody knows. Takes up to SILENT_SECONDS."""
+        with suppress(RuntimeError):  # the store is gone, and worker 0 or torchrun's agent with it
+            return self._blame()
+        known = _sentence(self._endings)
+        return known or "the store is gone, too: worker 0 (or torchrun's agent) ended; see its output"
+
+    def _blame(self) -> str | None:
+        before, end = self._read_beats(), time.monotonic() + SILENT_SECONDS
+        while time.monotonic() < end and all(ending.lost for ending in self.look().values()):
+            time.sleep(0.1)
+        if any(not ending.lost for ending in self._endings.values()):
+            return _sentence(self._endings)
+        after = self._read_beats()
+        silent = [r for r, n in before.items() if n == after[r] and r not in self._endings and r != self.rank]
+        if silent:
+            names = " and ".join(f"worker {rank}" for rank in silent)
+            return f"{names} left no word: killed, stopped, or cut off from the network; see its own output"
+        return _sentence(self._endings)
+
+    def _read_beats(self) -> dict[int, int | None]:
+        return {rank: self.read(f"beat/{rank}", int) for rank in range(self.size)}
+
+
+def _sentence(endings: Mapping[int, Ending]) -> str | None:
+    first = sorted(endings.items(), key=lambda item: (item[1].lost, item[0]))[:1]
+    return "".join(f"worker {rank} ended: {e.reason} (in {e.phase})" for rank, e in first) or None
+
+
+class Presence:
+    """One worker's place on the board: a thread that beats and reads, since whoever waits is blocked in a message.
+
+    Args:
+        phase: what this worker does right now, in a few words.
+    """
+
+    def __init__(self, notices: Notices, phase: Callable[[], str]) -> None:
+        self._notices, self._phase = notices, phase
+        self._listeners: list[Callable[[], bool]] = []
+        self._woken, self._closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="lightning_decentral-presence", daemon=True)
+        self._thread.start()
+
+    def listen(self, listener: Callable[[], bool]) -> None:
+        """Call it at each look; while it returns True, looks follow each other closely."""
+        self._listeners.append(listener)
+
+    def forget(self, listener: Callable[[], bool]) -> None:
+        self._listeners.remove(listener)
+
+    def close(self) -> None:
+        self._closed = True
+        self.wake()
+        self._thread.join(BEAT_SECONDS)
+
+    def wake(self) -> None:
+        """Look at once."""
+        self._woken.set()
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: whoever waits for worker 0 will say so
+            beaten = float("-inf")
+            while not self._closed:
+                if time.monotonic() - beaten >= BEAT_SECONDS:
+                    self._notices.beat()
+                    self._notices.look()
+                    beaten = time.monotonic()
+                busy = sum(listener() for listener in [*self._listeners])  # all of them, also behind a busy one
+                self._woken.wait(BEAT_SECONDS / 20 if busy else BEAT_SECONDS)
+                self._woken.clear()
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others why this worker ends; an error that says it lost a peer is given the reason in one line."""
+        lost, phase = is_loss(error), self._phase()
+        if lost:
+            head = one_line(error).split(" (")[0].split(":")[0] if isinstance(error, PeerLost) else None
+            cause = self._notices.blame() or "it ended or its network is cut; see the output of the others"
+            error.args = (f"{head or f'worker {self._notices.rank} lost the others'} in {phase}: {cause}",)
+        reason = one_line(error) if lost else f"{type(error).__name__}: {one_line(error)}"
+        with suppress(RuntimeError):  # the store is gone: so is who could read it
+            self._notices.end(Ending(reason[:LONGEST_REASON], phase, lost))
+            if self._notices.rank == 0:
+                time.sleep(LINGER_SECONDS)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether the error says that a peer was lost, in this package's words or in the raw ones of the transport."""
+    if isinstance(error, PeerLost):
+        return True
+    raw = type(error).__name__.startswith("Dist") or re.search(r"gloo/|Connection closed by peer|NCCL", str(error))
+    return isinstance(error, RuntimeError) and bool(raw)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of its text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,171 @@
+"""The first meeting of all workers, at worker 0's store: who is missing, and who is there though he shouldn't be.
+
+    job            worker 0's word: "open <token>", or "closed <digest of the token>"
+    here/<rank>    whoever claims this rank
+
+A job's keys begin with its token: one of the environment variable LIGHTNING_DECENTRAL_TOKEN, the same on all workers,
+or a random one, which worker 0 writes down where every program that reaches the port can read it. A token keeps stray
+programs and other jobs apart; it isn't encryption: what is sent is readable on its way.
+"""
+
+import errno
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from lightning_decentral.shared.wire.transport import prefixed, tcp_store
+
+TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
+LOOK_SECONDS = 0.05
+
+_met = 0  # meetings of this process: a second one at the same store has other keys
+
+
+class MeetingFailed(ConnectionError):
+    """The workers didn't come together."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where `size` workers meet, and how long each waits for the others.
+
+    Args:
+        hosted: another process (torchrun's agent) has the store.
+        one_node: no worker is on another node.
+    """
+
+    address: str
+    port: int
+    rank: int
+    size: int
+    timeout: timedelta
+    hosted: bool
+    one_node: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    def store(self) -> Any:
+        """The store that all workers have come to; its keys are the job's own.
+
+        Raises:
+            MeetingFailed: one line: who is missing, or who else is at this port.
+        """
+        global _met
+        _met += 1
+        end = time.monotonic() + self.timeout.total_seconds()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        try:
+            reached = self._reach()
+            met = prefixed(reached, f"lightning_decentral/{attempt}/{_met}")
+            return self._all_here(prefixed(reached, self._token(met, end)), end)
+        except MeetingFailed:
+            raise
+        except RuntimeError as error:
+            raise MeetingFailed(
+                f"worker {self.rank} lost the store at {self.place}: worker 0 or torchrun's agent ended; see its output"
+            ) from error
+
+    def _reach(self) -> Any:
+        serves = self.rank == 0 and not self.hosted
+        listening = self._listen() if serves else None
+        found: list[Any] = []
+
+        def reach() -> None:
+            with suppress(RuntimeError):  # said below
+                found.append(tcp_store(self.address, self.port, self.timeout, listening))
+
+        # A thread: a program that takes the connection and says nothing would keep torch waiting for ever.
+        thread = threading.Thread(target=reach, name="lightning_decentral-rendezvous", daemon=True)
+        thread.start()
+        thread.join(self.timeout.total_seconds())
+        if not found:
+            raise MeetingFailed(
+                f"worker {self.rank} reached no store at {self.place}: worker 0 (or torchrun's agent) didn't start, "
+                "ended or can't be reached, or another program has the port"
+            )
+        return found[0]
+
+    def _listen(self) -> int:
+        """The descriptor of a socket that only the given address reaches."""
+        family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
+        # The own name may stand for loopback here and for the network's address elsewhere.
+        everywhere = not self.one_node and str(address[0]).startswith(("127.", "::1"))
+        for place in [] if everywhere else [address]:
+            try:
+                return socket.create_server(place[:2], family=family, backlog=2048).detach()
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise MeetingFailed(
+                        f"worker 0 can't listen at {self.place}: another program or training has the port; "
+                        "set MASTER_PORT to a free one"
+                    ) from error
+                # The address is another machine's that hands on to this one: listen everywhere, as torch does.
+        return self._listen_everywhere()
+
+    def _listen_everywhere(self) -> int:
+        try:
+            return socket.create_server(("", self.port), backlog=2048).detach()
+        except OSError as error:
+            raise MeetingFailed(f"worker 0 can't listen at port {self.port}: {error.strerror}") from error
+
+    def _token(self, met: Any, end: float) -> str:
+        own = os.environ.get(TOKEN, "")
+        word = f"closed {_digest('job', own)}" if own else f"open {secrets.token_hex(16)}"
+        if self.rank == 0:
+            met.set("job", word)
+        self._wait(lambda: bool(met.check(["job"])), end, lambda: "worker 0")
+        found = met.get("job").decode(errors="replace")
+        if (found != word) if own else not found.startswith("open "):
+            raise MeetingFailed(
+                f"worker {self.rank} found another job at {self.place}, or one with another {TOKEN}: "
+                "set both MASTER_PORT and the token alike on all workers of a job"
+            )
+        return _digest("keys", own or found)
+
+    def _all_here(self, store: Any, end: float) -> Any:
+        mine = secrets.token_hex(8)
+        if store.compare_set(f"here/{self.rank}", "", mine).decode() != mine:
+            raise MeetingFailed(
+                f"a worker {self.rank} is at {self.place} already: another job meets at this port; "
+                "set MASTER_PORT to a free one"
+            )
+        missing = list(range(self.size))
+
+        def names() -> str:
+            return " and ".join(f"worker {rank}" for rank in missing)
+
+        def come() -> bool:
+            missing[:] = [rank for rank in missing if not store.check([f"here/{rank}"])]
+            return not missing
+
+        try:
+            self._wait(come, end, names)
+        except RuntimeError as error:
+            raise MeetingFailed(
+                f"worker {self.rank} waited at {self.place} for {names()}, and the store is gone: "
+                "worker 0 or torchrun's agent ended; see its output"
+            ) from error
+        return store
+
+    def _wait(self, come: Callable[[], bool], end: float, missing: Callable[[], str]) -> None:
+        while not come():
+            if time.monotonic() > end:
+                raise MeetingFailed(
+                    f"worker {self.rank} waited {self.timeout.total_seconds():g} s at {self.place} for {missing()}: "
+                    "not started, ended before it came, or can't reach this address; see its own output"
+                )
+            time.sleep(LOOK_SECONDS)
+
+
+def _digest(what: str, token: str) -> str:
+    return hashlib.sha256(f"lightning_decentral {what} {token}".encode()).hexdigest()[:32]

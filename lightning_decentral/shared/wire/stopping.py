@@ -1,0 +1,112 @@
+"""Stopping together: a signal that reached one worker stops all after the same round, and no step waits for it.
+
+    promise_i = rounds_i + 1;    stop = max_i promise_i
+
+Each worker's watching thread promises through the store that its worker won't go on past that round before all have
+promised; then everybody knows where all stop. A worker is held up only if it comes to its promise before the others
+have made theirs: a few looks at the store.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lightning_decentral.shared.wire.pending import PeerLost
+
+SIGNALS = range(1, 65)
+
+
+class StopAgreement:
+    """Of one fit.
+
+    Args:
+        read: read(key, parse): a value of the store; None where there is none that can be believed.
+        store: with keys of this fit alone.
+        patience_seconds: how long to wait for the others' promises.
+        wake: has the watching thread look at once.
+
+    Attributes:
+        raised: the number of the signal that this worker got; 0 for none.
+        signum: of the signal that all stop for; 0 before one is known.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        read: Callable[[str, Callable[[bytes], Any]], Any],
+        rank: int,
+        size: int,
+        patience_seconds: float,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._read, self._rank, self._size = store, read, rank, size
+        self._patience_seconds, self._wake = patience_seconds, wake
+        self.raised = self.signum = 0
+        self._rounds = 0
+        self._promise: int | None = None
+        self._stop: int | None = None
+        self._lock, self._known = threading.Lock(), threading.Event()
+
+    def ask(self, signum: int) -> None:
+        """This worker got a signal."""
+        self.raised = signum
+        self._wake()
+
+    @property
+    def agreed(self) -> bool:
+        """Whether this is where all stop."""
+        return self._stop is not None and self._rounds >= self._stop
+
+    def tick(self) -> None:
+        """Once per round, on every worker.
+
+        Raises:
+            PeerLost: another worker has made no promise.
+        """
+        with self._lock:
+            self._rounds += 1
+            due = self._promise is not None and self._rounds >= self._promise
+        if due and not self._known.wait(self._patience_seconds):
+            raise PeerLost(f"worker {self._rank} lost the others: they don't say where to stop")
+
+    def look(self) -> bool:
+        """Ask, promise, and read what others promised; whether that isn't over. For the watching thread."""
+        if self._known.is_set():
+            return False
+        if self.raised:
+            self._store.compare_set("stop", "", str(self.raised))
+        signum = self._read("stop", _signum)
+        if signum is None:
+            return False
+        with self._lock:
+            self._promise = self._promise or self._rounds + 1
+        self._store.set(f"promise/{self._rank}", str(self._promise))  # again: somebody may have written over it
+        promises = [self._read(f"promise/{rank}", _round) for rank in range(self._size)]
+        if None in promises:
+            return True
+        self.signum, self._stop = signum, max(promises)
+        self._known.set()
+        return False
+
+    def left(self) -> None:
+        """This worker stops, and won't come to the end of its epoch."""
+        self._store.set("left", str(self._stop))
+
+    def left_after(self) -> int | None:
+        """The round after which others have stopped, while this worker waits at an epoch's end; None: they haven't."""
+        known: int | None = self._read("left", _round) if self._known.is_set() else None
+        return None if known is None else self._stop
+
+
+def _round(written: bytes) -> int:
+    number = int(written)
+    if number < 1:
+        raise ValueError(f"not a round: {number}")
+    return number
+
+
+def _signum(written: bytes) -> int:
+    number = int(written)
+    if number not in SIGNALS:
+        raise ValueError(f"not a signal: {number}")
+    return number

@@ -1,0 +1,98 @@
+"""Who is named as the cause of a loss: boards on one store in memory, without threads."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_decentral.shared.wire import notices
+from lightning_decentral.shared.wire.notices import Ending, Notices, Presence, is_loss
+from lightning_decentral.shared.wire.pending import PeerLost
+from tests.shared.wire.test_stopping import Store
+
+
+@pytest.fixture
+def boards(monkeypatch: pytest.MonkeyPatch) -> list[Notices]:
+    """Of three workers; 1 and 2 live on while 0 looks, unless a test makes them silent."""
+    store = Store()
+    made = [Notices(store, rank, 3) for rank in range(3)]
+    for board in made:
+        board.beat()
+    clock = iter(range(1000))
+    monkeypatch.setattr(notices.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(notices.time, "sleep", lambda _: [board.beat() for board in made if board not in silent])
+    silent: list[Notices] = []
+    made[0].silent = silent  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_worker_that_raised_is_the_cause_not_those_that_lost_it(boards: list[Notices]) -> None:
+    boards[1].end(Ending("worker 1 lost neighbour 2", "step 7", lost=True))
+    boards[2].end(Ending("ValueError: no luck", "step 6", lost=False))
+    assert boards[0].blame() == "worker 2 ended: ValueError: no luck (in step 6)"
+
+
+def test_a_silent_worker_is_the_cause_not_those_that_lost_it(boards: list[Notices]) -> None:
+    boards[0].silent.append(boards[2])  # type: ignore[attr-defined]
+    boards[1].end(Ending("worker 1 lost neighbour 2", "step 7", lost=True))
+    assert (
+        boards[0].blame() == "worker 2 left no word: killed, stopped, or cut off from the network; see its own output"
+    )
+
+
+def test_where_all_live_nobody_is_blamed(boards: list[Notices]) -> None:
+    assert boards[0].blame() is None
+
+
+def test_what_was_read_survives_the_store(boards: list[Notices]) -> None:
+    boards[1].end(Ending("ValueError: no luck", "step 6", lost=False))
+    boards[0].look()
+    boards[2]._store = boards[0]._store = Gone()
+    assert boards[0].blame() == "worker 1 ended: ValueError: no luck (in step 6)"
+    assert str(boards[2].blame()).startswith("the store is gone, too: worker 0")
+
+
+class Gone:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("written", [
+    "", "[]", "nonsense", "{}", json.dumps({"reason": 1, "phase": "x", "lost": False}), "[" * 100_000,
+], ids=["empty", "list", "text", "no keys", "other types", "deep"])  # fmt: skip
+def test_what_no_worker_wrote_is_ignored_and_counted(boards: list[Notices], written: str) -> None:
+    boards[1]._store.set("ended", "somebody")
+    boards[1]._store.set("ended/1", written)
+    with pytest.warns(UserWarning, match="ended/1 in the store that no worker wrote"):
+        assert boards[0].look() == {}
+    assert boards[0].ignored == 1
+
+
+def test_workers_that_await_each_other_end_when_one_has_ended(boards: list[Notices]) -> None:
+    boards[2].end(Ending("ValueError: no luck", "set-up", lost=False))
+    with pytest.raises(PeerLost, match="worker 0 lost worker 2"):
+        boards[0].await_all("groups", 500)
+    with pytest.raises(PeerLost, match="worker 1 lost worker 2"):
+        boards[1].await_all("groups", 5)
+
+
+@pytest.mark.parametrize(("error", "lost"), [
+    (PeerLost("worker 1 lost neighbour 2 (Connection closed by peer): it ended"), True),
+    (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5855"), True),
+    (RuntimeError("the service of my data closed its door"), False),
+    (ValueError("Connection closed by peer"), False),
+    (KeyboardInterrupt(), False),
+])  # fmt: skip
+def test_whose_loss_it_is(error: BaseException, lost: bool) -> None:
+    assert is_loss(error) is lost
+
+
+def test_raw_words_of_the_transport_become_one_line(boards: list[Notices]) -> None:
+    boards[1].end(Ending("ValueError: no luck", "step 6", lost=False))
+    presence = object.__new__(Presence)  # without its thread
+    presence._notices, presence._phase = boards[2], lambda: "step 6"
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5855\nmore")
+    presence.leave(error)
+    assert str(error) == "worker 2 lost the others in step 6: worker 1 ended: ValueError: no luck (in step 6)"
+    boards[0].look()
+    assert boards[0]._endings[2].lost

@@ -1,0 +1,91 @@
+"""The first meeting in real processes: who is missing, who has the port, whose port it is."""
+
+import os
+import re
+import socket
+import time
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from lightning_decentral.shared.wire.rendezvous import TOKEN, Meeting
+from tests import ports
+from tests.crew import Outcome, crew
+
+TIMEOUT = timedelta(seconds=1)
+
+
+def meet(size: int) -> str:
+    """What a worker reads of another's word."""
+    rank, port = int(os.environ["LOCAL_RANK"]), int(os.environ["MASTER_PORT"])
+    store = Meeting("127.0.0.1", port, rank, size, TIMEOUT, hosted=False, one_node=True).store()
+    store.set(f"word/{rank}", f"of {rank}")
+    word: str = store.get(f"word/{(rank + 1) % size}").decode()
+    store.set(f"read/{rank}", "yes")
+    store.wait([f"read/{other}" for other in range(size)])
+    time.sleep(0.3)  # worker 0 has the store
+    return word
+
+
+def said(outcomes: list[Outcome]) -> list[str]:
+    return [outcome.value or outcome.error for outcome in outcomes]
+
+
+@pytest.mark.parametrize("environment", [{}, {TOKEN: "a secret"}], ids=["open", "closed"])
+def test_all_meet(environment: dict[str, str]) -> None:
+    assert said(crew(3, meet, 3, environment=environment)) == ["of 1", "of 2", "of 0"]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_who_is_missing_is_said_in_time(absent: int) -> None:
+    outcomes = [o for rank, o in enumerate(crew(3, meet, 3, absent=(absent,))) if rank != absent]
+    waited = r"waited .*at .* for worker 1(: not started|, and the store is gone)"
+    line = waited if absent else r"reached no store at 127.0.0.1:\d+: worker 0"
+    for outcome in outcomes:
+        assert outcome.error.startswith("MeetingFailed: worker")
+        assert re.search(line, outcome.error), outcome
+        assert outcome.seconds < 10
+
+
+def test_a_program_that_has_the_port_is_no_store() -> None:
+    """It takes connections and says nothing, which keeps torch's own store waiting for ever."""
+    port = ports.free()
+    with closing(socket.create_server(("127.0.0.1", port))):
+        first, second = crew(2, meet, 2, environment={"MASTER_PORT": str(port)}, seconds=15)
+    assert f"worker 0 can't listen at 127.0.0.1:{port}: another program or training has the port" in first.error
+    assert f"worker 1 reached no store at 127.0.0.1:{port}" in second.error
+
+
+def test_another_jobs_worker_at_the_same_port_is_told_so() -> None:
+    outcomes = crew(3, meet, 3, own={2: {"LOCAL_RANK": "1"}})
+    assert sum("a worker 1 is at" in o.error and "another job meets at this port" in o.error for o in outcomes) == 1
+    assert "waited 1 s" in outcomes[0].error
+    assert "for worker 2" in outcomes[0].error
+
+
+@pytest.mark.parametrize("first", ["a", ""], ids=["another token", "no token"])
+def test_a_job_with_another_token_is_another_job(first: str) -> None:
+    one, other = crew(2, meet, 2, own={0: {TOKEN: first}, 1: {TOKEN: "b"}})
+    assert "worker 1 found another job at" in other.error
+    assert "for worker 1" in one.error
+
+
+def test_only_the_address_asked_for_reaches_the_store() -> None:
+    """torch's own store listens on all of a machine's addresses."""
+    place = Meeting("127.0.0.1", ports.free(), 0, 2, TIMEOUT, hosted=False, one_node=True)
+    with closing(socket.socket(fileno=place._listen())) as listening:
+        assert listening.getsockname() == ("127.0.0.1", place.port)
+        rows = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        assert f"0100007F:{place.port:04X}" in rows
+        assert f"00000000:{place.port:04X}" not in rows
+
+
+@pytest.mark.parametrize(("address", "one_node"), [("127.0.0.1", False), ("192.0.2.1", True)])
+def test_an_address_that_others_cant_use_or_this_machine_hasnt_is_listened_for_everywhere(
+    address: str, one_node: bool
+) -> None:
+    place = Meeting(address, ports.free(), 0, 2, TIMEOUT, hosted=False, one_node=one_node)
+    with closing(socket.socket(fileno=place._listen())) as listening:
+        assert listening.getsockname() == ("0.0.0.0", place.port)
