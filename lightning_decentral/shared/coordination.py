@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.wire.agreement import RollCall
-from lightning_decentral.shared.wire.notices import Presence
+from lightning_decentral.shared.wire.meeting.notices import Presence
+from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.pending import Naming
-from lightning_decentral.shared.wire.stopping import StopAgreement
 from lightning_decentral.shared.wire.transport import Wire
 
 Result = TypeVar("Result")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.shared import replica
-from lightning_decentral.shared.wire import notices, transport
+from lightning_decentral.shared.wire import transport
+from lightning_decentral.shared.wire.meeting import notices
 from tests.crew import crew
 from tests.tiny import QUIET, Net, SizedBatches
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_decentral.shared.wire.notices import Notices
+from lightning_decentral.shared.wire.meeting.notices import Notices
+from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.pending import PeerLost
-from lightning_decentral.shared.wire.stopping import StopAgreement
 
 
 class Store:

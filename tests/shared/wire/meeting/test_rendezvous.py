@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_decentral.shared.wire.rendezvous import TOKEN, Meeting
+from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN, Meeting
 from tests import ports
 from tests.crew import Outcome, crew
 

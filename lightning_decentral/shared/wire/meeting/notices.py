@@ -194,7 +194,7 @@ class Presence:
 
 def is_loss(error: BaseException) -> bool:
     """Whether the error says that a peer was lost, in this package's words or in the raw ones of the transport."""
-    if isinstance(error, PeerLost):
+    if isinstance(error, PeerLost) or (isinstance(error, TimeoutError) and "didn't come to" in str(error)):
         return True
     raw = type(error).__name__.startswith("Dist") or re.search(r"gloo/|Connection closed by peer|NCCL", str(error))
     return isinstance(error, RuntimeError) and bool(raw)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lightning_decentral.shared.wire import notices
-from lightning_decentral.shared.wire.notices import Ending, Notices, Presence, is_loss
+from lightning_decentral.shared.wire.meeting import notices
+from lightning_decentral.shared.wire.meeting.notices import Ending, Notices, Presence, is_loss
 from lightning_decentral.shared.wire.pending import PeerLost
-from tests.shared.wire.test_stopping import Store
+from tests.shared.wire.meeting.test_stopping import Store
 
 
 @pytest.fixture
