@@ -1,6 +1,7 @@
 """Workers that were given different settings, code, versions or data."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 from fault_kinds import changed, made, module, on, strategy, trainer, version
@@ -24,7 +25,7 @@ GOSSIP: dict[str, Fault] = {
     "weights Dyadic beside the topology's": strategy(weights=gossip.Dyadic()),
     "another bucket_bytes": strategy(bucket_bytes=64),
     "evaluate own beside mean": strategy(evaluate="own"),
-    "another sigterm_every": strategy(sigterm_every=3),
+    "another timeout": strategy(timeout=timedelta(minutes=3)),
     "precision bf16-mixed beside 32": trainer(precision="bf16-mixed"),
     "precision 64 beside 32": trainer(precision="64-true"),
     "accumulate_grad_batches 2 beside 1": trainer(accumulate_grad_batches=2),

@@ -114,9 +114,10 @@ class ReplicaStrategy(WorkersStrategy):
         Raises:
             FloatingPointError: nobody is sound.
         """
-        wire, devices = self.wire, self.devices_per_worker
+        wire, devices = self.join_groups(), self.devices_per_worker
         assert wire is not None
-        sick = self._together.meet(lambda: ailing(tensors, wire.world, devices))
+        world = wire.world
+        sick = self._together.meet(lambda: ailing(tensors, world, devices))
         if not sick:
             return self.mean_of(tensors)
         refuse_nobody(sick, self.world_size // devices)
