@@ -12,7 +12,8 @@ from tests.packaging.project import ROOT
 from tests.packaging.test_floors import PACKAGE, dotted
 
 FACES = sorted(p for p in PACKAGE.rglob("__init__.py") if not {"conf", "recipes"} & set(p.relative_to(PACKAGE).parts))
-FILES_READ_FOR_GOSSIP = 65
+FILES_READ_FOR_THE_FACE = 46
+FILES_READ_FOR_GOSSIP = 72  # a strategy, with all that workers agree on, save and tell each other
 
 
 def name_of(face: Path) -> str:
@@ -56,6 +57,6 @@ def read_by(statement: str) -> list[str]:
 def test_a_gossip_run_reads_what_it_uses() -> None:
     files = read_by("from lightning_decentral.gossip import GossipStrategy")
     assert len(files) <= FILES_READ_FOR_GOSSIP, files
-    assert len(read_by("import lightning_decentral.gossip")) < len(files)
+    assert len(read_by("import lightning_decentral.gossip")) <= FILES_READ_FOR_THE_FACE
     methods = {name.split(".")[1] for name in files}
     assert methods == {"gossip", "shared"}
