@@ -370,7 +370,7 @@ def test_early_stopping_and_best_checkpoint_agree_on_all_workers(tmp_path: Path)
     assert [row["steps"] for row in seen(tmp_path)] == [12] * SIZE
     assert "val_loss" in result["metrics"]
     (path,) = tmp_path.glob("*.ckpt")
-    assert len(list(Path(f"{path}.workers").iterdir())) == SIZE
+    assert len(list((tmp_path / ".workers" / path.stem).iterdir())) == SIZE
 
 
 @pytest.mark.parametrize("averaging", ["ema", "swa"])

@@ -35,7 +35,7 @@ def ailing(tensors: Sequence[Tensor], over: Transport, devices: int = 1) -> dict
     """{worker: why its replica is not sound}, the same on all; `compute.health.sound` tensor by tensor.
 
     Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers
-    without NaN is a mask.
+    without NaN is a mask; one of nothing but +inf a best score that none has reached yet.
 
     Args:
         devices: of each worker, whose tensors may be shards; ranks follow each other.
@@ -46,7 +46,7 @@ def ailing(tensors: Sequence[Tensor], over: Transport, devices: int = 1) -> dict
     pending, gathered = over.all_gather(torch.stack([row.to(rows[0].device) for row in rows]))
     pending.wait()
     low, high = torch.stack(list(gathered)).cpu().unbind(-1)  # [workers x devices, tensors]
-    masked = (low == -torch.inf) & torch.isfinite(high)
+    masked = ((low == -torch.inf) & (high < torch.inf)) | (low == torch.inf)
     masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0))
     scales = torch.maximum(-low, high).masked_fill(masks, 0.0)
     places = [place for place, tensor in enumerate(tensors) if real(tensor)]

@@ -48,11 +48,11 @@ def test_the_mean_is_that_of_the_sound(
 
 
 def nobody_ails(over: Transport) -> dict[int, object]:
-    return dict(ailing(replica(over.rank), over))
+    return dict(ailing([*replica(over.rank), torch.full((2,), -INF), torch.tensor(INF)], over))
 
 
 def test_honest_workers_are_left_in() -> None:
-    """Large variances, counters, empty tensors and masks of -inf are no ailment."""
+    """Large variances, counters, empty tensors, masks of -inf and a best score of inf are no ailment."""
     assert CPU.world(4, nobody_ails) == [{}] * 4
 
 
