@@ -203,7 +203,7 @@ class OfAUser(Callback):
     {"deterministic": True},
     {"enable_model_summary": True},
     {"logger": True},
-], ids=repr)  # fmt: skip
+], ids=lambda other: ",".join(other))  # fmt: skip
 def test_what_makes_nobody_wait_may_differ(other: Plan) -> None:
     assert told(facts(GossipStrategy()), facts(GossipStrategy(), **other)) == ""
 
