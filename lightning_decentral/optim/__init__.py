@@ -1,4 +1,4 @@
-"""Optimizers made for gossip: Adam over windows of steps (`AccumAdam`), Adam with quasi-global moments.
+"""Optimizers made for gossip: Muon with AdamW, Adam over windows of steps (`AccumAdam`), quasi-global Adam.
 
 They are ordinary torch optimizers, for any strategy. Public: all names below.
 """
@@ -10,6 +10,8 @@ from lightning_decentral.shared import lazy_exports
 if TYPE_CHECKING:
     from lightning_decentral.optim.accum import AccumAdam as AccumAdam
     from lightning_decentral.optim.accum import AccumAdamW as AccumAdamW
+    from lightning_decentral.optim.muon import Muon as Muon
     from lightning_decentral.optim.quasi_global import QuasiGlobalAdam as QuasiGlobalAdam
+    from lightning_decentral.optim.roles import muon_groups as muon_groups
 
 __getattr__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,153 @@
+"""Muon: orthogonal steps for hidden matrices, AdamW for embeddings, heads and vectors, in one optimizer.
+
+A step has the same length however noisy a worker's gradient is, where Adam's gets shorter: what gossip asks of an
+optimizer. `muon_groups(module)` says which parameter is which.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from lightning_decentral.optim import newton_schulz
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, refuse_sparse
+
+LIKE_ADAMW = 0.2
+"""Root mean square of a usual update of AdamW, in units of the learning rate."""
+
+
+class Muon(Optimizer):
+    """Muon for groups with `hidden`, AdamW for the others, at one learning rate.
+
+        m <- momentum m + (1 - momentum) g
+        u  = momentum m + (1 - momentum) g                       Nesterov's
+        x <- (1 - lr weight_decay) x - lr 0.2 sqrt(max(rows, columns)) newton_schulz(u)
+
+    So an update has a root mean square of about 0.2 lr, as one of AdamW has, and both take the same rate. A filter
+    [out, in, ...] is a matrix [out, rest]. A parameter without gradient is passed over.
+
+    Args:
+        params: groups, as of `muon_groups(module)`; what has no `hidden` counts as hidden.
+        lr: learning rate.
+        momentum: of hidden matrices, in [0, 1).
+        betas: of AdamW.
+        eps: of AdamW, in units of the gradient.
+        weight_decay: decoupled, for both.
+        steps: of Newton-Schulz.
+        foreach: AdamW's; None: torch's choice.
+
+    Memory: a copy of the hidden matrices and two of the rest; while stepping a copy of a group's hidden matrices, and
+    four of what one call of Newton-Schulz has (`newton_schulz.BATCH_BYTES`).
+
+    Raises:
+        ValueError: an argument out of range, or a hidden parameter that is no real matrix.
+        RuntimeError: a sparse gradient.
+
+    Source: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); the scale Liu et al. 2502.16982, section 2.2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: Betas = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        steps: int = 5,
+        foreach: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "steps": steps,
+            "foreach": foreach,
+            "hidden": True,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"] if self.param_groups[-1]["hidden"] else []:
+            if parameter.ndim < 2 or parameter.is_complex():
+                shape, kind = tuple(parameter.shape), parameter.dtype
+                raise ValueError(f"a hidden parameter of shape {shape}, {kind}, is no real matrix: use muon_groups")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in given:
+                refuse_sparse(self, parameter.grad)
+            if given:
+                (self._turn if group["hidden"] else self._adapt)(given, group)
+        return loss
+
+    def orthogonalize(self, matrices: Sequence[Tensor], steps: int) -> None:
+        """Newton-Schulz, in place. Where matrices are spread over devices, their strategy brings them together here."""
+        newton_schulz.orthogonalize(matrices, steps)
+
+    def _turn(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        momentum, gradients = group["momentum"], [p.grad for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = _zeros(parameter)
+        means = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        updates = list(torch._foreach_lerp(gradients, means, momentum))
+        self.orthogonalize(updates, group["steps"])
+        torch._foreach_mul_(updates, [LIKE_ADAMW * math.sqrt(_longest(p)) for p in parameters])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _adapt(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                # As torch's AdamW has it: on the host, whatever the parameter's type.
+                step = torch.zeros((), dtype=torch.float32, device="cpu")
+                self.state[parameter].update(step=step, exp_avg=_zeros(parameter), exp_avg_sq=_zeros(parameter))
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=group["foreach"],
+            has_complex=any(parameter.is_complex() for parameter in parameters),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, memory_format=torch.preserve_format)
+
+
+def _longest(parameter: Tensor) -> int:
+    """The longer side of its matrix."""
+    return max(len(parameter), parameter.numel() // max(1, len(parameter)))
+
+
+def _check(options: dict[str, Any]) -> None:
+    check_options(options)
+    if not 0 <= options["momentum"] < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {options['momentum']}: 0.95 is usual")
+    if options["steps"] < 1 or options["steps"] != int(options["steps"]):
+        raise ValueError(f"steps must be a whole number from 1 up, got {options['steps']}: 5 are usual")
