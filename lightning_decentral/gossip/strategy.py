@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.islands import IslandModel, refuse_unsharded, sharded_state
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refuse_unsharded, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -105,6 +105,7 @@ class GossipStrategy(ReplicaStrategy):
         self.bucket_bytes = bucket_bytes
         self.member = IslandMember(None, 1, self._meet)
         self._mixers = self._no_mixers()
+        self._matrices = WholeMatrices([], self.member)
         self.checkpoints.held = IslandModel(self.island, self)
 
     # ---- who is who -------------------------------------------------------------------------------------------------
@@ -147,6 +148,7 @@ class GossipStrategy(ReplicaStrategy):
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers, self.left_out = self._no_mixers(), 0
+        self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.of(optimizer).adopt()
 
@@ -226,6 +228,7 @@ class GossipStrategy(ReplicaStrategy):
 
     def release(self) -> None:
         self._mixers.release()
+        self._matrices.close()
         self.member.close(self.alone)
         self.member = IslandMember(None, 1, self._meet)
 

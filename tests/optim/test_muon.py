@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip import AllReduce, FullyShard, Island
 from lightning_decentral.optim import Muon, muon_groups, newton_schulz
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
@@ -300,3 +302,11 @@ def test_under_ddp_it_is_one_process_with_the_mean_gradient(tmp_path: Path) -> N
         lambda net, step: [(a + b) / 2 for a, b in zip(pull(net, 0, step), pull(net, 1, step), strict=True)]
     )
     torch.testing.assert_close(recorded(tmp_path, 2), expected[:, None].expand(-1, 2, -1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("island", [AllReduce(2), FullyShard(2), FullyShard(4)], ids=str)
+def test_under_gossip_islands_update_as_one_process_does(tmp_path: Path, island: Island) -> None:
+    """One island, so that nothing is mixed: shards, even and uneven, against the unsharded optimizer."""
+    in_processes(train, tmp_path, island.devices, GossipStrategy(start_method="fork", island=island), island.devices)
+    expected = alone(lambda net, step: pull(net, 0, step))[:, None].expand(-1, island.devices, -1)
+    torch.testing.assert_close(recorded(tmp_path, island.devices), expected, rtol=1e-9, atol=1e-9)

@@ -16,6 +16,7 @@ from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.owners import InPlace, each_once
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -71,6 +72,10 @@ class IslandMember:
     def blocked(self) -> Iterator[None]:
         """Gradients are only accumulated meanwhile."""
         yield
+
+    def change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
+        """Change whole tensors in place, such as a parameter's update; no more than once in an island of shards."""
+        change(tensors)
 
     def close(self, alone: bool) -> None:
         """Leave the module as it was; `alone`: without the other devices."""
@@ -170,6 +175,10 @@ class Sharding(IslandMember):
             yield
         finally:
             self._sharded.root.set_requires_gradient_sync(True)
+
+    def change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        self._meet(lambda: each_once(change, [local(tensor) for tensor in tensors], shapes, self._inside))
 
     def close(self, alone: bool) -> None:
         # Whole parameters come from all devices of the island.
