@@ -1,4 +1,4 @@
-"""Training loop of every recipe: mean cross-entropy, two groups of parameters, one schedule, one score per example."""
+"""Training loop of every recipe: mean cross-entropy, groups of parameters, one schedule, one score per example."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 
+from lightning_decentral.optim import muon_groups
+
 Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[[Iterable[dict[str, Any]]], Optimizer]
 MakeScheduler = Callable[..., LRScheduler]
 MEANS = [f"{stage}_{value}" for stage in ("val", "test") for value in ("loss", "score")]
-
-
-def decay_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for matrices and filters (two axes or more), none for biases and scales."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in trained if parameter.ndim >= 2]
-    others = [parameter for parameter in trained if parameter.ndim < 2]
-    return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
 
 class Learner(LightningModule):
@@ -92,8 +86,9 @@ class Learner(LightningModule):
         self.log(f"{stage}/{self.score_name}", score, on_step=False, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer over `decay_groups`, and its schedule, one value per step."""
-        optimizer = self.make_optimizer(decay_groups(self.network))
+        """The optimizer and its schedule, one value per step. Weight decay for matrices and filters (two axes or more),
+        none for biases and scales; which matrices are hidden is for `Muon`, others don't ask."""
+        optimizer = self.make_optimizer(muon_groups(self.network))
         total_steps = max(1, int(self.trainer.estimated_stepping_batches))
         scheduler = self.make_scheduler(optimizer, total_steps=total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral.optim import AccumAdamW, QuasiGlobalAdam
+from lightning_decentral.optim import AccumAdamW, Muon, QuasiGlobalAdam, muon_groups
 from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests import forking, world
@@ -172,6 +172,7 @@ class Net(LightningModule):
             "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
             "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01),
             "accum_adamw": lambda: AccumAdamW(parameters, lr=0.01, window=3),
+            "muon": lambda: Muon(muon_groups(self), lr=0.01),
             "quasi_global_adam": lambda: QuasiGlobalAdam(parameters, lr=1e-3),
         }[self.hparams.optimizer]()
         if not self.hparams.scheduler:

@@ -75,6 +75,7 @@ def test_every_choice_composes(choice):
     "strategy=gossip strategy/combine=push_sum strategy/weights=out_degree strategy/topology=star",
     "strategy=gossip strategy/topology=ring +strategy/combine/rate=learning_rate_power",
     "strategy=gossip strategy/codec=int8 strategy.codec.block=512",
+    "recipe=gpt experiment=gossip_muon trainer.devices=4",
     "strategy=gossip strategy/codec=difference_compression strategy/codec@strategy.codec.inner=top_k",
     "experiment=demo trainer.devices=2 data=cifar10",
     "experiment=demo_pipeline trainer.devices=4 strategy.stages=2",

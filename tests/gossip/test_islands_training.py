@@ -51,8 +51,8 @@ class OfRank(SizedBatches):
 class Trains:
     """One island in plain torch."""
 
-    def __init__(self, ranks: range, double: bool, accumulated: int, clip: float | None) -> None:
-        self.net = Blocks(optimizer="adamw", dropout=0.0).to(torch.float64 if double else torch.float32)
+    def __init__(self, ranks: range, double: bool, accumulated: int, clip: float | None, optimizer: str) -> None:
+        self.net = Blocks(optimizer=optimizer, dropout=0.0).to(torch.float64 if double else torch.float32)
         self._batches = [iter(OfRank(99, rank)) for rank in ranks]
         self._optimizer = self.net.configure_optimizers()
         self._double, self._accumulated, self._clip = double, accumulated, clip
@@ -79,9 +79,17 @@ class Trains:
         nn.utils.vector_to_parameters(flat.clone(), self.net.parameters())
 
 
-def reference(size: int, devices: int, double: bool = True, accumulated: int = 1, clip: float | None = None) -> Tensor:
+def reference(
+    size: int,
+    devices: int,
+    double: bool = True,
+    accumulated: int = 1,
+    clip: float | None = None,
+    optimizer: str = "adamw",
+) -> Tensor:
     """[steps, islands, dim] of x(t+1) = x(t) + u(t) + (W - I) x_sent, launched after the update before."""
-    islands = [Trains(range(i * devices, (i + 1) * devices), double, accumulated, clip) for i in range(size // devices)]
+    settings = double, accumulated, clip, optimizer
+    islands = [Trains(range(i * devices, (i + 1) * devices), *settings) for i in range(size // devices)]
     sent: Tensor | None = None
     rows = []
     for step in range(STEPS):
@@ -106,12 +114,12 @@ class Double(Blocks):
         return nn.functional.cross_entropy(self(x), y)
 
 
-def train(folder: Path, size: int, island: Island, trainer_options: dict[str, Any]) -> None:
+def train(folder: Path, size: int, island: Island, trainer_options: dict[str, Any], optimizer: str) -> None:
     net = Double if trainer_options.get("precision") == "64-true" else Blocks
     settings = {**QUIET, "max_steps": STEPS, **trainer_options}
     strategy = GossipStrategy(start_method="fork", island=island)
     Trainer(**settings, devices=size, strategy=strategy, callbacks=[Record(folder)]).fit(
-        net(optimizer="adamw", dropout=0.0), SizedBatches(99)
+        net(optimizer=optimizer, dropout=0.0), SizedBatches(99)
     )
 
 
@@ -119,6 +127,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "AdamW": ({"precision": "64-true"}, {}, 1e-7),
     "clipped": ({"precision": "64-true", "gradient_clip_val": 0.05}, {"clip": 0.05}, 1e-7),
     "accumulated": ({"precision": "64-true", "accumulate_grad_batches": 3}, {"accumulated": 3}, 1e-7),
+    "Muon, clipped, accumulated": (
+        {"precision": "64-true", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
+        {"clip": 0.05, "accumulated": 2, "optimizer": "muon"},
+        1e-7,
+    ),
     "bf16": ({"precision": "bf16-mixed", "gradient_clip_val": 0.05}, {"double": False, "clip": 0.05}, 2e-3),
 }
 
@@ -133,7 +146,7 @@ def test_training_equals_one_worker_per_island_in_plain_torch(
     tmp_path: Path, size: int, island: Island, case: str
 ) -> None:
     trainer_options, plain, tolerance = CASES[case]
-    in_processes(train, tmp_path, size, island, trainer_options, seconds=100)
+    in_processes(train, tmp_path, size, island, trainer_options, plain.get("optimizer", "adamw"), seconds=100)
     expected = reference(size, island.devices, **plain).repeat_interleave(island.devices, dim=1)
     measured = recorded(tmp_path, size)[plain.get("accumulated", 1) - 1 :: plain.get("accumulated", 1)]
     torch.testing.assert_close(measured, expected, rtol=tolerance, atol=tolerance)
@@ -246,6 +259,7 @@ def test_evaluation_consensus_and_bytes_are_those_of_islands(tmp_path: Path, isl
 RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "AdamW, scheduler, mid-epoch": ({"optimizer": "adamw", "scheduler": True}, {}, 4),
     "momentum, accumulated": ({}, {"accumulate_grad_batches": 2}, 2),
+    "Muon": ({"optimizer": "muon"}, {"gradient_clip_val": 0.1}, 4),
     "bf16, clipped": ({"optimizer": "adamw"}, {"precision": "bf16-mixed", "gradient_clip_val": 0.1}, 4),
 }
 

@@ -115,6 +115,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool
     "two in flight": ({"delay": 2, "combine": Gossip(rate=0.4)}, {}, {}, 4, False),
     "one in flight over three steps": ({"topology": Every(3, OnePeerExponential()), "delay": 3}, {}, {}, 4, False),
     "AccumAdamW, within a window": ({}, {"optimizer": "accum_adamw"}, {}, 4, False),
+    "Muon, accumulation, scheduler": (
+        {},
+        {"optimizer": "muon", "scheduler": True},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        2,
+        False,
+    ),
     "QuasiGlobalAdam": ({}, {"optimizer": "quasi_global_adam"}, {}, 4, False),
     "rate bound to the learning rate": (
         {"combine": Gossip(rate=LearningRatePower())},

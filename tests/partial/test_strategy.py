@@ -82,6 +82,12 @@ def test_replicas_are_equal_after_every_step_in_every_mode(tmp_path: Path, mode:
     assert all(not torch.equal(first[name], last[name]) for name in first), "everything was trained"
 
 
+def test_muon_passes_over_what_nobody_trained(tmp_path: Path) -> None:
+    """Below the cuts neither decay nor momentum; all workers orthogonalize the same means."""
+    rows = run(tmp_path, Tower(tied=True, norm=True, optimizer="muon"), options={"depth": Staircase()}, size=3)
+    assert_equal(rows)
+
+
 class Overflow(Tower):
     """Worker 1's loss overflows at the third batch."""
 

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 
 from lightning_decentral import PartialBackpropStrategy
+from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.partial import Order
 from tests.tiny import QUIET, in_processes
 
@@ -75,6 +76,7 @@ class Tower(LightningModule):
             "sgd": lambda: torch.optim.SGD(parameters, lr=0.1),
             "momentum": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
             "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+            "muon": lambda: Muon(muon_groups(self), lr=0.01, weight_decay=0.1),
         }[self.optimizer_name]()
         if not self.schedule:
             return optimizer

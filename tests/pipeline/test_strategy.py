@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_decentral import TokenPipelineStrategy
-from lightning_decentral.optim import QuasiGlobalAdam
+from lightning_decentral.optim import Muon, QuasiGlobalAdam, muon_groups
 from lightning_decentral.pipeline import (
     Balanced,
     OneForwardOneBackward,
@@ -67,6 +67,19 @@ def test_an_optimizer_that_measures_the_model_measures_all_stages(tmp_path):
     """Tied embeddings once."""
     wanted, losses, _ = fit(QuasiGlobal(), alone(), tmp_path / "alone")
     found, found_losses, _ = forked(QuasiGlobal(), pipeline(2), tmp_path / "pipeline")
+    assert found_losses == pytest.approx(losses, rel=1e-9)
+    assert distance(found, wanted) < 1e-8
+
+
+class Orthogonal(Language):
+    def configure_optimizers(self):
+        return Muon(muon_groups(self), lr=1e-2)
+
+
+def test_a_stage_knows_hidden_matrices_from_tables_and_heads(tmp_path):
+    """Of three stages the second has neither, and the third a tied head without its table."""
+    wanted, losses, _ = fit(Orthogonal(), alone(), tmp_path / "alone", accumulate_grad_batches=2)
+    found, found_losses, _ = forked(Orthogonal(), pipeline(3), tmp_path / "pipeline", accumulate_grad_batches=2)
     assert found_losses == pytest.approx(losses, rel=1e-9)
     assert distance(found, wanted) < 1e-8
 

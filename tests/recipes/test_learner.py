@@ -9,9 +9,10 @@ from torch.nn import functional
 from torchmetrics.functional.classification import multiclass_accuracy
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_decentral.optim import muon_groups
 from lightning_decentral.recipes.digits import Digits
 from lightning_decentral.recipes.gpt import GPT
-from lightning_decentral.recipes.learner import decay_groups, flat_loss
+from lightning_decentral.recipes.learner import flat_loss
 from lightning_decentral.recipes.resnet import ResNet
 from lightning_decentral.recipes.schedules import constant
 from lightning_decentral.recipes.vit import ViT
@@ -46,9 +47,10 @@ def classifier(request):
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(classifier):
-    optimizer = TRAINING["optimizer"](decay_groups(classifier))
-    decayed, others = (group["params"] for group in optimizer.param_groups)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    optimizer = TRAINING["optimizer"](muon_groups(classifier))
+    hidden, matrices, others = (group["params"] for group in optimizer.param_groups)
+    decayed = [*hidden, *matrices]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
     assert {id(p) for p in [*decayed, *others]} == {id(p) for p in classifier.parameters()}
     assert len(decayed) + len(others) == len(list(classifier.parameters()))
     names = {id(p): name for name, p in classifier.named_parameters()}

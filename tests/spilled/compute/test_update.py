@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_decentral import SpilledStrategy
-from lightning_decentral.optim import AccumAdamW, QuasiGlobalAdam
+from lightning_decentral.optim import AccumAdamW, Muon, QuasiGlobalAdam
 from lightning_decentral.spilled import OnDevice, OnHost
 from lightning_decentral.spilled import strategy as strategy_module
 from lightning_decentral.spilled.compute.memory_ledger import Counting
@@ -63,8 +63,9 @@ class Visits:
         partial(Adam, lr=1e-3, amsgrad=True),
         partial(AdamW, lr=1e-3, foreach=True),
         partial(AccumAdamW, lr=1e-3, window=2),
+        partial(Muon, lr=1e-3),
     ],
-    ids=["momentum", "SGD", "Adam", "AdamW", "AccumAdamW"],
+    ids=["momentum", "SGD", "Adam", "AdamW", "AccumAdamW", "Muon"],
 )
 def test_updates_are_those_without_spilling(make: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups, norms clipped before; all bytes within a budget that holds two layers or three, not six."""
