@@ -1,7 +1,6 @@
 """Islands of several devices (FSDP) under Lightning: what they can't do, how they are saved and restored."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule
@@ -13,7 +12,6 @@ from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.shared.replica_checkpoint import WholeModel
 from lightning_decentral.optim.muon import Muon
-from lightning_decentral.optim.newton_schulz import orthogonalize
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
 
 
@@ -108,17 +106,13 @@ class WholeMatrices:
 
     def __init__(self, optimizers: Sequence[Optimizer], member: IslandMember) -> None:
         self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
-        self._member = member
         for muon in self._muons if member.shards > 1 else []:
             # On the instance, over the method of its class: `close` has only to take it away.
-            muon.orthogonalize = self._orthogonalize  # type: ignore[method-assign]
+            muon.change = member.change  # type: ignore[method-assign]
 
     def close(self) -> None:
         for muon in self._muons:
-            vars(muon).pop("orthogonalize", None)
-
-    def _orthogonalize(self, matrices: Sequence[Tensor], steps: int) -> None:
-        self._member.change(matrices, partial(orthogonalize, steps=steps))
+            vars(muon).pop("change", None)
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:

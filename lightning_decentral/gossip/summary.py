@@ -63,7 +63,7 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
         "evaluated": "the mean of the workers" if plan.evaluate == "mean" else "each worker's own model",
     }
     adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
-    hint = "takes smaller steps here than under ddp: see lightning_decentral.optim.AccumAdam"
+    hint = "takes smaller steps here than under ddp: see lightning_decentral.optim.Muon and AccumAdam"
     return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 

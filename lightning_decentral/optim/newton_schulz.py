@@ -7,8 +7,9 @@ from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero; in five steps values from 0.01 up come to 0.68 ... 1.13
 SMALLEST_NORM = 1e-7
-BATCH_BYTES = 2**26
-"""Of the matrices that are stacked in one call; while it computes there are four such stacks at most."""
+CACHE_BYTES, DEVICE_BYTES = 2**20, 2**26
+"""Of the matrices that are stacked in one call: on the CPU they stay in its cache, a device has enough to do. While a
+call computes there are four such stacks at most; a matrix larger than that is a stack of its own."""
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
@@ -23,7 +24,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     Source: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); Bernstein and Newhouse 2409.20325.
     """
     a, b, c = COEFFICIENTS
-    x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=SMALLEST_NORM)
+    x: Tensor = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(steps):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -31,21 +32,27 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     return x
 
 
-def orthogonalize(tensors: Sequence[Tensor], steps: int) -> None:
+def orthogonalize(tensors: Sequence[Tensor], steps: int = 5, dtype: torch.dtype | None = None) -> None:
     """Each tensor becomes what `newton_schulz` makes of it, in place; filters [out, in, ...] as a matrix [out, rest].
 
-    Computed in bfloat16 on devices, in float32 or better on the CPU. Matrices of one shape, lying or standing, go
-    together, as many as are `BATCH_BYTES`.
+    Matrices of one shape, lying or standing, go together, as many as fill a call.
+
+    Args:
+        dtype: to compute in; None: bfloat16 on devices, on the CPU float32, or the tensors' own type if it is better.
     """
-    for batch in _batches(tensors):
+    for batch in _batches(tensors, dtype):
         stack = torch.stack([_lying(tensor) for tensor in batch])
-        for tensor, found in zip(batch, newton_schulz(stack.to(working_type(stack)), steps), strict=True):
+        for tensor, found in zip(batch, newton_schulz(stack.to(_working(stack, dtype)), steps), strict=True):
             tensor.copy_((found if _is_lying(tensor) else found.mT).reshape(tensor.shape))
 
 
-def working_type(tensor: Tensor) -> torch.dtype:
-    """The type to compute in."""
-    return torch.promote_types(tensor.dtype, torch.float32) if tensor.device.type == "cpu" else torch.bfloat16
+def _working(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    usual = torch.promote_types(tensor.dtype, torch.float32) if _on_cpu(tensor) else torch.bfloat16
+    return dtype or usual
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _is_lying(tensor: Tensor) -> bool:
@@ -58,10 +65,11 @@ def _lying(tensor: Tensor) -> Tensor:
     return matrix if _is_lying(tensor) else matrix.mT
 
 
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _batches(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
     alike: dict[tuple[object, ...], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype, *_lying(tensor).shape), []).append(tensor)
     for batch in alike.values():
-        count = max(1, BATCH_BYTES // (batch[0].numel() * working_type(batch[0]).itemsize))
+        most = CACHE_BYTES if _on_cpu(batch[0]) else DEVICE_BYTES
+        count = max(1, most // (batch[0].numel() * _working(batch[0], dtype).itemsize))
         yield from (batch[i : i + count] for i in range(0, len(batch), count))

@@ -654,9 +654,10 @@ class KeepSummary(Inspect):
 
 
 @pytest.mark.parametrize(("optimizer", "size", "named"), [
-    ("adamw", 2, "AdamW takes smaller steps here than under ddp: see lightning_decentral.optim.AccumAdam"),
+    ("adamw", 2, "AdamW takes smaller steps here than under ddp: see lightning_decentral.optim.Muon and AccumAdam"),
     ("adamw", 1, None),
     ("accum_adamw", 2, None),
+    ("muon", 2, None),
     ("sgd", 2, None),
 ])  # fmt: skip
 def test_the_start_names_what_adam_does_here(optimizer: str, size: int, named: str | None, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, FullyShard, Island
-from lightning_decentral.optim import Muon, muon_groups, newton_schulz
+from lightning_decentral.optim import Muon, muon_groups
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 7
@@ -101,10 +101,10 @@ class Torchs(Optimizer):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
-def test_it_is_torchs_muon_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_torchs_muon_and_adamw() -> None:
     """To the rounding of bfloat16, in which torch's always computes: 2**-8 of what was moved."""
-    monkeypatch.setattr(newton_schulz, "working_type", lambda tensor: torch.bfloat16)
-    found = path(lambda net: Muon(muon_groups(net, adamw=["filters.*"]), **LIKE_TORCHS), torch.float32)
+    options = {**LIKE_TORCHS, "dtype": "bfloat16"}
+    found = path(lambda net: Muon(muon_groups(net, adamw=["filters.*"]), **options), torch.float32)
     expected = path(Torchs, torch.float32)
     moved = (expected[-1] - expected[0]).abs().mean()
     assert (found - expected).abs().mean() < 2**-8 * moved < 1e-3
@@ -196,13 +196,12 @@ def test_memory_while_stepping(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy of a group's hidden matrices goes through Newton-Schulz in place, and gradients stay the user's."""
     net, seen = Small(), []
     optimizer = muon(net)
-    plain = newton_schulz.orthogonalize
 
-    def watched(matrices: list[Tensor], steps: int) -> None:
+    def watched(matrices: list[Tensor], change: Callable[[list[Tensor]], None]) -> None:
         seen.append(sum(m.numel() for m in matrices))
-        plain(matrices, steps)
+        change(matrices)
 
-    monkeypatch.setattr(newton_schulz, "orthogonalize", watched)
+    monkeypatch.setattr(optimizer, "change", watched)
     net(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
     gradients = [p.grad.clone() for p in net.parameters()]
     optimizer.step()
@@ -215,6 +214,7 @@ def test_memory_while_stepping(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"weight_decay": math.nan}, "weight_decay must be a number from 0 up, got nan"),
     ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), got 1.0"),
     ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0: 0.95 is usual"),
+    ({"dtype": "int8"}, "dtype must be one of bfloat16, float32, float64, got 'int8'"),
     ({"steps": 0}, "steps must be a whole number from 1 up, got 0: 5 are usual"),
 ])  # fmt: skip
 @pytest.mark.parametrize("of_a_group", [False, True])

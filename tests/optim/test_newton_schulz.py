@@ -15,9 +15,9 @@ def drawn(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def found(tensors: list[Tensor], steps: int = 5) -> list[Tensor]:
+def found(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     copies = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
-    orthogonalize(copies, steps)
+    orthogonalize(copies, dtype=dtype)
     return copies
 
 
@@ -39,10 +39,9 @@ def test_range_of_five_steps() -> None:
     assert (round(values.min().item(), 2), round(values.max().item(), 2)) == (0.68, 1.13)
 
 
-def test_in_bfloat16_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_bfloat16_it_is_torchs() -> None:
     torchs = pytest.importorskip("torch.optim._muon")
-    monkeypatch.setattr(newton_schulz, "working_type", lambda tensor: torch.bfloat16)
-    for tensor, result in zip(drawn(), found(drawn()), strict=True):
+    for tensor, result in zip(drawn(), found(drawn(), torch.bfloat16), strict=True):
         expected = torchs._zeropower_via_newtonschulz(tensor.flatten(1), (3.4445, -4.7750, 2.0315), 5, 1e-7)
         torch.testing.assert_close(result.flatten(1), expected.float(), atol=0.02, rtol=0.02)
 
@@ -61,7 +60,7 @@ def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found(drawn())
     assert counts == [1, 4, 2], "5 x 5; 3 x 8 lying and standing; 16 x 27 as filters and as a matrix"
     counts.clear()
-    monkeypatch.setattr(newton_schulz, "BATCH_BYTES", 3 * 3 * 8 * 4)
+    monkeypatch.setattr(newton_schulz, "CACHE_BYTES", 3 * 3 * 8 * 4)
     assert all(map(torch.equal, found(drawn()), whole))
     assert counts == [1, 3, 1, 1, 1]
 
