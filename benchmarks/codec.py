@@ -38,6 +38,8 @@ from lightning_decentral.gossip import (
     DifferenceCompression,
     Float16,
     Gossip,
+    Int2,
+    Int4,
     Int8,
     LowRank,
     Plain,
@@ -54,6 +56,8 @@ CODECS = [
     Float16(),
     Int8(),
     DifferenceCompression(Int8()),
+    DifferenceCompression(Int4()),
+    DifferenceCompression(Int2()),
     DifferenceCompression(TopK(fraction=0.1)),
     DifferenceCompression(TopK(fraction=0.01)),
     DifferenceCompression(LowRank(rank=4)),
@@ -144,6 +148,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--elements", type=int, default=16 * SIDE * SIDE, help="of the message; whole matrices")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", default="codec", help="of the file of results")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     result = measure(options.elements, options.turns, torch.device(options.device))
@@ -158,7 +163,7 @@ def main() -> None:
         "clock": "thread" if options.device == "cpu" else "wall",
         "load of the machine when it began": round(load, 1),
     }
-    path = Path(__file__).parent / "results" / f"codec-{slug()}.json"
+    path = Path(__file__).parent / "results" / f"{options.name}-{slug()}.json"
     path.write_text(json.dumps({**about, "summary": rows, **result}, indent=1))
     print(f"raw results: {path}")
 

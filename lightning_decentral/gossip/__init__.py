@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec import Float16 as Float16
     from lightning_decentral.shared.compute.codec import Float32 as Float32
     from lightning_decentral.shared.compute.codec import Frame as Frame
+    from lightning_decentral.shared.compute.codec import Int2 as Int2
+    from lightning_decentral.shared.compute.codec import Int4 as Int4
     from lightning_decentral.shared.compute.codec import Int8 as Int8
     from lightning_decentral.shared.compute.codec import LowRank as LowRank
     from lightning_decentral.shared.compute.codec import MessageLayout as MessageLayout

@@ -92,7 +92,7 @@ class GossipStrategy(ReplicaStrategy):
             raise ValueError(f"evaluate must be 'mean' or 'own', got {evaluate!r}")
         if codec is not None and not codec.complete:
             raise ValueError(
-                f"{codec} by itself would never send the rest of the parameters: use DifferenceCompression({codec}) "
+                f"{codec} by itself would lose too much of the parameters: use DifferenceCompression({codec}) "
                 "and a smaller rate"
             )
         self.topology = topology or Auto()

@@ -6,17 +6,20 @@ from dataclasses import MISSING, fields
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip import Codec, DifferenceCompression, Int8, LowRank, Plain, TopK
+from lightning_decentral.gossip import Codec, DifferenceCompression, Int2, Int4, Int8, LowRank, Plain, TopK
 from lightning_decentral.shared.compute import codec as face
 from lightning_decentral.shared.compute.codec import Frame, MessageLayout
 
 # More than the class without arguments, and classes that need some; small blocks, for small messages.
 INSTANCES: dict[type[Codec], list[Codec]] = {
     Int8: [Int8(), Int8(block=7)],
+    Int4: [Int4(), Int4(block=7)],
+    Int2: [Int2(), Int2(block=7)],
     TopK: [TopK(), TopK(fraction=0.3, block=8)],
     LowRank: [LowRank(rank=1), LowRank(rank=2)],
     DifferenceCompression: [
         DifferenceCompression(Int8(block=8)),
+        DifferenceCompression(Int4(block=8)),
         DifferenceCompression(TopK(fraction=0.3, block=8)),
         DifferenceCompression(LowRank(rank=1)),
     ],

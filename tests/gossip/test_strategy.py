@@ -23,6 +23,7 @@ from lightning_decentral.gossip import (
     Gossip,
     GradientTracking,
     Hypercube,
+    Int4,
     OnePeerExponential,
     Outer,
     OuterNesterov,
@@ -232,7 +233,8 @@ class Sieve(Weights):
         (4, {"topology": FromGraph(edges=[[0, 1], [2, 3]])}, r"never hear|connected"),
         (2, {"weights": Sieve()}, "sum"),
         (2, {"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
-        (2, {"codec": TopK()}, r"TopK.* by itself would never send the rest.*use DifferenceCompression.TopK"),
+        (2, {"codec": TopK()}, r"TopK.* by itself would lose too much.*use DifferenceCompression.TopK"),
+        (2, {"codec": Int4()}, r"Int4.* by itself would lose too much.*use DifferenceCompression.Int4"),
     ],
     ids=str,
 )

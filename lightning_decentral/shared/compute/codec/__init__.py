@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec.compress import DifferenceCompression as DifferenceCompression
     from lightning_decentral.shared.compute.codec.compress import TopK as TopK
     from lightning_decentral.shared.compute.codec.low_rank import LowRank as LowRank
+    from lightning_decentral.shared.compute.codec.packed import Int2 as Int2
+    from lightning_decentral.shared.compute.codec.packed import Int4 as Int4
     from lightning_decentral.shared.compute.codec.quantize import BFloat16 as BFloat16
     from lightning_decentral.shared.compute.codec.quantize import Float16 as Float16
     from lightning_decentral.shared.compute.codec.quantize import Float32 as Float32

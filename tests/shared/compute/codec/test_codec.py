@@ -14,6 +14,8 @@ from lightning_decentral.gossip import (
     DifferenceCompression,
     Float16,
     Float32,
+    Int2,
+    Int4,
     Int8,
     LowRank,
     Plain,
@@ -46,19 +48,18 @@ def message(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor
 def formula(codec: Codec, n: int, itemsize: int) -> int:
     """The bytes that the docstrings promise for n elements without matrices."""
     match codec:
-        case Plain():
+        case Plain() | LowRank():
             return n * itemsize
-        case Float32():
-            return n * min(4, itemsize)
-        case BFloat16() | Float16():
-            return n * min(2, itemsize)
+        case Float32() | BFloat16() | Float16():
+            return n * min(4 if codec == Float32() else 2, itemsize)
         case Int8(block=block):
             return n + 4 * ceil(n / block)
+        case Int4(block=block) | Int2(block=block):
+            rest, each = n % block, 2 if isinstance(codec, Int4) else 4
+            return n // block * ceil(block / each) + ceil(rest / each) + 4 * ceil(n / block)
         case TopK(fraction=fraction, block=block):
             blocks = [block] * (n // block) + [n % block] * (n % block > 0)
             return sum(ceil(fraction * b) for b in blocks) * (itemsize + 2)
-        case LowRank():
-            return n * itemsize
         case DifferenceCompression(inner=inner):
             return formula(inner, n, itemsize)
     raise AssertionError(f"give the formula of {codec}")
@@ -133,6 +134,59 @@ def test_int8_is_unbiased() -> None:
     assert 0.75 < float(inner.square().mean()) < 1.25
 
 
+LEVELS: dict[type[Codec], tuple[float, float]] = {Int4: (7, 8), Int2: (1.5, 1.5)}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("n", "block"), [(1000, 128), (70_001, 128), (50, 7), (3, 256), (1, 8), (140_000, 65536)])
+@pytest.mark.parametrize("kind", LEVELS)
+def test_packed_against_numpy(kind: type[Codec], n: int, block: int, dtype: torch.dtype) -> None:
+    """Bits taken out of the bytes one number at a time; every level between those beside the number."""
+    codec, sent, (largest, middle) = kind(block=block), message(n, dtype=dtype), LEVELS[kind]
+    packed, scales = payload(codec, MessageLayout(n), dtype)
+    codec.encode(sent, (packed, scales), Frame(MessageLayout(n), 3))
+    x, bits, stride = sent.double().numpy(), codec.bits, ceil(block * codec.bits / 8)
+    decoded = round_trip(codec, sent, key=3).double().numpy()
+    for b in range(ceil(n / block)):
+        part, scale = x[b * block : (b + 1) * block], float(scales[b])
+        held = packed[b * stride : (b + 1) * stride].numpy()
+        codes = [(held[i % len(held)] >> (i // len(held) * bits)) & (2**bits - 1) for i in range(len(part))]
+        assert scale == pytest.approx(np.abs(part).max() / largest, rel=1e-6)
+        expected = (np.array(codes, dtype=np.float64) - middle) * scale
+        assert np.abs(expected - part).max() <= scale * (1 + 1e-4)
+        np.testing.assert_allclose(decoded[b * block : (b + 1) * block], expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_packed_is_unbiased_and_uses_every_code(kind: type[Codec]) -> None:
+    sent, keys = message(512, dtype=torch.float64), 5_000
+    decoded = torch.stack([round_trip(kind(block=16), sent, key=key(k)) for k in range(keys)])
+    scale = sent.view(-1, 16).abs().amax(1).div(LEVELS[kind][0]).repeat_interleave(16)
+    fraction = (sent / scale + LEVELS[kind][1]) % 1
+    z = (decoded.mean(0) - sent) / (scale * (fraction * (1 - fraction) / keys).sqrt().clamp(min=1e-9))
+    inner = z[(fraction - 0.5).abs() < 0.499]
+    assert len(inner) > 400
+    assert float(inner.abs().max()) < 4.5
+    assert 0.75 < float(inner.square().mean()) < 1.25
+    # Under codes of 4 bits the lowest, which zero's place leaves over, is never used.
+    assert len(torch.unique((decoded / scale).round(decimals=3))) == round(2 * LEVELS[kind][0]) + 1
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_packed_of_extremes(kind: type[Codec]) -> None:
+    for sent in (torch.zeros(8), torch.full((8,), 1e-45), torch.full((8,), 1e38), torch.tensor([7.0, -7.0, 0.0, 1.0])):
+        for k in range(50):
+            decoded = round_trip(kind(block=4), sent, key=key(k))
+            step = sent.abs().max() / LEVELS[kind][0]
+            assert bool(((decoded - sent).abs() <= step * 1.001 + 2e-38).all())
+
+
+@pytest.mark.parametrize(("kind", "share"), [(Int4, 0.95), (Int2, 0.35)])
+def test_most_of_a_difference_arrives_as_the_docs_say(kind: type[Codec], share: float) -> None:
+    sent = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    assert float((round_trip(kind(), sent) - sent).square().sum() / sent.square().sum()) < 1 - share
+
+
 def test_int8_of_extremes() -> None:
     tiny = torch.full((8,), 1e-45)
     for sent in (torch.zeros(8), tiny, torch.full((8,), 3e38), torch.tensor([127.0, -127.0, 0.0, 1.0])):
@@ -199,7 +253,11 @@ def test_buckets_know_their_matrices() -> None:
     assert torch.equal(last, parameters[3])
 
 
-@pytest.mark.parametrize("inner", [Int8(block=8), TopK(fraction=0.1, block=50), LowRank(rank=1), BFloat16()], ids=str)
+@pytest.mark.parametrize(
+    "inner",
+    [Int8(block=8), Int4(block=8), Int2(block=8), TopK(fraction=0.1, block=50), LowRank(rank=1), BFloat16()],
+    ids=str,
+)
 def test_differences_vanish(inner: Codec) -> None:
     """The hearer of a message that stays gets to know it to rounding."""
     codec, layout, sent = DifferenceCompression(inner), MessageLayout(200, MATRICES), message(200, dtype=torch.float64)
@@ -309,6 +367,7 @@ def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch
         (lambda: TopK(block=0), r"block must be in 1 .. 65536, got 0"),
         (lambda: Int8(block=0), r"block must be in 1 .. 65536, got 0: 256"),
         (lambda: Int8(block=65537), r"block must be in 1 .. 65536, got 65537"),
+        (lambda: Int4(block=0), r"block must be in 1 .. 65536, got 0: 128"),
         (lambda: LowRank(rank=0), r"rank must be at least 1, got 0"),
         (lambda: DifferenceCompression(DifferenceCompression(Int8())), r"remembers by itself.*unwrap"),
     ],
