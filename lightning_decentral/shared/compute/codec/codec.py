@@ -68,8 +68,8 @@ class Codec(ABC):
     remembers: ClassVar[bool] = False
     """Whether both ends of a link keep an estimate of what the hearer knows."""
     complete: ClassVar[bool] = True
-    """Whether parameters may be sent by it alone. Where not, elements are missing or coarse, and it compresses differences
-    only (`DifferenceCompression`)."""
+    """Whether parameters may be sent by it alone. Where not, elements are missing or coarse, and it is for differences
+    (`DifferenceCompression`)."""
     encodes: ClassVar[bool] = True
     """Whether messages travel otherwise than as they are. Where not, groups of equals may all-reduce them."""
 
