@@ -11,6 +11,8 @@ from lightning_decentral.shared.compute.codec import (
     BFloat16,
     DifferenceCompression,
     Frame,
+    Int2,
+    Int4,
     Int8,
     MessageLayout,
     Plain,
@@ -24,7 +26,7 @@ from tests.world import world
 
 HOST = torch.device("cpu")
 LENGTHS = (3 * GRAIN + 77, 5)
-CODECS = [Int8(), Int8(block=7), BFloat16(), TopK(fraction=0.25, block=16)]
+CODECS = [Int8(), Int8(block=7), Int4(block=16), Int2(block=16), BFloat16(), TopK(fraction=0.25, block=16)]
 pytestmark = pytest.mark.threads
 
 

@@ -1,4 +1,4 @@
-"""Quantization to fewer than eight bits, several numbers in a byte: `Int4` and `Int2`, for differences."""
+"""Quantization to fewer than eight bits, several numbers in a byte: `Int4`, `Int2`, for differences and gradients."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,10 +100,10 @@ class Packed(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4(Packed):
-    """Numbers -7 .. 7 times a scale for each block, rounded at random: `Packed`. Wrapped only.
+    """Numbers -7 .. 7 times a scale of their block, rounded at random: `Packed`. For gradients, or wrapped.
 
-    Bytes: n / 2 + 4 n / block, 7.5 times fewer than float32 with blocks of 128. By itself it would leave workers a
-    tenth of their weights apart, so this codes differences: wrap it.
+    Bytes: n / 2 + 4 n / block, 7.5 times fewer than float32 with blocks of 128. By itself it would leave gossiping
+    workers a tenth of their weights apart, so there it codes differences: wrap it.
 
     Args:
         block: elements that share a scale.
@@ -120,10 +120,10 @@ class Int4(Packed):
 
 @dataclass(frozen=True, kw_only=True)
 class Int2(Packed):
-    """Numbers -1.5, -0.5, 0.5, 1.5 times a scale for each block, rounded at random: `Packed`. Wrapped only.
+    """Numbers -1.5, -0.5, 0.5, 1.5 times a scale of their block, rounded at random: `Packed`. For gradients or wrapped.
 
     Bytes: n / 4 + 4 n / block, 14.2 times fewer than float32 with blocks of 128. Three fifths of a normal
-    difference's square are lost, so wrap it, at a smaller rate.
+    message's square are lost; of parameters it codes differences: wrap it, at a smaller rate.
 
     Args:
         block: elements that share a scale.
