@@ -1,7 +1,7 @@
 """Islands of several devices (FSDP) under Lightning: what they can't do, how they are saved and restored."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -13,6 +13,9 @@ from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.shared.replica_checkpoint import WholeModel
 from lightning_decentral.optim.muon import Muon
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
+
+if TYPE_CHECKING:
+    from lightning_decentral.optim.muon import Muon
 
 
 def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Callback], scaled: bool) -> None:
@@ -105,14 +108,20 @@ class WholeMatrices:
     """Muon's matrices are whole where it orthogonalizes them, until `close`."""
 
     def __init__(self, optimizers: Sequence[Optimizer], member: IslandMember) -> None:
-        self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
-        for muon in self._muons if member.shards > 1 else []:
+        self._muons = _muons(optimizers) if member.shards > 1 else []
+        for muon in self._muons:
             # On the instance, over the method of its class: `close` has only to take it away.
             muon.change = member.change  # type: ignore[method-assign]
 
     def close(self) -> None:
         for muon in self._muons:
             vars(muon).pop("change", None)
+
+
+def _muons(optimizers: Sequence[Optimizer]) -> "list[Muon]":
+    from lightning_decentral.optim.muon import Muon  # no other run reads it
+
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.owners import InPlace, each_once
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
+InPlace = Callable[[Sequence[Tensor]], None]
 Meet = Callable[[Callable[[], Any]], Any]
 Group = Callable[[Sequence[int] | None], Transport | None]
 
@@ -177,6 +177,8 @@ class Sharding(IslandMember):
             self._sharded.root.set_requires_gradient_sync(True)
 
     def change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
+        from lightning_decentral.shared.wire.owners import each_once  # no other run reads it
+
         shapes = [tuple(tensor.shape) for tensor in tensors]
         self._meet(lambda: each_once(change, [local(tensor) for tensor in tensors], shapes, self._inside))
 
