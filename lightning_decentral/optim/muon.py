@@ -45,7 +45,7 @@ class Muon(Optimizer):
         foreach: AdamW's; None: torch's choice.
 
     Memory: a copy of the hidden matrices and two of the rest; while stepping a copy of a group's hidden matrices, and
-    four of what one call of Newton-Schulz has (64 MiB on devices, 1 MiB on the CPU, or one matrix).
+    five of what one call of Newton-Schulz has (64 MiB on devices, 1 MiB on the CPU, or one matrix).
 
     Raises:
         ValueError: an argument out of range, or a hidden parameter that is no real matrix.

@@ -9,7 +9,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero; in five steps valu
 SMALLEST_NORM = 1e-7
 CACHE_BYTES, DEVICE_BYTES = 2**20, 2**26
 """Of the matrices that are stacked in one call: on the CPU they stay in its cache, a device has enough to do. While a
-call computes there are four such stacks at most; a matrix larger than that is a stack of its own."""
+call computes there are five such stacks at most; a matrix larger than that is a stack of its own."""
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
@@ -41,9 +41,13 @@ def orthogonalize(tensors: Sequence[Tensor], steps: int = 5, dtype: torch.dtype 
         dtype: to compute in; None: bfloat16 on devices, on the CPU float32, or the tensors' own type if it is better.
     """
     for batch in _batches(tensors, dtype):
-        stack = torch.stack([_lying(tensor) for tensor in batch])
-        for tensor, found in zip(batch, newton_schulz(stack.to(_working(stack, dtype)), steps), strict=True):
-            tensor.copy_((found if _is_lying(tensor) else found.mT).reshape(tensor.shape))
+        _together(batch, steps, dtype)  # a call of its own: what it made is gone before the next begins
+
+
+def _together(alike: Sequence[Tensor], steps: int, dtype: torch.dtype | None) -> None:
+    stack = torch.stack([_lying(tensor) for tensor in alike])
+    for tensor, found in zip(alike, newton_schulz(stack.to(_working(stack, dtype)), steps), strict=True):
+        tensor.copy_((found if _is_lying(tensor) else found.mT).reshape(tensor.shape))
 
 
 def _working(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, FullyShard, Island
-from lightning_decentral.optim import Muon, muon_groups
+from lightning_decentral.optim import Muon, muon_groups, newton_schulz
+from lightning_decentral.spilled.compute.memory_ledger import Counting, Ledger
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 7
@@ -192,21 +193,22 @@ def test_a_parameter_without_gradient_waits() -> None:
     assert not torch.equal(net.second.weight, alone.second.weight)
 
 
-def test_memory_while_stepping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy of a group's hidden matrices goes through Newton-Schulz in place, and gradients stay the user's."""
-    net, seen = Small(), []
-    optimizer = muon(net)
-
-    def watched(matrices: list[Tensor], change: Callable[[list[Tensor]], None]) -> None:
-        seen.append(sum(m.numel() for m in matrices))
-        change(matrices)
-
-    monkeypatch.setattr(optimizer, "change", watched)
-    net(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
-    gradients = [p.grad.clone() for p in net.parameters()]
+@pytest.mark.parametrize(("count", "together"), [(8, 2), (1, 1)])
+def test_memory_while_stepping(monkeypatch: pytest.MonkeyPatch, count: int, together: int) -> None:
+    """A copy of the hidden matrices, and five of what one call has: square ones, whose products are as large."""
+    parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    given = [parameter.grad.clone() for parameter in parameters]
+    optimizer, matrix, ledger = Muon(parameters), 4 * 64 * 64, Ledger()
     optimizer.step()
-    assert all(torch.equal(p.grad, was) for p, was in zip(net.parameters(), gradients, strict=True))
-    assert seen == [net.first.weight.numel() + net.second.weight.numel() + net.filters.weight.numel()]
+    monkeypatch.setattr(newton_schulz, "CACHE_BYTES", together * matrix)
+    with Counting(ledger, {}):
+        optimizer.step()
+    most = (count + 5 * together) * matrix
+    assert most - matrix < ledger.peak_bytes < most + 0.2 * matrix
+    assert ledger.present_bytes == 0
+    assert all(torch.equal(p.grad, was) for p, was in zip(parameters, given, strict=True)), "they are the user's"
 
 
 @pytest.mark.parametrize(("option", "message"), [
