@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.shared.replica_checkpoint import WholeModel
-from lightning_decentral.optim.muon import Muon
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ optimizer. `muon_groups(module)` says which parameter is which.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +16,15 @@ from torch.optim.adamw import adamw
 
 from lightning_decentral.optim.groups import Betas, check_options, evaluated, refuse_sparse
 from lightning_decentral.optim.newton_schulz import orthogonalize
+from lightning_decentral.shared.plan.arguments import checked
 
 LIKE_ADAMW = 0.2
 """Root mean square of a usual update of AdamW, in units of the learning rate."""
-TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+Dtype = Literal["bfloat16", "float32", "float64"]
+TYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
+@checked
 class Muon(Optimizer):
     """Muon for groups with `hidden`, AdamW for the others, at one learning rate.
 
@@ -64,7 +67,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.01,
         *,
         steps: int = 5,
-        dtype: str | None = None,
+        dtype: Dtype | None = None,
         foreach: bool | None = None,
     ) -> None:
         defaults = {

@@ -216,7 +216,7 @@ def test_memory_while_stepping(monkeypatch: pytest.MonkeyPatch, count: int, toge
     ({"weight_decay": math.nan}, "weight_decay must be a number from 0 up, got nan"),
     ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), got 1.0"),
     ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0: 0.95 is usual"),
-    ({"dtype": "int8"}, "dtype must be one of bfloat16, float32, float64, got 'int8'"),
+    ({"dtype": "int8"}, "dtype must be .*bfloat16.* got 'int8'"),
     ({"steps": 0}, "steps must be a whole number from 1 up, got 0: 5 are usual"),
 ])  # fmt: skip
 @pytest.mark.parametrize("of_a_group", [False, True])

@@ -67,6 +67,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "WorkPiece": {"compute_seconds": 1.0},
 }
 NEEDED |= {name: {"params": [nn.Parameter(torch.zeros(1))]} for name in ("AccumAdam", "AccumAdamW", "QuasiGlobalAdam")}
+NEEDED |= {"Muon": {"params": [nn.Parameter(torch.zeros(2, 2))]}}
 
 WRONG = [
     None, True, 2, -1, 1.5, -0.5, math.nan, math.inf, "no such", "2", b"x", [], [1.5], ["a", 3], {"a": "b"}, {1}, 1j,
@@ -202,6 +203,8 @@ WITHOUT_DEFAULTS = {
     "from_graph": "FromGraph needs a networkx graph or edges",
     "fully_shard": "write FullyShard(devices=...)",
     "given": "write Given(lengths=...)",
+    "int2": "use DifferenceCompression(Int2(",
+    "int4": "use DifferenceCompression(Int4(",
     "low_rank": "use DifferenceCompression(LowRank(rank=4))",
     "periodic_average": "write PeriodicAverage(every=..., inner=...)",
     "pipe_transformer": "write PipeTransformer(every=...)",

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
 from lightning_decentral.shared.compute.codec.quantize import check_block, piece_length, pieces
+from lightning_decentral.shared.plan.arguments import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class Packed(Codec):
                 rows.copy_(values)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Int4(Packed):
     """Numbers -7 .. 7 times a scale of their block, rounded at random: `Packed`. For gradients, or wrapped.
@@ -118,6 +120,7 @@ class Int4(Packed):
     largest, middle = 7.0, 8.0  # zero is zero
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Int2(Packed):
     """Numbers -1.5, -0.5, 0.5, 1.5 times a scale of their block, rounded at random: `Packed`. For gradients or wrapped.
