@@ -4,7 +4,7 @@
     python benchmarks/newton_schulz.py --device cuda
 
 Timed are the hidden matrices of a model, all of one update: `together`, as `Muon` does it; `one by one`, the same code
-on one matrix at a time; `bfloat16`, together in that type (the default on devices); `torch's`, the function that
+on one matrix at a time; both also in bfloat16 (the default on devices); `torch's`, the function that
 `torch.optim.Muon` calls for each matrix, in bfloat16 (missing before torch 2.9). Beside them the whole update: `Muon`
 and `torch.optim.AdamW` (foreach) for all parameters. All take turns, so that a neighbour's load on the machine hits
 all; medians over the turns. On the CPU the seconds are those that the one thread computed; on a device they are wall
@@ -34,6 +34,7 @@ from lightning_decentral.optim.newton_schulz import COEFFICIENTS, SMALLEST_NORM,
 torch.set_num_threads(1)
 STEPS = 5
 MODELS = {  # (width, blocks) of GPT-2, its vocabulary left small: tables and heads aren't hidden
+    "small": (32, 4),
     "gpt recipe": (96, 2),
     "twice as wide and deep": (192, 4),
     "one block of GPT-2": (768, 1),
@@ -51,9 +52,9 @@ def gpt2(width: int, blocks: int) -> nn.Module:
     )
 
 
-def one_by_one(matrices: Sequence[Tensor]) -> None:
+def one_by_one(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
     for matrix in matrices:
-        orthogonalize([matrix])
+        orthogonalize([matrix], dtype=dtype)
 
 
 def torchs(matrices: Sequence[Tensor]) -> None:
@@ -73,7 +74,8 @@ def calls(width: int, blocks: int, device: torch.device) -> dict[str, Callable[[
     muon, adamw = Muon(groups, lr=1e-4), torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
     ways: dict[str, Callable[[], Any]] = {
         "together": lambda: orthogonalize(matrices),
-        "bfloat16": lambda: orthogonalize(matrices, dtype=torch.bfloat16),
+        "bfloat16, together": lambda: orthogonalize(matrices, dtype=torch.bfloat16),
+        "bfloat16, one by one": lambda: one_by_one(matrices, torch.bfloat16),
         "one by one": lambda: one_by_one(matrices),
         "torch's": lambda: torchs(matrices),
         "Muon": muon.step,
@@ -113,7 +115,8 @@ def summary(name: str, rows: dict[str, list[float]]) -> dict[str, Any]:
         "model": name,
         "together, ms": round(1e3 * median["together"], 2),
         "one by one": round(median["one by one"] / median["together"], 2),
-        "bfloat16": round(median["bfloat16"] / median["together"], 2),
+        "bfloat16, together": round(median["bfloat16, together"] / median["together"], 2),
+        "bfloat16, one by one": round(median["bfloat16, one by one"] / median["together"], 2),
         "torch's": round(median["torch's"] / median["together"], 2) if "torch's" in median else None,
         "update, Muon / AdamW": round(median["Muon"] / median["AdamW"], 1),
     }
