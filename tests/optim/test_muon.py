@@ -131,6 +131,25 @@ def test_a_step_is_as_long_whatever_the_loss_is_multiplied_by() -> None:
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_loss_scaler_divides_and_skips(overflow: bool) -> None:
+    """Its scale is a power of two: the same bits as without it, and as without the step that overflows."""
+
+    def trained(scaled: bool) -> Tensor:
+        x = nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
+        optimizer, scaler = Muon([x]), torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = (x * (x + step).sin()).sum() * (torch.inf if step == 2 and overflow else 1.0)
+            if scaled or loss.isfinite():
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return x.detach()
+
+    assert torch.equal(trained(True), trained(False))
+
+
 def test_goes_on_bit_for_bit_from_its_state() -> None:
     class Interrupted:
         """Another optimizer takes over after each step, through a file that holds no code."""
