@@ -24,7 +24,9 @@ def test_plain_values_come_back(value: object, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [RECORD]
 
 
-@pytest.mark.parametrize("value", [b"bytes", {1: 2}, [object()], {"a": {1, 2}}, Path("p"), print], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [b"bytes", {1: 2}, [object()], {"a": {1, 2}}, Path("p"), print], ids=lambda v: type(v).__name__
+)
 def test_other_values_fail_the_member_by_name(value: object, tmp_path: Path) -> None:
     one = entrant(tmp_path)
     write_record(one, returned(one, JobStatus.COMPLETED, value))

@@ -10,6 +10,8 @@ from lightning_decentral.shared import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine.combine import Combine as Combine
+    from lightning_decentral.gossip.compute.combine.combine import Rate as Rate
+    from lightning_decentral.gossip.compute.combine.combine import RateSchedule as RateSchedule
     from lightning_decentral.gossip.compute.combine.combine import State as State
     from lightning_decentral.gossip.compute.combine.combine import Turn as Turn
     from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl as ConsensusControl
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine.push_sum import PushSum as PushSum
     from lightning_decentral.gossip.compute.combine.rate import LearningRatePower as LearningRatePower
     from lightning_decentral.gossip.compute.combine.rate import LinearRate as LinearRate
-    from lightning_decentral.gossip.compute.combine.rate import Rate as Rate
-    from lightning_decentral.gossip.compute.combine.rate import RateSchedule as RateSchedule
     from lightning_decentral.gossip.compute.combine.relay_sum import RelaySum as RelaySum
 
 __getattr__, __all__ = lazy_exports(__name__)

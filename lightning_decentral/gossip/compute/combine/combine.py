@@ -45,6 +45,32 @@ class Turn:
     degree: Callable[[], Tensor]
 
 
+class RateSchedule(ABC):
+    """turn -> rate, in [0, largest]."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """The largest rate it may ever give: what stability is judged by."""
+
+    @abstractmethod
+    def __call__(self, turn: Turn) -> float:
+        """The rate of this round."""
+
+
+Rate = float | RateSchedule
+
+
+def at(rate: Rate, turn: Turn) -> float:
+    """The rate of this round."""
+    return rate(turn) if isinstance(rate, RateSchedule) else rate
+
+
+def largest(rate: Rate) -> float:
+    """What stability is judged by."""
+    return rate.largest if isinstance(rate, RateSchedule) else rate
+
+
 class Combine(ABC):
     """Rule of one bucket. `x` has the shape [n] on a worker, [size, n] in a simulation; a message, what was sent and
     what was mixed have a shape of their own, [m] or [size, m].

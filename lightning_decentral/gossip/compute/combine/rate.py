@@ -3,30 +3,13 @@
 Less mixing late in training keeps a disagreement between the workers that helps their mean (2602.02899).
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from lightning_decentral.gossip.compute.combine.combine import Turn
+from lightning_decentral.gossip.compute.combine.combine import Rate, RateSchedule, Turn, largest
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection, largest_rate_with_echo, largest_stable_rate
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights, describe
 from lightning_decentral.shared.plan.arguments import checked
-
-
-class RateSchedule(ABC):
-    """turn -> rate, in [0, largest]."""
-
-    @property
-    @abstractmethod
-    def largest(self) -> float:
-        """The largest rate it may ever give: what stability is judged by."""
-
-    @abstractmethod
-    def __call__(self, turn: Turn) -> float:
-        """The rate of this round."""
-
-
-Rate = float | RateSchedule
 
 
 @checked
@@ -83,14 +66,6 @@ class LearningRatePower(RateSchedule):
 
     def __call__(self, turn: Turn) -> float:
         return (turn.learning_rate / turn.peak) ** self.power if turn.peak > 0 else 1.0
-
-
-def at(rate: Rate, turn: Turn) -> float:
-    return rate(turn) if isinstance(rate, RateSchedule) else rate
-
-
-def largest(rate: Rate) -> float:
-    return rate.largest if isinstance(rate, RateSchedule) else rate
 
 
 def check_rate(rate: Rate, name: str = "rate") -> None:
