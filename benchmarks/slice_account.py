@@ -21,9 +21,9 @@ from stages import Size, token_mean
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_decentral.pipeline import Keep, OneForwardOneBackward
-from lightning_decentral.pipeline.compute.causal_lm import CausalModel
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.wire.channel import Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor
 
@@ -43,7 +43,7 @@ def alone(size: Size, ids: torch.Tensor) -> Step:
 
 
 def sliced(size: Size, ids: torch.Tensor, count: int) -> Step:
-    model, tokens = CausalModel(size.model()), ids.shape[1]
+    model, tokens = adapted(size.model()), ids.shape[1]
     actions = OneForwardOneBackward().actions(1, 1, count)[0]
 
     def step() -> None:

@@ -19,6 +19,7 @@ from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBa
 from lightning_decentral.pipeline.compute.causal_lm import CausalModel
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import GlooTransport
 
@@ -77,7 +78,7 @@ class Bench:
         self.alone_model = size.model()
         half = size.blocks // STAGES
         self.place = StagePlace(rank * half, (rank + 1) * half, rank == 0, rank == STAGES - 1)
-        self.model = CausalModel(size.model())
+        self.model = adapted(size.model())
         self.model.keep(self.place)
 
     def ids(self, batch: int) -> Tensor:

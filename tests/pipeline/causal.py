@@ -9,10 +9,10 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline import Activations, Boundary, Even, Keep, OneForwardOneBackward, Schedule
-from lightning_decentral.pipeline.compute.causal_lm import CausalModel
 from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
 from lightning_decentral.pipeline.wire.channel import Links, Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor
@@ -115,6 +115,7 @@ def sliced(
 ) -> tuple[float, Gradients]:
     """The same through the pipeline, each stage a thread; gradients of tied parameters summed over their stages."""
     original = built(name, dtype)
+    adapted(original)  # once, before there are threads
     counts = Even().counts([None] * BLOCKS, None, None, num_stages)  # type: ignore[list-item,arg-type]
     ends = [sum(counts[: r + 1]) for r in range(num_stages)]
     steps = (schedule or OneForwardOneBackward()).actions(num_stages, microbatches, len(slices))
@@ -123,7 +124,7 @@ def sliced(
     def worker(group: Any) -> tuple[list[Share], Gradients]:
         rank = group.rank() if group else 0
         place = StagePlace(ends[rank] - counts[rank], ends[rank], rank == 0, rank == num_stages - 1)
-        model = CausalModel(copy.deepcopy(original))
+        model = adapted(copy.deepcopy(original))
         calls = [Call(parts[0][m], None if parts[1] is None else parts[1][m]) for m in range(microbatches)]
         model.keep(place)
         weights = Apart() if schedule and schedule.splits else AtOnce()

@@ -7,10 +7,10 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned
-from lightning_decentral.pipeline.compute.causal_lm import CausalModel
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import Share, TargetCount, deliver, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.training_step import Logs, checksum, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -58,7 +58,7 @@ def test_gradients_are_handed_over_by_a_loss():
 
 
 def test_the_model_is_answered_for_and_then_itself_again():
-    model = CausalModel(built("llama"))
+    model = adapted(built("llama"))
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with answering(model, lambda call: call.inputs.shape):
         assert model.module(ids) == (1, 4)
@@ -86,7 +86,7 @@ def test_batches_that_differ_are_told_apart():
 
 
 def test_a_measurement_serves_all_shorter_sequences():
-    model = CausalModel(built("llama", torch.float32))
+    model = adapted(built("llama", torch.float32))
     place = StagePlace(0, 4, True, True)
     pipe = StageRunner(model, place, None, None, schedule=OneForwardOneBackward(), activations=Keep(),
                 boundary=ExactActivations(), device=torch.device("cpu"))  # fmt: skip

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.causal_lm import ANATOMIES, CausalModel
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.partition import NOTHING, weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
 from lightning_decentral.shared.plan.arguments import checked
@@ -116,25 +116,26 @@ def resnet(module: Any) -> Chain:
 
 
 KNOWN: dict[str, Callable[[Any], Pipelined]] = {
-    **dict.fromkeys(ANATOMIES, CausalModel),
+    "GenerationMixin": adapted,
     "ViTForImageClassification": vit,
     "ResNetForImageClassification": resnet,
 }
-"""By the name of the class or of one it inherits from."""
+"""By the name of a class of `transformers` or of one it inherits from, so that `transformers` need not be installed."""
 
 
 def find(module: nn.Module) -> Pipelined:
     """The one known model in `module`.
 
     Raises:
-        ValueError: there is none, or several.
+        ValueError: there is none, or several, or it can't be cut.
     """
     found = [(part, kind) for part in module.modules() if (kind := _kind(part)) is not None]
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"
         raise ValueError(
             f"a token pipeline needs one model that it knows in {type(module).__name__}, found {names}: it knows "
-            f"{', '.join(KNOWN)}; for any other, return a Chain from a method pipeline_stages() of the LightningModule"
+            "causal language models of transformers, ViTForImageClassification and ResNetForImageClassification; "
+            "for any other, return a Chain from a method pipeline_stages() of the LightningModule"
         )
     part, kind = found[0]
     return KNOWN[kind](part)

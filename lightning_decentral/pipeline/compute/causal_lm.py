@@ -1,125 +1,147 @@
-"""Adapters of transformers' causal language models (GPT-2, Llama, Qwen2, Mistral): taken apart without a change."""
+"""Adapter of transformers' causal language models, by their anatomy: taken apart without a change.
+
+Every stage runs the model's own forward. Blocks of other stages are hollow: the one before the stage's own lets the
+hidden state in, the one behind them takes it out. What the model does to logits, and its loss, run as they are once all
+slices are there.
+"""
 
 import inspect
-from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_decentral.pipeline.compute.anatomy import Anatomy, Router
+from lightning_decentral.pipeline.compute.documents import SEPARABLE, documents_of, separated
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.plan.partition import weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
 from lightning_decentral.shared.plan.profile import BlockCost
 
+READ = {"input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict"}
+OF_THE_ANSWER = {"labels", "num_items_in_batch", "shift_labels", "ignore_index", "output_router_logits"}
+RIGHT, LEFT = "padding on the right", "padding on the left"
+PACKING, ROUTING = "packed sequences", "output_router_logits"
+
+
+class _Out(BaseException):
+    """Ends a forward where the stage ends, with what it came to."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+class Hollow(nn.Module):
+    """Stands for a block of another stage; has its plain attributes, by which models choose masks.
+
+    Args:
+        pass_on: what it does with the hidden state.
+    """
+
+    def __init__(self, block: nn.Module, pass_on: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        own = vars(self)
+        own.update({name: value for name, value in vars(block).items() if name not in own})
+        self._pass_on = pass_on
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pass_on(args[0] if args else kwargs["hidden_states"])
+
 
 class Silent(nn.Module):
-    """0, whatever is asked: stands for an embedding that another stage has already added."""
+    """0: stands for an embedding that another stage has already added."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
 
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), dtype=self._dtype, device=positions.device)
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """Where a causal model of `transformers` keeps its parts.
-
-    Args:
-        inner: the attribute that holds embedding, blocks and norm; the head is `lm_head`.
-        tokens: the embedding of tokens.
-        added: embeddings that are added to it; on later stages they must be silent.
-        dropout: after the embedding, or None.
-    """
-
-    inner: str
-    tokens: str
-    blocks: str
-    norm: str
-    added: str | None = None
-    dropout: str | None = None
-
-
-LLAMA = Anatomy(inner="model", tokens="embed_tokens", blocks="layers", norm="norm")
-GPT2 = Anatomy(inner="transformer", tokens="wte", blocks="h", norm="ln_f", added="wpe", dropout="drop")
-ANATOMIES = {
-    "GPT2LMHeadModel": GPT2,
-    "LlamaForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": LLAMA,
-    "MistralForCausalLM": LLAMA,
-}
-"""By the name of the class, so that `transformers` need not be installed."""
-
-READ = {"input_ids", "attention_mask", "position_ids", "labels"}
-IRRELEVANT = {"use_cache", "return_dict"}
-OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return torch.zeros((), dtype=self._dtype, device=given.device)
 
 
 class CausalModel(Pipelined):
-    """A causal language model of `transformers`: GPT-2, Llama, Qwen2, Mistral, and what inherits their names.
+    """A causal language model of `transformers`.
 
     Args:
         module: the `...ForCausalLM` itself.
+        anatomy: where its parts are.
+        refused: kinds of call that it can't be sliced for, and why.
     """
 
     sliceable = True
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, anatomy: Anatomy, refused: Mapping[str, str] | None = None) -> None:
         super().__init__(module)
-        self._anatomy = next(ANATOMIES[c.__name__] for c in type(module).__mro__ if c.__name__ in ANATOMIES)
-        self._inner: Any = getattr(module, self._anatomy.inner)
-        self._config = self._inner.config
+        self._anatomy, self._refused = anatomy, refused or {}
+        self._inner: Any = module.get_submodule(anatomy.inner)
+        self._config: Any = vars(module)["config"]
+        self._entering: Tensor | None = None
         refuse_unsliceable(module)
+        self._routers = self._found_routers()
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return list(getattr(self._inner, self._anatomy.blocks))
+        return list(self.module.get_submodule(self._anatomy.blocks).children())
+
+    def _found_routers(self) -> list[list[tuple[nn.Module, Router]]]:
+        """Of each block."""
+        known = self._anatomy.routers
+        inside = [dict(block.named_modules()) for block in self.blocks]
+        return [
+            [(parts[n], router) for n, router in known.items() if n in parts and type(parts[n]).__name__ == router.kind]
+            for parts in inside
+        ]
 
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
-        a, inner = self._anatomy, self._inner
-        embedding = sum(parameter_bytes(getattr(inner, name).parameters()) for name in (a.tokens, a.added) if name)
-        last = (self.module.get_submodule("lm_head"), getattr(inner, a.norm))
-        head = sum(parameter_bytes(part.parameters()) for part in last)
+        bytes_of = lambda paths: sum(parameter_bytes(self.module.get_submodule(p).parameters()) for p in paths)  # noqa: E731
         sizes = [parameter_bytes(block.parameters()) for block in self.blocks]
         # Looking up an embedding costs no time worth counting.
-        return [weighed(size) for size in sizes], BlockCost(parameter_bytes=embedding), weighed(head)
+        embedding = BlockCost(parameter_bytes=bytes_of(self._anatomy.before))
+        return [weighed(size) for size in sizes], embedding, weighed(bytes_of(self._anatomy.after))
+
+    # ---- parts --------------------------------------------------------------------------------------------------
 
     def keep(self, place: StagePlace) -> None:
-        a = self._anatomy
-        blocks = getattr(self._inner, a.blocks)
-        gone = [str(i) for i in range(len(blocks)) if not place.first_block <= i < place.stop_block]
-        self._replace(blocks, dict.fromkeys(gone))
+        a, blocks = self._anatomy, self.blocks
+        gone = [i for i in range(len(blocks)) if not place.first_block <= i < place.stop_block]
+        ways = {i: self._way(i, place) for i in gone}
+        self._replace(self.module.get_submodule(a.blocks), {str(i): Hollow(blocks[i], way) for i, way in ways.items()})
         dtype = next(self.module.parameters()).dtype
         if not place.first:
-            silent = {a.tokens: nn.Identity(), a.added: Silent(dtype), a.dropout: nn.Identity()}
-            self._replace(self._inner, {name: part for name, part in silent.items() if name is not None})
+            self._silence([path for path in a.before if not (place.last and path in a.after)], dtype)
         if not place.last:
-            self._replace(self._inner, {a.norm: nn.Identity()})
-            self._replace(self.module, {"lm_head": nn.Identity()})
-        self._inner.config = self._configured(place)
+            self._silence([path for path in a.after if not (place.first and path in a.before)], dtype)
 
-    def _configured(self, place: StagePlace) -> Any:
-        """Some models look up the kind of attention by the block's place in their list, which now begins later."""
-        config = copy(self._config)
-        kinds = vars(config).get("layer_types")
-        if kinds is not None:
-            config.layer_types = list(kinds[place.first_block : place.stop_block])
-            config.num_hidden_layers = place.stop_block - place.first_block
-        return config
+    def _way(self, index: int, place: StagePlace) -> Callable[[Tensor], Any]:
+        """What a hollow block does: the last one before the stage's own lets in, any behind them takes out."""
+        if index >= place.stop_block:
+            return _out
+        return self._enter if index == place.first_block - 1 else self._returned
+
+    def _silence(self, paths: Sequence[str], dtype: torch.dtype) -> None:
+        for path in paths:
+            up, _, name = path.rpartition(".")
+            silent = Silent(dtype) if isinstance(self.module.get_submodule(path), nn.Embedding) else nn.Identity()
+            self._replace(self.module.get_submodule(up), {name: silent})
+
+    def _enter(self, _: Tensor) -> Any:
+        assert self._entering is not None
+        return self._returned(self._entering)
+
+    def _returned(self, hidden: Tensor) -> Any:
+        """As a block returns it."""
+        others = self._anatomy.returned
+        return hidden if others is None else (hidden, *[None] * others)
 
     def structure(self) -> str:
         # The configuration says what modules don't show, and names the version.
         return f"{super().structure()}\n{self._config.to_json_string()}\n{self._config._attn_implementation}"
 
-    def restore(self) -> None:
-        super().restore()
-        self._inner.config = self._config
+    # ---- one call -----------------------------------------------------------------------------------------------
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         bound = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
@@ -127,18 +149,44 @@ class CausalModel(Pipelined):
         asked = {name: value for name, value in given.items() if value is not None and value is not False}
         if asked.get("logits_to_keep") == 0:  # all of them
             del asked["logits_to_keep"]
-        foreign = sorted(set(asked) - READ - IRRELEVANT - OF_THE_LOSS)
-        name = type(self.module).__name__
+        foreign = sorted(set(asked) - READ - OF_THE_ANSWER)
         if foreign or "input_ids" not in asked or given.get("return_dict") is False:
-            what = f"with {foreign[0]}" if foreign else "without input_ids, or with return_dict=False"
-            raise ValueError(
-                f"{name} was called {what}, which a token pipeline can't serve: call it with input_ids and, as needed, "
-                "attention_mask, position_ids and labels"
-            )
-        extra = {key: value for key, value in asked.items() if key == "labels" or key in OF_THE_LOSS}
-        if asked["input_ids"].dim() != 2:
-            raise ValueError(f"input_ids must be [batch, length], got {tuple(asked['input_ids'].shape)}")
-        return Call(asked["input_ids"], asked.get("attention_mask"), asked.get("position_ids"), extra)
+            self._refuse(f"with {foreign[0]}" if foreign else "without input_ids, or with return_dict=False")
+        ids, mask, positions = (asked.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if ids.dim() != 2:
+            raise ValueError(f"input_ids must be [batch, length], got {tuple(ids.shape)}")
+        for name, tensor in (("attention_mask", mask), ("position_ids", positions)):
+            if tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() != 2):
+                self._refuse(f"with {name} that isn't [batch, length]")
+        extra = {name: given[name] for name in OF_THE_ANSWER if given.get(name) is not None}
+        # A model that keeps keys and values doesn't look for documents, nor is it made to here.
+        caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
+        packed = positions is not None and mask is None and not caching
+        call = Call(ids, mask, positions, extra, documents_of(positions) if packed else None)
+        self._check(call)
+        return call
+
+    def _refuse(self, how: str) -> None:
+        raise ValueError(
+            f"{type(self.module).__name__} was called {how}, which a token pipeline can't serve: call it with "
+            "input_ids and, as needed, attention_mask, position_ids and labels, all [batch, length]"
+        )
+
+    def _check(self, call: Call) -> None:
+        """ValueError for a kind of call for which a small copy wasn't the same in slices."""
+        asked = {
+            RIGHT: lambda: call.attention_mask is not None and not bool(call.attention_mask.all()),
+            LEFT: lambda: call.attention_mask is not None and not bool(call.attention_mask[:, 0].all()),
+            PACKING: lambda: call.documents is not None,
+            ROUTING: lambda: self._routing(call),
+        }
+        for kind, why in self._refused.items():
+            if asked[kind]():
+                raise ValueError(f"{type(self.module).__name__} can't be cut into slices with {kind}: {why}")
+
+    def _routing(self, call: Call) -> bool:
+        """Whether the model's loss asks for the routers' logits."""
+        return bool(call.extra.get("output_router_logits", vars(self._config).get("output_router_logits", False)))
 
     def length(self, call: Call) -> int:
         return call.inputs.shape[1]
@@ -146,42 +194,131 @@ class CausalModel(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """[batch, tokens, width], or from the last stage [batch, tokens, vocabulary]."""
-        begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden}
-        mask, positions = call.attention_mask, call.position_ids
-        output: Tensor = self._inner(
-            **begin,
-            attention_mask=None if mask is None else mask[:, :stop],  # of the keys: the context's, too
-            position_ids=None if positions is None else positions[..., start:stop],
-            past_key_values=memory.at(start, stop),
-            use_cache=True,
-        ).last_hidden_state
-        return self.module.get_submodule("lm_head")(output) if place.last else output
+        """[batch, tokens, width], or from the last stage [batch, tokens, vocabulary]; routers' logits behind it."""
+        hidden, routed = self._arrived(call, hidden, start, stop)
+        self._entering = hidden
+        begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden.detach()}
+        mask, positions, documents = call.attention_mask, call.position_ids, call.documents
+        given = {
+            "attention_mask": None if mask is None else mask[:, :stop],  # of the keys: the context's, too
+            "position_ids": None if positions is None else positions[:, start:stop],
+            "past_key_values": memory.at(start, stop),
+            "use_cache": True,
+        }
+        with separated(None if documents is None else documents[:, :stop]), self._routing_seen(call, place) as seen:
+            output = self._run(place, {**begin, **given})
+        own = {at: logits.view(*output.shape[:2], -1).to(output.dtype) for at, logits in seen.items()}
+        return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
+
+    def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
+        """The model's own forward, up to this stage's end."""
+        hook = self.module.get_submodule(self._anatomy.head).register_forward_hook(_leave) if place.last else None
+        try:
+            type(self.module).forward(self.module, **given)
+        except _Out as out:
+            return out.result
+        finally:
+            if hook is not None:
+                hook.remove()
+        raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 
     def shape(self, call: Call, start: int, stop: int) -> Shape | None:
-        """The residual stream, in the type of the parameters."""
+        """The residual stream, in the type of the parameters; behind it the logits of routers, where asked for."""
         dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        return (call.inputs.shape[0], stop - start, self._config.hidden_size), dtype
+        return (call.inputs.shape[0], stop - start, self._config.hidden_size + sum(self._widths(call))), dtype
 
     def answer(self, call: Call, output: Tensor) -> Any:
-        """`CausalLMOutputWithPast` with logits, and the loss where labels were given."""
-        from transformers.modeling_outputs import CausalLMOutputWithPast
+        """What the model itself makes of these logits: scaled, capped, with the loss where labels were given."""
+        widths = self._widths(call)
+        logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
+        hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # nobody looks at it
+        routers = {"router_logits": tuple(rows.flatten(0, 1) for rows in routed)} if routed else {}
+        inner = self._anatomy.output(last_hidden_state=hidden, **routers)
+        with self._answered(self._anatomy.inner, inner), self._answered(self._anatomy.head, logits):
+            return type(self.module).forward(
+                self.module, input_ids=call.inputs, attention_mask=call.attention_mask, use_cache=False, **call.extra
+            )
 
-        module: Any = self.module
-        loss = None
-        if "labels" in call.extra:
-            loss = module.loss_function(logits=output, vocab_size=self._config.vocab_size, **call.extra)
-        return CausalLMOutputWithPast(loss=loss, logits=output)
+    @contextmanager
+    def _answered(self, path: str, result: Any) -> Iterator[None]:
+        """Within, the part at this path returns `result`."""
+        up, _, name = path.rpartition(".")
+        modules = self.module.get_submodule(up)._modules
+        before, modules[name] = modules[name], _Given(result)
+        try:
+            yield
+        finally:
+            modules[name] = before
+
+    # ---- routers of experts, whose logits go along with the hidden state ----------------------------------------
+
+    def _widths(self, call: Call) -> list[int]:
+        """Of the logits of all routers, in order; none where the loss doesn't ask for them."""
+        known = vars(self._config)
+        return [known[router.width] for found in self._routers for _, router in found] if self._routing(call) else []
+
+    def _arrived(
+        self, call: Call, hidden: Tensor | None, start: int, stop: int
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """(hidden state, logits of routers: zeros of those that are still to come)."""
+        widths, dtype = self._widths(call), next(self.module.parameters()).dtype
+        if hidden is None:
+            rows = (call.inputs.shape[0], stop - start)
+            return None, [torch.zeros(*rows, width, dtype=dtype, device=call.inputs.device) for width in widths]
+        hidden, *routed = hidden.split([self._config.hidden_size, *widths], dim=-1)
+        return hidden, routed
+
+    @contextmanager
+    def _routing_seen(self, call: Call, place: StagePlace) -> Iterator[dict[int, Tensor]]:
+        """Yields what routers of this stage say within, by their number."""
+        seen: dict[int, Tensor] = {}
+        numbered = list(enumerate((i, *found) for i, row in enumerate(self._routers) for found in row))
+        own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block and self._routing(call)]
+        hooks = [
+            part.register_forward_hook(
+                lambda _, __, result, n=n, r=router: seen.update({n: result if r.index is None else result[r.index]})
+            )
+            for n, (_, part, router) in own
+        ]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _Given(nn.Module):
+    """Returns what is known already."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._result
+
+
+def _out(hidden: Tensor) -> Any:
+    raise _Out(hidden)
+
+
+def _leave(_module: nn.Module, _args: Any, result: Any) -> None:
+    raise _Out(result)
 
 
 def refuse_unsliceable(module: nn.Module) -> None:
     """ValueError for what would be wrong without a sign once a sequence is cut into slices."""
     name = type(module).__name__
-    config = vars(module).get("config")
-    if config is not None and vars(config).get("is_causal") is False:
+    config: Any = vars(module)["config"]
+    if vars(config).get("is_causal") is False:
         raise ValueError(
             f"{name} has config.is_causal=False, so a token needs those after it and a sequence can't be cut: "
             "set is_causal=True, or return a Chain from pipeline_stages() of the LightningModule and use microbatches"
+        )
+    if config._attn_implementation not in SEPARABLE:
+        raise ValueError(
+            f"{name} has attn_implementation={config._attn_implementation!r}, whose slices nobody has compared with "
+            f"the whole: use one of {', '.join(SEPARABLE)}"
         )
     for path, part in module.named_modules():
         if vars(part).get("gradient_checkpointing"):

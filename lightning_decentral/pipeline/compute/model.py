@@ -27,12 +27,15 @@ class Call:
         attention_mask: [batch, length] of ones and zeros, or None.
         position_ids: [batch, length], or None: 0, 1, 2, ..
         extra: what only the answer needs (labels).
+        documents: [batch, length]: the number of each token's document, where a row packs several that don't see
+            each other; None: they do, or there is but one.
     """
 
     inputs: Tensor
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    documents: Tensor | None = None
 
 
 @dataclass(frozen=True)

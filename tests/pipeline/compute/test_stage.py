@@ -15,9 +15,9 @@ from lightning_decentral.pipeline import (
     TeraPipe,
     ZeroBubble,
 )
-from lightning_decentral.pipeline.compute.causal_lm import CausalModel
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.schedule import in_flight
 from lightning_decentral.pipeline.wire.channel import Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor
@@ -92,7 +92,7 @@ def test_chunks_held_are_those_of_the_plan(schedule):
 
 def test_a_slice_frees_its_activations_at_its_own_backward():
     """What autograd saved for a slice, seen by hooks on saved tensors: there until its own backward, and no longer."""
-    model = CausalModel(built("llama", torch.float32))
+    model = adapted(built("llama", torch.float32))
     ids, _, _ = batch(padded=False)
     stage = Stage(model, StagePlace(0, 4, True, True), [Call(ids)], (5, 4, 4), Keep())
     saved = []
@@ -119,7 +119,7 @@ def test_a_slice_frees_its_activations_at_its_own_backward():
 
 def test_recomputation_keeps_only_what_came_in():
     ids, _, _ = batch(padded=False)
-    model = CausalModel(built("llama", torch.float32))
+    model = adapted(built("llama", torch.float32))
     counts = {}
     for activations in (Keep(), Recompute()):
         stage = Stage(model, StagePlace(0, 4, True, True), [Call(ids)], (5, 4, 4), activations)
@@ -131,7 +131,7 @@ def test_recomputation_keeps_only_what_came_in():
 
 
 def test_the_executor_refuses_a_first_slice_that_comes_back_first():
-    model = CausalModel(built("llama", torch.float32))
+    model = adapted(built("llama", torch.float32))
     ids, _, _ = batch(padded=False)
     stage = Stage(model, StagePlace(0, 4, True, True), [Call(ids)], (9, 4), Keep())
     actions = OneForwardOneBackward().actions(1, 1, 2)[0]
@@ -145,7 +145,7 @@ def test_dropout_is_drawn_once_for_each_slice(activations):
     """With dropout there is no sequence to compare with; the recomputed slice must draw what its forward drew."""
     config = transformers.GPT2Config(**{**GPT2, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3})
     torch.manual_seed(0)
-    model = CausalModel(transformers.GPT2LMHeadModel(config).double().train())
+    model = adapted(transformers.GPT2LMHeadModel(config).double().train())
     ids, _, labels = batch(padded=False)
     stage = Stage(model, StagePlace(0, 4, True, True), [Call(ids)], (9, 4), activations)
     torch.manual_seed(1)
@@ -177,7 +177,7 @@ def test_what_cannot_be_sliced_is_refused(change, words):
     model = built("llama")
     change(model)
     with pytest.raises(ValueError, match=words):
-        CausalModel(model)
+        adapted(model)
 
 
 @pytest.mark.parametrize(("call", "words"), [
@@ -189,11 +189,11 @@ def test_what_cannot_be_sliced_is_refused(change, words):
 ])  # fmt: skip
 def test_calls_that_cannot_be_served_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
-        CausalModel(built("llama")).read((), call)
+        adapted(built("llama")).read((), call)
 
 
 def test_names_of_what_is_kept_stay_and_all_comes_back():
-    model = CausalModel(built("gpt2, tied"))
+    model = adapted(built("gpt2, tied"))
     before = {n: id(p) for n, p in model.module.named_parameters()}
     model.keep(StagePlace(1, 3, False, False))
     assert {n for n, _ in model.module.named_parameters()} == {

@@ -16,8 +16,8 @@ from lightning_decentral.pipeline import (
     TokenPipelineStrategy,
     ZeroBubble,
 )
-from lightning_decentral.pipeline.compute.causal_lm import CausalModel
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost
 from lightning_decentral.pipeline.wire import slice_planner as planning
@@ -35,7 +35,7 @@ PROFILE = StageCost(COSTS, COSTS.times(2), 1e-4, Link(1e-4 / 3, 1e-7 / 3), 1.1)
 
 
 def built_model(name="llama", dtype=torch.float32):
-    return CausalModel(built(name, dtype))
+    return adapted(built(name, dtype))
 
 
 def pipe(place=WHOLE, over=None, model=None, **changes):

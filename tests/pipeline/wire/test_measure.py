@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned, ZeroBubble
-from lightning_decentral.pipeline.compute.causal_lm import CausalModel
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.schedule import halved, tasks
 from lightning_decentral.pipeline.plan.slicing import equal
@@ -142,7 +142,7 @@ def alone(model):
 
 
 def stage_of_two(group, transport=GlooTransport):
-    over, rank, model = transport(group), group.rank(), CausalModel(built("llama", torch.float32))
+    over, rank, model = transport(group), group.rank(), adapted(built("llama", torch.float32))
     place = StagePlace(2 * rank, 2 * rank + 2, rank == 0, rank == 1)
     model.keep(place)
     return StageRunner(model, place, over, over, **OPTIONS)
@@ -168,7 +168,7 @@ def test_stages_measure_together_and_leave_nothing_behind():
 
 def test_dropout_draws_afterwards_what_it_would_have_drawn():
     config = transformers.GPT2Config(**{**GPT2, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3})
-    pipe = alone(CausalModel(transformers.GPT2LMHeadModel(config).train()))
+    pipe = alone(adapted(transformers.GPT2LMHeadModel(config).train()))
     before = torch.get_rng_state()
     profile(pipe, CALL)
     assert torch.equal(torch.get_rng_state(), before)
@@ -194,4 +194,4 @@ def test_a_slow_message_is_seen(monkeypatch):
 
 def test_a_short_sequence_is_refused():
     with pytest.raises(ValueError, match="15 tokens are too few to measure slices of"):
-        profile(alone(CausalModel(built("llama"))), Call(torch.zeros(1, 15, dtype=torch.int64)))
+        profile(alone(adapted(built("llama"))), Call(torch.zeros(1, 15, dtype=torch.int64)))

@@ -1,0 +1,161 @@
+"""Where a causal language model keeps its parts, seen by watching one forward of a small copy of it.
+
+    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
+
+The blocks stand in one list and pass on one hidden state. What has parameters and is called before the first of them
+belongs to the first stage, what is called after the last to the last.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_decentral.pipeline.compute.small_copy import EXPERTS
+
+
+@dataclass(frozen=True)
+class Router:
+    """A module of a block whose result the model's own loss asks for (`output_router_logits`).
+
+    Args:
+        kind: name of its class: blocks without experts may have another module at that place.
+        index: of the logits in what it returns; None: it returns them alone.
+        width: the configuration's name for the number of experts.
+    """
+
+    kind: str
+    index: int | None
+    width: str
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Paths of a model's parts.
+
+    Args:
+        blocks: of their list.
+        head: of the map to logits.
+        before: of what has parameters and is called before the first block.
+        after: of what is called after the last, the head included.
+        returned: what a block returns beside the hidden state: None where it returns that alone.
+        routers: by their path within a block.
+        output: the kind of what the module that has the blocks returns.
+    """
+
+    blocks: str
+    head: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    returned: int | None
+    routers: Mapping[str, Router]
+    output: type
+
+    @property
+    def inner(self) -> str:
+        """Of the module that has the blocks."""
+        return self.blocks.rpartition(".")[0]
+
+
+class Unfit(ValueError):
+    """Why a model can't be taken apart, in words that follow its name."""
+
+
+def dissect(module: Any, run: Callable[[], Any]) -> Anatomy:
+    """The parts of a model that `run` takes forward once, returning its output.
+
+    Raises:
+        Unfit: it isn't made of blocks in one list.
+    """
+    blocks, head = _blocks(module), _path(module, module.get_output_embeddings())
+    if head is None:
+        raise Unfit("has no map from hidden states to logits of its own (get_output_embeddings)")
+    parts = _parts(module, blocks)
+    layers = [f"{blocks}.{i}" for i in range(len(module.get_submodule(blocks)))]
+    beside = [*parts, *layers, blocks.rpartition(".")[0]]
+    with watched(module, beside) as (met, results), watched(module, _inside(module, layers)) as (_, inside):
+        output = run()
+    order = [path for path in met if path in layers]
+    if order != layers:
+        raise Unfit(f"doesn't call the blocks of {blocks} once each and in order")
+    first, last = met.index(layers[0]), len(met) - 1 - met[::-1].index(layers[-1])
+    before = tuple(path for path in parts if path in met[:first] or path not in met)
+    after = tuple(path for path in parts if path in met[last:])
+    if head not in after:
+        raise Unfit(f"doesn't call {head} after its blocks as a part of its own")
+    between = [path for path in parts if path in met[first:last] and path not in layers]
+    if between:
+        raise Unfit(f"calls {between[0]} between its blocks")
+    block = results[layers[0]]
+    returned = len(block) - 1 if isinstance(block, tuple) else None
+    return Anatomy(
+        blocks, head, before, after, returned, _routers(module, layers, inside, output), type(results[beside[-1]])
+    )
+
+
+def _blocks(module: Any) -> str:
+    """The outermost list with as many modules as the configuration has layers."""
+    depth = module.config.num_hidden_layers
+    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if len(outer) != 1:
+        raise Unfit(f"has {len(outer)} lists of {depth} blocks instead of one" + (f": {outer}" if outer else ""))
+    if "." not in outer[0]:
+        raise Unfit("has its blocks beside its head, not in a model of their own")
+    return outer[0]
+
+
+def _parts(module: nn.Module, blocks: str) -> list[str]:
+    """What stands beside the way from the model down to its blocks and has parameters."""
+    names = blocks.split(".")
+    way = [".".join(names[:i]) for i in range(len(names) + 1)]
+    beside = [
+        ".".join(filter(None, (up, name))) for up in way[:-1] for name, _ in module.get_submodule(up).named_children()
+    ]
+    return [path for path in beside if path not in way and any(True for _ in module.get_submodule(path).parameters())]
+
+
+def _inside(module: nn.Module, layers: list[str]) -> list[str]:
+    return [f"{path}.{name}" for path in layers for name, _ in module.get_submodule(path).named_modules() if name]
+
+
+def _path(module: nn.Module, part: nn.Module | None) -> str | None:
+    return next((name for name, found in module.named_modules() if found is part), None)
+
+
+@contextmanager
+def watched(module: nn.Module, paths: list[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yields the paths in the order of their calls, and what each returned last."""
+    met: list[str] = []
+    results: dict[str, Any] = {}
+
+    def note(path: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, result: Any) -> None:
+            met.append(path)
+            results[path] = result
+
+        return hook
+
+    hooks = [module.get_submodule(path).register_forward_hook(note(path)) for path in paths]
+    try:
+        yield met, results
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output: Any) -> dict[str, Router]:
+    """Whose results the model hands to its loss: found by identity."""
+    wanted = {id(logits) for logits in output.get("router_logits") or ()}
+    names = {size: name for name, size in vars(module.config).items() if re.fullmatch(EXPERTS, name)}
+    found: dict[int, tuple[str, Router]] = {}
+    for path, result in results.items():
+        for index, item in enumerate(result) if isinstance(result, tuple) else [(None, result)]:
+            if id(item) in wanted and isinstance(item, Tensor) and item.shape[-1] in names:
+                layer = next(layer for layer in layers if path.startswith(f"{layer}."))
+                router = Router(type(module.get_submodule(path)).__name__, index, names[item.shape[-1]])
+                found[id(item)] = path.removeprefix(f"{layer}."), router  # outer modules return after inner ones
+    return dict(found.values())

@@ -1,0 +1,131 @@
+"""A small copy of a model of `transformers`: same class and configuration, few layers of small widths, in float64."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+LAYERS = 3
+EXPERTS = r"(moe_)?(num|n)_(local_|routed_)?experts"
+WIDTHS: dict[str, int] = {
+    r"(hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim)": 32,
+    r"(num_attention_heads|n_head|n_heads|num_heads|decoder_attention_heads)": 4,
+    r"(head_dim|global_head_dim|attention_head_dim|kv_channels|(swa_)?v_head_dim|qk_nope_head_dim|swa_head_dim)": 8,
+    r"(qk_rope_head_dim|index_head_dim)": 8,
+    r"qk_head_dim": 16,
+    r"rotary_dim": 4,
+    r"(q_lora_rank|kv_lora_rank|o_lora_rank)": 12,
+    r".*(intermediate_size|ffn_dim|n_inner|ffn_hidden_size)": 24,
+    r".*vocab_size(_per_layer_input)?": 67,
+    r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length)": 64,
+    EXPERTS: 8,
+    r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|n_group|moe_k)": 2,
+    r"topk_group": 1,
+}
+"""Of whole numbers, at most, by the name that `transformers` gives them."""
+REACHES: dict[str, int] = {
+    r".*(sliding_window|window_size|attention_chunk_size|sliding_window_size|local_attention)": 5,
+    r"(dense_attention_every_n_layers|first_k_dense_replace|num_dense_layers|moe_layer_start_index)": 1,
+    r"max_window_layers": 2,
+}
+"""The same for what would reach beyond a few tokens or layers."""
+SMALL = 64  # a model that is no wider keeps its widths
+SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
+
+
+def small_copy(module: nn.Module) -> Any:
+    """The same class with another's configuration, shrunk; random weights in float64.
+
+    Raises:
+        Exception: whatever the class says to the shrunk configuration.
+    """
+    original: Any = module
+    copy: Any = type(module)(shrunk(original.config)).double().train()
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            # As initialized, attention is nearly uniform and norms are equal: what is wrong could hide.
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return copy
+
+
+def shrunk(config: Any) -> Any:
+    """A copy of a configuration with few layers of small widths; kinds of layers, scales and caps stay as they are."""
+    small, given, depth = deepcopy(config), dict(vars(config)), config.num_hidden_layers
+    kept, names = layers_of(given, depth), {own: known for known, own in (config.attribute_map or {}).items()}
+    sizes = REACHES if config.hidden_size <= SMALL else {**WIDTHS, **REACHES}
+    for own, value in given.items():
+        if _by_layer(value, depth):
+            setattr(small, own, type(value)(value[i] for i in kept))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(small, own, _number(names.get(own, own), value, sizes))
+    small.num_hidden_layers = len(kept)
+    small._experts_implementation = "eager"  # grouped products know no float64
+    if config.hidden_size > SMALL:
+        _share_heads(config, small)
+        _fit_tokens(small)
+    return small
+
+
+def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
+    """Which layers the copy has: each kind that lists of the configuration tell apart, and LAYERS at least."""
+    lists = [value for value in given.values() if _by_layer(value, depth)]
+    kinds = [tuple(str(values[i]) for values in lists) for i in range(depth)]
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    rest = [i for i in range(depth) if i not in first]
+    return sorted([*first, *rest[: max(0, LAYERS - len(first))]])
+
+
+def _by_layer(value: Any, depth: int) -> bool:
+    """Whether it says something of each layer; numbers of layers in a row say nothing."""
+    return isinstance(value, (list, tuple)) and len(value) == depth and list(value) != list(range(depth))
+
+
+def _number(name: str, value: float, sizes: Mapping[str, int]) -> float:
+    if SILENCED.fullmatch(name):
+        return type(value)(0)
+    size = next((size for pattern, size in sizes.items() if re.fullmatch(pattern, name)), None)
+    return value if size is None else min(size, int(value))
+
+
+def _share_heads(config: Any, small: Any) -> None:
+    """Keys and values have as many heads as queries where they had, and fewer where they had fewer."""
+    given, heads = vars(config), small.num_attention_heads
+    for name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads"):
+        if isinstance(given.get(name), int):
+            fewer = min(given[name], max(1, heads // 2))
+            setattr(small, name, heads if given[name] == config.num_attention_heads else fewer)
+
+
+def _fit_tokens(small: Any) -> None:
+    """Special tokens are within the vocabulary."""
+    for name, value in vars(small).items():
+        if name.endswith("token_id") and isinstance(value, int):
+            setattr(small, name, min(value, 2))
+
+
+class Doubled(TorchFunctionMode):
+    """Within, who asks for float32 gets float64: norms and softmaxes written for half precision are exact, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        swap = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        return func(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within, random numbers, autocast and gradients are as in a fresh process; afterwards as they were before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several take longer over so little
+    try:
+        with torch.random.fork_rng(), torch.enable_grad(), torch.autocast("cpu", enabled=False), Doubled():
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,207 @@
+"""Which causal language models are sliced: those of which a small copy, cut and whole, has the same loss and gradients.
+
+    | loss(cut) - loss(whole) |  and  || grad(cut) - grad(whole) || / || grad(whole) ||  below TOLERANCE, in float64
+
+Cut means three stages and three slices. Padded rows, packed rows and router losses are tried by themselves: a model
+that isn't the same with these is refused for calls of this kind only.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_decentral.pipeline.compute.anatomy import Anatomy, Unfit, dissect
+from lightning_decentral.pipeline.compute.causal_lm import (
+    LEFT,
+    PACKING,
+    RIGHT,
+    ROUTING,
+    CausalModel,
+    refuse_unsliceable,
+)
+from lightning_decentral.pipeline.compute.model import StagePlace
+from lightning_decentral.pipeline.compute.small_copy import apart, small_copy
+from lightning_decentral.pipeline.compute.stage import Keep, Stage
+
+TOLERANCE = 1e-9
+FLOOR = 1e-6  # of the largest gradient: some are zero but for rounding
+BATCH, SLICES = 2, (6, 1, 5)
+LENGTH = sum(SLICES)
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial showed.
+
+    Args:
+        anatomy: None where the model can't be cut at all.
+        refused: by the kind of call, or "" for all, why not.
+    """
+
+    anatomy: Anatomy | None
+    refused: Mapping[str, str]
+
+
+_known: dict[tuple[type, str], Verdict] = {}
+_lock = Lock()
+
+
+def adapted(module: nn.Module) -> CausalModel:
+    """The model, ready to be cut.
+
+    Raises:
+        ValueError: a small copy of it isn't the same in slices, in one line what differs.
+    """
+    refuse_unsliceable(module)
+    verdict = judged(module)
+    if verdict.anatomy is None:
+        raise ValueError(
+            f"{type(module).__name__} can't be cut into slices: {verdict.refused['']}; return a Chain from "
+            "pipeline_stages() of the LightningModule and use microbatches, or use another strategy"
+        )
+    return CausalModel(module, verdict.anatomy, verdict.refused)
+
+
+def judged(module: nn.Module) -> Verdict:
+    """Of this class and configuration; tried once in a process."""
+    config: Any = vars(module)["config"]
+    key = type(module), f"{config.to_json_string(use_diff=False)} {config._attn_implementation}"
+    with _lock:
+        if key not in _known:
+            with apart():
+                _known[key] = _try(module)
+        return _known[key]
+
+
+def _try(module: nn.Module) -> Verdict:
+    """Everything that a copy says is an answer: what it raises is why it can't be cut."""
+    try:
+        copy = small_copy(module)
+        ids = torch.randint(3, copy.config.vocab_size, (BATCH, LENGTH))  # below: special tokens
+        anatomy = dissect(copy, lambda: copy(input_ids=ids, use_cache=False, **_routing(copy)))
+    except Exception as error:
+        return Verdict(None, {"": _words(error)})
+    found = {kind: _differs(copy, anatomy, call) for kind, call in _calls(copy, ids).items()}
+    refused = {kind: why for kind, why in found.items() if why is not None}
+    return Verdict(None if "" in refused else anatomy, refused)
+
+
+def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
+    """What is tried, by kind: what a step would call the model with."""
+    routed, places = _routing(copy), torch.arange(LENGTH)
+    plain = {"input_ids": ids, "labels": ids, **dict.fromkeys(routed, False)}
+    documents = torch.stack([torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]), places])
+    padded = {side: _padded(plain, kept) for side, kept in ((RIGHT, places < LENGTH - 3), (LEFT, places >= 3))}
+    calls: dict[str, list[dict[str, Any]]] = {
+        "": [plain],
+        **{side: [call] for side, call in padded.items()},
+        PACKING: [{**plain, "position_ids": documents}],
+    }
+    return {**calls, ROUTING: [{**plain, **routed}, {**padded[RIGHT], **routed}]} if routed else calls
+
+
+def _padded(call: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
+    """With padding in the second sequence."""
+    mask = torch.stack([torch.ones_like(kept), kept])
+    return {**call, "attention_mask": mask.long(), "labels": call["labels"].masked_fill(~mask, -100)}
+
+
+def _routing(copy: Any) -> dict[str, bool]:
+    """The question for routers' logits, where the configuration knows it."""
+    return {name: True for name in ("output_router_logits",) if name in vars(copy.config)}
+
+
+def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]]) -> str | None:
+    """In words, or None."""
+    try:
+        for call in calls:
+            why = compared(whole(copy, call), cut(copy, anatomy, call))
+            if why is not None:
+                return why
+    except Exception as error:
+        return _words(error)
+    return None
+
+
+def _words(error: Exception) -> str:
+    """One line."""
+    text = " ".join(str(error).split())
+    return f"it {text}" if isinstance(error, Unfit) else f"a small copy of it says {type(error).__name__}: {text[:200]}"
+
+
+def whole(copy: Any, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
+    """(loss, gradients) as the model has them in one piece."""
+    loss = copy(**call, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), _taken(copy)
+
+
+def _taken(copy: nn.Module) -> Gradients:
+    found = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
+    copy.zero_grad(set_to_none=True)
+    return found
+
+
+def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
+    """The same in three stages and three slices; gradients of what stands on several stages are summed."""
+    model = CausalModel(copy, anatomy)
+    call = model.read((), {**call, "use_cache": False})
+    count = len(model.blocks)
+    bounds = [*sorted({0, count // 2, max(1, count - 1)}), count] if count > 1 else [0, 1]
+    places = [StagePlace(a, b, a == 0, b == count) for a, b in pairwise(bounds)]
+    models = [CausalModel(deepcopy(copy), anatomy) for _ in places]
+    for own, place in zip(models, places, strict=True):
+        own.keep(place)
+    stages = [Stage(own, place, [call], SLICES, Keep()) for own, place in zip(models, places, strict=True)]
+    for index in range(len(SLICES)):
+        hidden: Tensor | None = None
+        for stage in stages:
+            hidden = stage.forward(0, index, hidden)
+    logits = torch.cat(stages[-1].outputs[0], dim=1).requires_grad_()
+    loss = models[-1].answer(call, logits).loss
+    loss.backward()
+    assert logits.grad is not None
+    for index, grad in reversed(list(enumerate(logits.grad.split(SLICES, dim=1)))):
+        for stage in reversed(stages):
+            towards = stage.backward(0, index, grad)
+            grad = grad if towards is None else towards
+    return loss.detach(), _summed(copy, models)
+
+
+def _copied(copy: nn.Module) -> nn.Module:
+    return deepcopy(copy)
+
+
+def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:
+    """By the first name that a parameter has in the whole model."""
+    firsts = dict(copy.named_parameters(remove_duplicate=False))
+    first = {parameter: name for name, parameter in copy.named_parameters()}
+    total: Gradients = {}
+    for model in models:
+        for name, grad in _taken(model.module).items():
+            known = first[firsts[name]]
+            total[known] = total[known] + grad if known in total else grad
+    return total
+
+
+def compared(wanted: tuple[Tensor, Gradients], found: tuple[Tensor, Gradients]) -> str | None:
+    """What differs, in words; None where nothing does."""
+    difference = float((found[0] - wanted[0]).abs() / wanted[0].abs())
+    if not difference < TOLERANCE:
+        return f"the loss of a small copy differs by {difference:.1e} of itself"
+    largest = max(float(grad.norm()) for grad in wanted[1].values())
+    zero = torch.zeros(())
+    for name in dict.fromkeys([*wanted[1], *found[1]]):
+        mine, theirs = found[1].get(name, zero), wanted[1].get(name, zero)
+        difference = float((mine - theirs).norm()) / max(float(theirs.norm()), FLOOR * largest)
+        if not difference < TOLERANCE:
+            return f"the gradient of {name} in a small copy differs by {difference:.1e} of itself"
+    return None
