@@ -21,9 +21,9 @@ from stages import Size, token_mean
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_decentral.pipeline import Keep, OneForwardOneBackward
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.wire.channel import Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor
 

@@ -16,10 +16,10 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Schedule
-from lightning_decentral.pipeline.compute.causal_lm import CausalModel
+from lightning_decentral.pipeline.compute.causal.causal_model import CausalModel
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import GlooTransport
 

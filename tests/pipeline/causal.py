@@ -9,10 +9,10 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline import Activations, Boundary, Even, Keep, OneForwardOneBackward, Schedule
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
 from lightning_decentral.pipeline.wire.channel import Links, Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor

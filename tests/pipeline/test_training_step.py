@@ -7,10 +7,10 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import Share, TargetCount, deliver, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.training_step import Logs, checksum, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner

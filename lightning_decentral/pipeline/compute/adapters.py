@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_decentral.pipeline.compute.causal.refusals import refuse_compiled_around
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.partition import NOTHING, weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
 from lightning_decentral.shared.plan.arguments import checked
@@ -138,6 +139,7 @@ def find(module: nn.Module) -> Pipelined:
             "for any other, return a Chain from a method pipeline_stages() of the LightningModule"
         )
     part, kind = found[0]
+    refuse_compiled_around(module, part)
     return KNOWN[kind](part)
 
 

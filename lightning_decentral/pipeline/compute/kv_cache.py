@@ -92,6 +92,7 @@ class KVCache:
         view._stores, view._start, view._stop = self._stores, start, stop
         return view
 
+    @torch._disable_dynamo  # a compiled block would take the rows for a constant
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the slice's end, [batch, heads, tokens, head]."""
         stores = self._stores.setdefault(layer_idx, (Store(self.length), Store(self.length)))
@@ -107,6 +108,11 @@ class KVCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(keys that the slice sees, position of the first)."""
         return self._start + query_length, 0
+
+    @property
+    def layers(self) -> set[int]:
+        """Those that have given keys and values."""
+        return set(self._stores)
 
     @property
     def bytes(self) -> int:

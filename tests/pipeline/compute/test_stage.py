@@ -15,9 +15,9 @@ from lightning_decentral.pipeline import (
     TeraPipe,
     ZeroBubble,
 )
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.schedule import in_flight
 from lightning_decentral.pipeline.wire.channel import Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor

@@ -16,8 +16,8 @@ from lightning_decentral.pipeline import (
     TokenPipelineStrategy,
     ZeroBubble,
 )
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost
 from lightning_decentral.pipeline.wire import slice_planner as planning

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned, ZeroBubble
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.compute.trial import adapted
 from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.schedule import halved, tasks
 from lightning_decentral.pipeline.plan.slicing import equal

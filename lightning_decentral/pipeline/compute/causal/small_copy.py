@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 LAYERS = 3
@@ -34,18 +34,26 @@ REACHES: dict[str, int] = {
     r"max_window_layers": 2,
 }
 """The same for what would reach beyond a few tokens or layers."""
+MOST_PARAMETERS = 10**7
 SMALL = 64  # a model that is no wider keeps its widths
 SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
 
 
-def small_copy(module: nn.Module) -> Any:
-    """The same class with another's configuration, shrunk; random weights in float64.
+class Unfit(ValueError):
+    """Why a model can't be taken apart, in words that follow its name."""
+
+
+def small_copy(kind: type, config: Any) -> Any:
+    """A model of this class, its configuration shrunk; random weights in float64.
 
     Raises:
         Exception: whatever the class says to the shrunk configuration.
     """
-    original: Any = module
-    copy: Any = type(module)(shrunk(original.config)).double().train()
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in kind(shrunk(config)).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise Unfit(f"has {parameters:,} parameters where it should be small")
+    copy = kind(shrunk(config)).double().train()
     with torch.no_grad():
         for parameter in copy.parameters():
             # As initialized, attention is nearly uniform and norms are equal: what is wrong could hide.
@@ -94,9 +102,10 @@ def _number(name: str, value: float, sizes: Mapping[str, int]) -> float:
 
 def _share_heads(config: Any, small: Any) -> None:
     """Keys and values have as many heads as queries where they had, and fewer where they had fewer."""
-    given, heads = vars(config), small.num_attention_heads
+    given = vars(config)
     for name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads"):
         if isinstance(given.get(name), int):
+            heads = small.num_attention_heads
             fewer = min(given[name], max(1, heads // 2))
             setattr(small, name, heads if given[name] == config.num_attention_heads else fewer)
 
@@ -119,7 +128,7 @@ class Doubled(TorchFunctionMode):
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Within, random numbers, autocast and gradients are as in a fresh process; afterwards as they were before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several take longer over so little

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.small_copy import EXPERTS
+from lightning_decentral.pipeline.compute.causal.small_copy import EXPERTS, Unfit
+from lightning_decentral.pipeline.compute.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Anatomy:
         returned: what a block returns beside the hidden state: None where it returns that alone.
         routers: by their path within a block.
         output: the kind of what the module that has the blocks returns.
+        remembering: every block keeps keys and values.
     """
 
     blocks: str
@@ -53,6 +55,7 @@ class Anatomy:
     returned: int | None
     routers: Mapping[str, Router]
     output: type
+    remembering: bool
 
     @property
     def inner(self) -> str:
@@ -60,12 +63,8 @@ class Anatomy:
         return self.blocks.rpartition(".")[0]
 
 
-class Unfit(ValueError):
-    """Why a model can't be taken apart, in words that follow its name."""
-
-
-def dissect(module: Any, run: Callable[[], Any]) -> Anatomy:
-    """The parts of a model that `run` takes forward once, returning its output.
+def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
+    """The parts of a model that `run` takes forward once, so many tokens, returning its output.
 
     Raises:
         Unfit: it isn't made of blocks in one list.
@@ -77,7 +76,7 @@ def dissect(module: Any, run: Callable[[], Any]) -> Anatomy:
     layers = [f"{blocks}.{i}" for i in range(len(module.get_submodule(blocks)))]
     beside = [*parts, *layers, blocks.rpartition(".")[0]]
     with watched(module, beside) as (met, results), watched(module, _inside(module, layers)) as (_, inside):
-        output = run()
+        output = run(memory := KVCache(length))
     order = [path for path in met if path in layers]
     if order != layers:
         raise Unfit(f"doesn't call the blocks of {blocks} once each and in order")
@@ -89,11 +88,10 @@ def dissect(module: Any, run: Callable[[], Any]) -> Anatomy:
     between = [path for path in parts if path in met[first:last] and path not in layers]
     if between:
         raise Unfit(f"calls {between[0]} between its blocks")
-    block = results[layers[0]]
+    block, model = results[layers[0]], results[beside[-1]]
     returned = len(block) - 1 if isinstance(block, tuple) else None
-    return Anatomy(
-        blocks, head, before, after, returned, _routers(module, layers, inside, output), type(results[beside[-1]])
-    )
+    routers = _routers(module, layers, inside, output)
+    return Anatomy(blocks, head, before, after, returned, routers, type(model), len(memory.layers) == len(layers))
 
 
 def _blocks(module: Any) -> str:

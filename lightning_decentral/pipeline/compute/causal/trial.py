@@ -16,17 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.anatomy import Anatomy, Unfit, dissect
-from lightning_decentral.pipeline.compute.causal_lm import (
-    LEFT,
-    PACKING,
-    RIGHT,
-    ROUTING,
-    CausalModel,
-    refuse_unsliceable,
-)
+from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, dissect
+from lightning_decentral.pipeline.compute.causal.causal_model import LEFT, PACKING, RIGHT, ROUTING, CausalModel
+from lightning_decentral.pipeline.compute.causal.refusals import refuse_compiled, refuse_unsliceable
+from lightning_decentral.pipeline.compute.causal.small_copy import Unfit, isolated, small_copy
 from lightning_decentral.pipeline.compute.model import StagePlace
-from lightning_decentral.pipeline.compute.small_copy import apart, small_copy
 from lightning_decentral.pipeline.compute.stage import Keep, Stage
 
 TOLERANCE = 1e-9
@@ -61,37 +55,40 @@ def adapted(module: nn.Module) -> CausalModel:
         ValueError: a small copy of it isn't the same in slices, in one line what differs.
     """
     refuse_unsliceable(module)
-    verdict = judged(module)
+    verdict = judged(type(module), vars(module)["config"])
     if verdict.anatomy is None:
         raise ValueError(
             f"{type(module).__name__} can't be cut into slices: {verdict.refused['']}; return a Chain from "
             "pipeline_stages() of the LightningModule and use microbatches, or use another strategy"
         )
+    refuse_compiled(module, verdict.anatomy)
     return CausalModel(module, verdict.anatomy, verdict.refused)
 
 
-def judged(module: nn.Module) -> Verdict:
-    """Of this class and configuration; tried once in a process."""
-    config: Any = vars(module)["config"]
-    key = type(module), f"{config.to_json_string(use_diff=False)} {config._attn_implementation}"
+def judged(kind: type, config: Any) -> Verdict:
+    """Of models of this class and configuration; tried once in a process."""
+    key = kind, f"{config.to_json_string(use_diff=False)} {config._attn_implementation}"
     with _lock:
         if key not in _known:
-            with apart():
-                _known[key] = _try(module)
+            with isolated():
+                _known[key] = _try(kind, config)
         return _known[key]
 
 
-def _try(module: nn.Module) -> Verdict:
+def _try(kind: type, config: Any) -> Verdict:
     """Everything that a copy says is an answer: what it raises is why it can't be cut."""
     try:
-        copy = small_copy(module)
+        copy = small_copy(kind, config)
         ids = torch.randint(3, copy.config.vocab_size, (BATCH, LENGTH))  # below: special tokens
-        anatomy = dissect(copy, lambda: copy(input_ids=ids, use_cache=False, **_routing(copy)))
+        ask = {"input_ids": ids, "use_cache": True, **_routing(copy)}
+        anatomy = dissect(copy, lambda memory: copy(past_key_values=memory, **ask), LENGTH)
     except Exception as error:
         return Verdict(None, {"": _words(error)})
-    found = {kind: _differs(copy, anatomy, call) for kind, call in _calls(copy, ids).items()}
-    refused = {kind: why for kind, why in found.items() if why is not None}
-    return Verdict(None if "" in refused else anatomy, refused)
+    why = _differs(copy, anatomy, _calls(copy, ids)[""])
+    if why is not None:
+        return Verdict(None, {"": why})
+    found = {form: _differs(copy, anatomy, calls) for form, calls in _calls(copy, ids).items() if form}
+    return Verdict(anatomy, {form: why for form, why in found.items() if why is not None})
 
 
 def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:

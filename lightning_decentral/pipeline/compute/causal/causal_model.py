@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.pipeline.compute.anatomy import Anatomy, Router
-from lightning_decentral.pipeline.compute.documents import SEPARABLE, documents_of, separated
+from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, Router
+from lightning_decentral.pipeline.compute.causal.documents import documents_of, separated
+from lightning_decentral.pipeline.compute.causal.refusals import original, refuse_unsliceable
+from lightning_decentral.pipeline.compute.causal.stand_ins import Given, Hollow, Out, Silent, take_out, take_out_result
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
 from lightning_decentral.pipeline.plan.partition import weighed
@@ -25,42 +27,6 @@ READ = {"input_ids", "attention_mask", "position_ids", "labels", "use_cache", "r
 OF_THE_ANSWER = {"labels", "num_items_in_batch", "shift_labels", "ignore_index", "output_router_logits"}
 RIGHT, LEFT = "padding on the right", "padding on the left"
 PACKING, ROUTING = "packed sequences", "output_router_logits"
-
-
-class _Out(BaseException):
-    """Ends a forward where the stage ends, with what it came to."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-
-class Hollow(nn.Module):
-    """Stands for a block of another stage; has its plain attributes, by which models choose masks.
-
-    Args:
-        pass_on: what it does with the hidden state.
-    """
-
-    def __init__(self, block: nn.Module, pass_on: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        own = vars(self)
-        own.update({name: value for name, value in vars(block).items() if name not in own})
-        self._pass_on = pass_on
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._pass_on(args[0] if args else kwargs["hidden_states"])
-
-
-class Silent(nn.Module):
-    """0: stands for an embedding that another stage has already added."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return torch.zeros((), dtype=self._dtype, device=given.device)
 
 
 class CausalModel(Pipelined):
@@ -90,7 +56,7 @@ class CausalModel(Pipelined):
     def _found_routers(self) -> list[list[tuple[nn.Module, Router]]]:
         """Of each block."""
         known = self._anatomy.routers
-        inside = [dict(block.named_modules()) for block in self.blocks]
+        inside = [dict(original(block).named_modules()) for block in self.blocks]
         return [
             [(parts[n], router) for n, router in known.items() if n in parts and type(parts[n]).__name__ == router.kind]
             for parts in inside
@@ -119,7 +85,7 @@ class CausalModel(Pipelined):
     def _way(self, index: int, place: StagePlace) -> Callable[[Tensor], Any]:
         """What a hollow block does: the last one before the stage's own lets in, any behind them takes out."""
         if index >= place.stop_block:
-            return _out
+            return take_out
         return self._enter if index == place.first_block - 1 else self._returned
 
     def _silence(self, paths: Sequence[str], dtype: torch.dtype) -> None:
@@ -207,15 +173,27 @@ class CausalModel(Pipelined):
         }
         with separated(None if documents is None else documents[:, :stop]), self._routing_seen(call, place) as seen:
             output = self._run(place, {**begin, **given})
+        self._check_memory(place, memory)
         own = {at: logits.view(*output.shape[:2], -1).to(output.dtype) for at, logits in seen.items()}
         return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
 
+    def _check_memory(self, place: StagePlace, memory: KVCache) -> None:
+        """ValueError for a block that was changed after the model was built and keeps nothing for later slices."""
+        missing = set(range(place.first_block, place.stop_block)) - memory.layers
+        if self._anatomy.remembering and missing:
+            raise ValueError(
+                f"block {min(missing)} of {type(self.module).__name__} gave no keys and values to past_key_values, as "
+                "its class does: later slices would not see earlier ones; use its own attention, or slicing=Uniform(1)"
+            )
+
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
         """The model's own forward, up to this stage's end."""
-        hook = self.module.get_submodule(self._anatomy.head).register_forward_hook(_leave) if place.last else None
+        hook = (
+            self.module.get_submodule(self._anatomy.head).register_forward_hook(take_out_result) if place.last else None
+        )
         try:
             type(self.module).forward(self.module, **given)
-        except _Out as out:
+        except Out as out:
             return out.result
         finally:
             if hook is not None:
@@ -244,7 +222,7 @@ class CausalModel(Pipelined):
         """Within, the part at this path returns `result`."""
         up, _, name = path.rpartition(".")
         modules = self.module.get_submodule(up)._modules
-        before, modules[name] = modules[name], _Given(result)
+        before, modules[name] = modules[name], Given(result)
         try:
             yield
         finally:
@@ -285,49 +263,8 @@ class CausalModel(Pipelined):
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-class _Given(nn.Module):
-    """Returns what is known already."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._result = result
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self._result
-
-
-def _out(hidden: Tensor) -> Any:
-    raise _Out(hidden)
-
-
-def _leave(_module: nn.Module, _args: Any, result: Any) -> None:
-    raise _Out(result)
-
-
-def refuse_unsliceable(module: nn.Module) -> None:
-    """ValueError for what would be wrong without a sign once a sequence is cut into slices."""
-    name = type(module).__name__
-    config: Any = vars(module)["config"]
-    if vars(config).get("is_causal") is False:
-        raise ValueError(
-            f"{name} has config.is_causal=False, so a token needs those after it and a sequence can't be cut: "
-            "set is_causal=True, or return a Chain from pipeline_stages() of the LightningModule and use microbatches"
-        )
-    if config._attn_implementation not in SEPARABLE:
-        raise ValueError(
-            f"{name} has attn_implementation={config._attn_implementation!r}, whose slices nobody has compared with "
-            f"the whole: use one of {', '.join(SEPARABLE)}"
-        )
-    for path, part in module.named_modules():
-        if vars(part).get("gradient_checkpointing"):
+        if len(seen) != len(own):
             raise ValueError(
-                f"{path or name} has gradient checkpointing on, which drops the keys and values of earlier slices: "
-                "call gradient_checkpointing_disable() and use TokenPipelineStrategy(activations=Recompute())"
-            )
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
-                f"{path} is {type(part).__name__}, whose statistics mix the tokens of a sequence: "
-                "use LayerNorm or RMSNorm"
+                f"{len(own) - len(seen)} routers of {type(self.module).__name__} gave no logits for its loss: leave "
+                "the blocks uncompiled, or output_router_logits out"
             )
