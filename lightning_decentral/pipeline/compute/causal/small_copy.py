@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 LAYERS = 3
 EXPERTS = r"(moe_)?(num|n)_(local_|routed_)?experts"
-WIDTHS: dict[str, int] = {
+WIDTHS = {
     r"(hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim)": 32,
     r"(num_attention_heads|n_head|n_heads|num_heads|decoder_attention_heads)": 4,
     r"(head_dim|global_head_dim|attention_head_dim|kv_channels|(swa_)?v_head_dim|qk_nope_head_dim|swa_head_dim)": 8,
@@ -21,21 +21,21 @@ WIDTHS: dict[str, int] = {
     r"rotary_dim": 4,
     r"(q_lora_rank|kv_lora_rank|o_lora_rank)": 12,
     r".*(intermediate_size|ffn_dim|n_inner|ffn_hidden_size)": 24,
-    r".*vocab_size(_per_layer_input)?": 67,
-    r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length)": 64,
     EXPERTS: 8,
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|n_group|moe_k)": 2,
     r"topk_group": 1,
 }
 """Of whole numbers, at most, by the name that `transformers` gives them."""
-REACHES: dict[str, int] = {
+REACHES = {
+    r".*vocab_size(_per_layer_input)?": 67,
+    r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length)": 64,
     r".*(sliding_window|window_size|attention_chunk_size|sliding_window_size|local_attention)": 5,
     r"(dense_attention_every_n_layers|first_k_dense_replace|num_dense_layers|moe_layer_start_index)": 1,
     r"max_window_layers": 2,
 }
-"""The same for what would reach beyond a few tokens or layers."""
+"""The same for tokens, and for what would reach beyond a few of them, or of layers."""
 MOST_PARAMETERS = 10**7
-SMALL = 64  # a model that is no wider keeps its widths
+SMALL = 64  # a model that is no wider keeps its widths: they may divide by little else
 SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
 
 
@@ -75,7 +75,7 @@ def shrunk(config: Any) -> Any:
     small._experts_implementation = "eager"  # grouped products know no float64
     if config.hidden_size > SMALL:
         _share_heads(config, small)
-        _fit_tokens(small)
+    _fit_tokens(small)
     return small
 
 
@@ -103,9 +103,11 @@ def _number(name: str, value: float, sizes: Mapping[str, int]) -> float:
 def _share_heads(config: Any, small: Any) -> None:
     """Keys and values have as many heads as queries where they had, and fewer where they had fewer."""
     given = vars(config)
+    if "num_attention_heads" not in given and "num_attention_heads" not in (config.attribute_map or {}):
+        return
+    small.num_attention_heads = heads = 4 if config.num_attention_heads >= 4 else 1 + config.num_attention_heads // 2
     for name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads"):
         if isinstance(given.get(name), int):
-            heads = small.num_attention_heads
             fewer = min(given[name], max(1, heads // 2))
             setattr(small, name, heads if given[name] == config.num_attention_heads else fewer)
 
