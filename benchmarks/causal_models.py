@@ -18,6 +18,8 @@ from lightning_decentral.pipeline.compute.causal.trial import Verdict, judged
 COMPLETED = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
 }

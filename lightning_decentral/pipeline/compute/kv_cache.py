@@ -109,6 +109,9 @@ class KVCache:
         """(keys that the slice sees, position of the first)."""
         return self._start + query_length, 0
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"keys and values are all that is kept between slices, there is no {name}")
+
     @property
     def layers(self) -> set[int]:
         """Those that have given keys and values."""
