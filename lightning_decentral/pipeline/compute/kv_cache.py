@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import (
+    _disable_dynamo,  # what torch's optimizers use: unlike torch.compiler.disable, imports nothing
+)
 
 
 class Store:
@@ -92,7 +95,7 @@ class KVCache:
         view._stores, view._start, view._stop = self._stores, start, stop
         return view
 
-    @torch._disable_dynamo  # a compiled block would take the rows for a constant
+    @_disable_dynamo  # a compiled block would take the rows for a constant
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the slice's end, [batch, heads, tokens, head]."""
         stores = self._stores.setdefault(layer_idx, (Store(self.length), Store(self.length)))

@@ -184,8 +184,11 @@ def test_what_cannot_be_sliced_is_refused(change, words):
     ({"inputs_embeds": torch.zeros(1, 4, 32)}, "with inputs_embeds"),
     ({"input_ids": torch.zeros(1, 4, dtype=torch.int64), "output_attentions": True}, "with output_attentions"),
     ({"input_ids": torch.zeros(1, 4, dtype=torch.int64), "return_dict": False}, "return_dict=False"),
-    ({"input_ids": torch.zeros(4, dtype=torch.int64)}, r"input_ids must be \[batch, length\], got \(4,\)"),
+    ({"input_ids": torch.zeros(4, dtype=torch.int64)}, r"input_ids of shape \(4,\)"),
     ({"labels": torch.zeros(1, 4, dtype=torch.int64)}, "without input_ids"),
+    ({"input_ids": torch.zeros(1, 4, dtype=torch.int64), "attention_mask": torch.ones(1, 1, 4, 4)}, r"\(1, 1, 4, 4\)"),
+    ({"input_ids": torch.zeros(1, 4, dtype=torch.int64), "attention_mask": {}}, "attention_mask of type dict"),
+    ({"input_ids": torch.zeros(1, 4, dtype=torch.int64), "position_ids": torch.ones(3, 1, 4)}, "position_ids of"),
 ])  # fmt: skip
 def test_calls_that_cannot_be_served_are_refused(call, words):
     with pytest.raises(ValueError, match=words):

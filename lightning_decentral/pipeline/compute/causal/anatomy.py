@@ -98,7 +98,7 @@ def _blocks(module: Any) -> str:
     """The outermost list with as many modules as the configuration has layers."""
     depth = module.config.num_hidden_layers
     lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    outer: list[str] = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
         raise Unfit(f"has {len(outer)} lists of {depth} blocks instead of one" + (f": {outer}" if outer else ""))
     if "." not in outer[0]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, Router
 from lightning_decentral.pipeline.compute.causal.documents import documents_of, separated
 from lightning_decentral.pipeline.compute.causal.refusals import original, refuse_unsliceable
+from lightning_decentral.pipeline.compute.causal.ropes import reach
 from lightning_decentral.pipeline.compute.causal.stand_ins import Given, Hollow, Out, Silent, take_out, take_out_result
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
@@ -25,6 +26,7 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 READ = {"input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict"}
 OF_THE_ANSWER = {"labels", "num_items_in_batch", "shift_labels", "ignore_index", "output_router_logits"}
+TOKENS = ("input_ids", "attention_mask", "position_ids")
 RIGHT, LEFT = "padding on the right", "padding on the left"
 PACKING, ROUTING = "packed sequences", "output_router_logits"
 
@@ -46,6 +48,7 @@ class CausalModel(Pipelined):
         self._inner: Any = module.get_submodule(anatomy.inner)
         self._config: Any = vars(module)["config"]
         self._entering: Tensor | None = None
+        self._reach = reach(self._config)
         refuse_unsliceable(module)
         self._routers = self._found_routers()
 
@@ -63,11 +66,13 @@ class CausalModel(Pipelined):
         ]
 
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
-        bytes_of = lambda paths: sum(parameter_bytes(self.module.get_submodule(p).parameters()) for p in paths)  # noqa: E731
+        before, after = (sum(map(self._bytes, paths)) for paths in (self._anatomy.before, self._anatomy.after))
         sizes = [parameter_bytes(block.parameters()) for block in self.blocks]
         # Looking up an embedding costs no time worth counting.
-        embedding = BlockCost(parameter_bytes=bytes_of(self._anatomy.before))
-        return [weighed(size) for size in sizes], embedding, weighed(bytes_of(self._anatomy.after))
+        return [weighed(size) for size in sizes], BlockCost(parameter_bytes=before), weighed(after)
+
+    def _bytes(self, path: str) -> int:
+        return parameter_bytes(self.module.get_submodule(path).parameters())
 
     # ---- parts --------------------------------------------------------------------------------------------------
 
@@ -112,43 +117,54 @@ class CausalModel(Pipelined):
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         bound = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         given = {k: v for k, v in {**bound, **bound.get("kwargs", {})}.items() if k not in ("self", "kwargs")}
+        self._refuse_foreign(given)
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        # A model that keeps keys and values doesn't look for documents, nor is it made to here.
+        caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
+        documents = documents_of(positions) if positions is not None and mask is None and not caching else None
+        extra = {name: given[name] for name in OF_THE_ANSWER if given.get(name) is not None}
+        call = Call(given["input_ids"], mask, positions, extra, documents)
+        self._refuse_untrue(call)
+        return call
+
+    def _refuse_foreign(self, given: Mapping[str, Any]) -> None:
+        """ValueError for what a pipeline knows nothing of."""
         asked = {name: value for name, value in given.items() if value is not None and value is not False}
         if asked.get("logits_to_keep") == 0:  # all of them
             del asked["logits_to_keep"]
-        foreign = sorted(set(asked) - READ - OF_THE_ANSWER)
-        if foreign or "input_ids" not in asked or given.get("return_dict") is False:
-            self._refuse(f"with {foreign[0]}" if foreign else "without input_ids, or with return_dict=False")
-        ids, mask, positions = (asked.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        if ids.dim() != 2:
-            raise ValueError(f"input_ids must be [batch, length], got {tuple(ids.shape)}")
-        for name, tensor in (("attention_mask", mask), ("position_ids", positions)):
-            if tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() != 2):
-                self._refuse(f"with {name} that isn't [batch, length]")
-        extra = {name: given[name] for name in OF_THE_ANSWER if given.get(name) is not None}
-        # A model that keeps keys and values doesn't look for documents, nor is it made to here.
-        caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
-        packed = positions is not None and mask is None and not caching
-        call = Call(ids, mask, positions, extra, documents_of(positions) if packed else None)
-        self._check(call)
-        return call
+        wrong = [f"with {name}" for name in sorted(set(asked) - READ - OF_THE_ANSWER)]
+        if "input_ids" not in asked or given.get("return_dict") is False:
+            wrong.append("without input_ids, or with return_dict=False")
+        shapes = {name: tuple(asked[name].shape) for name in TOKENS if isinstance(asked.get(name), Tensor)}
+        wrong += [f"with {name} of shape {shape}" for name, shape in shapes.items() if len(shape) != 2]
+        wrong += [
+            f"with {name} of type {type(asked[name]).__name__}" for name in TOKENS if name in asked.keys() - shapes
+        ]
+        if wrong:
+            raise ValueError(
+                f"{type(self.module).__name__} was called {wrong[0]}, which a token pipeline can't serve: call it with "
+                "input_ids and, as needed, attention_mask, position_ids and labels, all [batch, length]"
+            )
 
-    def _refuse(self, how: str) -> None:
-        raise ValueError(
-            f"{type(self.module).__name__} was called {how}, which a token pipeline can't serve: call it with "
-            "input_ids and, as needed, attention_mask, position_ids and labels, all [batch, length]"
-        )
-
-    def _check(self, call: Call) -> None:
-        """ValueError for a kind of call for which a small copy wasn't the same in slices."""
+    def _refuse_untrue(self, call: Call) -> None:
+        """ValueError for a kind of call for which slices aren't the same as the whole."""
+        mask = call.attention_mask
         asked = {
-            RIGHT: lambda: call.attention_mask is not None and not bool(call.attention_mask.all()),
-            LEFT: lambda: call.attention_mask is not None and not bool(call.attention_mask[:, 0].all()),
+            RIGHT: lambda: mask is not None and not bool(mask.all()),
+            LEFT: lambda: mask is not None and not bool(mask[:, 0].all()),
             PACKING: lambda: call.documents is not None,
             ROUTING: lambda: self._routing(call),
         }
         for kind, why in self._refused.items():
             if asked[kind]():
                 raise ValueError(f"{type(self.module).__name__} can't be cut into slices with {kind}: {why}")
+        if self._reach is not None:
+            last = call.inputs.shape[1] if call.position_ids is None else int(call.position_ids.max()) + 1
+            if last > self._reach:
+                raise ValueError(
+                    f"{type(self.module).__name__} turns its positions by how long a sequence is beyond {self._reach} "
+                    f"tokens, which its slices don't know; this one has {last}: use shorter ones, or another rope_type"
+                )
 
     def _routing(self, call: Call) -> bool:
         """Whether the model's loss asks for the routers' logits."""
@@ -174,6 +190,8 @@ class CausalModel(Pipelined):
         with separated(None if documents is None else documents[:, :stop]), self._routing_seen(call, place) as seen:
             output = self._run(place, {**begin, **given})
         self._check_memory(place, memory)
+        if not routed:
+            return output
         own = {at: logits.view(*output.shape[:2], -1).to(output.dtype) for at, logits in seen.items()}
         return torch.cat([output, *(own.get(i, before) for i, before in enumerate(routed))], dim=-1)
 
@@ -188,15 +206,15 @@ class CausalModel(Pipelined):
 
     def _run(self, place: StagePlace, given: Mapping[str, Any]) -> Tensor:
         """The model's own forward, up to this stage's end."""
-        hook = (
-            self.module.get_submodule(self._anatomy.head).register_forward_hook(take_out_result) if place.last else None
-        )
+        ends = [self.module.get_submodule(self._anatomy.head)] if place.last else []
+        hooks = [end.register_forward_hook(take_out_result) for end in ends]
+        forward: Any = type(self.module).forward
         try:
-            type(self.module).forward(self.module, **given)
+            forward(self.module, **given)
         except Out as out:
             return out.result
         finally:
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
         raise AssertionError(f"{type(self.module).__name__} didn't reach its stage's end")
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_decentral.pipeline.compute.causal.ropes import ropes
+
 LAYERS = 3
 EXPERTS = r"(moe_)?(num|n)_(local_|routed_)?experts"
 WIDTHS = {
@@ -32,6 +34,7 @@ REACHES = {
     r".*(sliding_window|window_size|attention_chunk_size|sliding_window_size|local_attention)": 5,
     r"(dense_attention_every_n_layers|first_k_dense_replace|num_dense_layers|moe_layer_start_index)": 1,
     r"max_window_layers": 2,
+    r"floor_scale": 3,
 }
 """The same for tokens, and for what would reach beyond a few of them, or of layers."""
 MOST_PARAMETERS = 10**7
@@ -53,7 +56,7 @@ def small_copy(kind: type, config: Any) -> Any:
         parameters = sum(p.numel() for p in kind(shrunk(config)).parameters())
     if parameters > MOST_PARAMETERS:
         raise Unfit(f"has {parameters:,} parameters where it should be small")
-    copy = kind(shrunk(config)).double().train()
+    copy: Any = kind(shrunk(config)).double().train()
     with torch.no_grad():
         for parameter in copy.parameters():
             # As initialized, attention is nearly uniform and norms are equal: what is wrong could hide.
@@ -64,7 +67,8 @@ def small_copy(kind: type, config: Any) -> Any:
 def shrunk(config: Any) -> Any:
     """A copy of a configuration with few layers of small widths; kinds of layers, scales and caps stay as they are."""
     small, given, depth = deepcopy(config), dict(vars(config)), config.num_hidden_layers
-    kept, names = layers_of(given, depth), {own: known for known, own in (config.attribute_map or {}).items()}
+    kept = layers_of(given, depth)
+    names: dict[str, str] = {own: known for known, own in (config.attribute_map or {}).items()}
     sizes = REACHES if config.hidden_size <= SMALL else {**WIDTHS, **REACHES}
     for own, value in given.items():
         if _by_layer(value, depth):
@@ -76,6 +80,7 @@ def shrunk(config: Any) -> Any:
     if config.hidden_size > SMALL:
         _share_heads(config, small)
     _fit_tokens(small)
+    _fit_ropes(small)
     return small
 
 
@@ -119,6 +124,18 @@ def _fit_tokens(small: Any) -> None:
             setattr(small, name, min(value, 2))
 
 
+def _fit_ropes(small: Any) -> None:
+    """Factors by frequency are as many as there are frequencies; what begins at some length begins at a few tokens."""
+    head = vars(small).get("head_dim") or small.hidden_size // getattr(small, "num_attention_heads", 1)
+    for rope in ropes(small):
+        part = rope.get("partial_rotary_factor") or vars(small).get("partial_rotary_factor") or 1.0
+        for name in ("short_factor", "long_factor"):
+            if name in rope:
+                rope[name] = rope[name][: int(head * part) // 2]
+        if "llama_4_scaling_beta" in rope:
+            rope["original_max_position_embeddings"] = 6
+
+
 class Doubled(TorchFunctionMode):
     """Within, who asks for float32 gets float64: norms and softmaxes written for half precision are exact, too."""
 
@@ -135,7 +152,7 @@ def isolated() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several take longer over so little
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), torch.autocast("cpu", enabled=False), Doubled():
+        with torch.random.fork_rng(), torch.enable_grad(), torch.autocast("cpu", enabled=False), Doubled():  # type: ignore[no-untyped-call]
             torch.manual_seed(0)
             yield
     finally:

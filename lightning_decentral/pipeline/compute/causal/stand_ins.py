@@ -14,7 +14,7 @@ PLAIN = (str, int, float)
 class Out(BaseException):
     """Ends a forward where the stage ends, with what it came to."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Tensor) -> None:
         self.result = result
 
 

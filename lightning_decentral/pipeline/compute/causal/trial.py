@@ -150,20 +150,20 @@ def _taken(copy: nn.Module) -> Gradients:
 def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
     """The same in three stages and three slices; gradients of what stands on several stages are summed."""
     model = CausalModel(copy, anatomy)
-    call = model.read((), {**call, "use_cache": False})
+    read = model.read((), {**call, "use_cache": False})
     count = len(model.blocks)
     bounds = [*sorted({0, count // 2, max(1, count - 1)}), count] if count > 1 else [0, 1]
     places = [StagePlace(a, b, a == 0, b == count) for a, b in pairwise(bounds)]
     models = [CausalModel(deepcopy(copy), anatomy) for _ in places]
     for own, place in zip(models, places, strict=True):
         own.keep(place)
-    stages = [Stage(own, place, [call], SLICES, Keep()) for own, place in zip(models, places, strict=True)]
+    stages = [Stage(own, place, [read], SLICES, Keep()) for own, place in zip(models, places, strict=True)]
     for index in range(len(SLICES)):
         hidden: Tensor | None = None
         for stage in stages:
             hidden = stage.forward(0, index, hidden)
     logits = torch.cat(stages[-1].outputs[0], dim=1).requires_grad_()
-    loss = models[-1].answer(call, logits).loss
+    loss = models[-1].answer(read, logits).loss
     loss.backward()
     assert logits.grad is not None
     for index, grad in reversed(list(enumerate(logits.grad.split(SLICES, dim=1)))):

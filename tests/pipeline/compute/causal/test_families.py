@@ -1,12 +1,15 @@
 """Families of causal models in slices against the whole model of `transformers`: loss and gradients to rounding."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+import transformers
 
 from lightning_decentral.pipeline.compute.causal.documents import documents_of
 from tests.pipeline.causal import apart, batch
-from tests.pipeline.compute.causal.families import FAMILIES, family
-from tests.pipeline.compute.causal.stages import staged, whole
+from tests.pipeline.compute.causal.families import FAMILIES, SMALL, family
+from tests.pipeline.compute.causal.stages import random, staged, whole
 
 ids, right, labels = batch(size=2)
 left = right.flip(1)
@@ -55,7 +58,7 @@ def unpacked(model):
     rows = []
     for row, lengths in enumerate(LENGTHS):
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        rows += [torch.cat([model(input_ids=ids[row : row + 1, a:b]).logits for a, b in zip(ends, ends[1:])], dim=1)]
+        rows += [torch.cat([model(input_ids=ids[row : row + 1, a:b]).logits for a, b in pairwise(ends)], dim=1)]
     logits = torch.cat(rows)
     return (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)).sum()
 
@@ -112,5 +115,45 @@ def test_padding_on_the_left(name):
 
 def test_padding_on_the_left_is_refused_in_eager_attention():
     """There a token that has nothing to attend to attends to all, later ones too, and predicts the first token."""
-    with pytest.raises(ValueError, match=r"can't be cut into slices with padding on the left: the loss of a small copy"):
+    with pytest.raises(ValueError, match=r"can't be cut into slices with padding on the left: the loss of a"):
         staged(family("qwen3", attn_implementation="eager"), padded_left)
+
+
+# ---- positions that depend on the length ----------------------------------------------------------------------------
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 5.0, 6.0, 7.0]}
+ROPES = {
+    "longrope": (transformers.Phi3ForCausalLM, {"max_position_embeddings": 64}, LONG),
+    "dynamic": (
+        transformers.LlamaForCausalLM,
+        {"max_position_embeddings": 16},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ),
+}
+
+
+def rotated(rope, length):
+    """A model whose frequencies change beyond 16 positions, and the loss of so many."""
+    kind, reach, parameters = ROPES[rope]
+    original = {"original_max_position_embeddings": 16} if rope == "longrope" else {}
+    given = {**SMALL, **reach, **original, "rope_parameters": {"rope_theta": 1e4, **parameters, **original}}
+    tokens = torch.arange(2 * length).view(2, length) % 50 + 3
+
+    def make():
+        torch.manual_seed(0)
+        return random(kind(kind.config_class(**given)))
+
+    return make, lambda model: model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_that_depend_on_the_length(rope):
+    make, loss = rotated(rope, 16)
+    wanted_loss, wanted = whole(make, loss)
+    found_loss, found = staged(make, loss, slices=(9, 7))
+    assert found_loss == pytest.approx(wanted_loss, **EXACT)
+    assert apart(found, wanted) < 1e-10
+    make, loss = rotated(rope, 17)
+    with pytest.raises(ValueError, match=r"how long a sequence is beyond 16 tokens, .*this one has 17: use shorter"):
+        staged(make, loss, slices=(9, 8))
