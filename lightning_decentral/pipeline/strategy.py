@@ -43,8 +43,8 @@ class TokenPipelineStrategy(WorkersStrategy):
 
         bubble = (P - 1) / (M S + P - 1)      P stages, M micro-batches, S slices of equal cost
 
-    The LightningModule stays as it is: its `training_step` calls one causal model of `transformers` (GPT-2, Llama,
-    Qwen2, Mistral) once and returns a loss. Worker w is stage w % P of pipeline w // P.
+    The LightningModule stays as it is: its `training_step` calls one causal language model of `transformers` once and
+    returns a loss. Worker w is stage w % P of pipeline w // P.
 
     Args:
         stages: of one pipeline; by default all workers are one pipeline.

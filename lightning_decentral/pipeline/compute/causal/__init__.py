@@ -1,4 +1,4 @@
 """Causal language models of `transformers`, cut along blocks and tokens: their anatomy, and a trial that admits them.
 
-Begin with `trial.adapted`; serves the strategy.
+Public: nothing but what `trial.adapted` and `trial.judged` tell; all else serves the strategy.
 """

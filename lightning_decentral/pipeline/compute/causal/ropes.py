@@ -1,4 +1,7 @@
-"""Rotary embeddings that depend on how long a call is: what slices can't know."""
+"""Rotary embeddings that depend on how long a call is, which slices can't know.
+
+A short module of its own: both the small copy and the model that is cut read configurations by it.
+"""
 
 from typing import Any
 
