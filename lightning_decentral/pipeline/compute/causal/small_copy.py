@@ -68,13 +68,13 @@ def shrunk(config: Any) -> Any:
     """A copy of a configuration with few layers of small widths; kinds of layers, scales and caps stay as they are."""
     small, given, depth = deepcopy(config), dict(vars(config)), config.num_hidden_layers
     kept = layers_of(given, depth)
-    names: dict[str, str] = {own: known for known, own in (config.attribute_map or {}).items()}
+    known = {own: name for name, own in (config.attribute_map or {}).items()}
     sizes = REACHES if config.hidden_size <= SMALL else {**WIDTHS, **REACHES}
     for own, value in given.items():
         if _by_layer(value, depth):
             setattr(small, own, type(value)(value[i] for i in kept))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            setattr(small, own, _number(names.get(own, own), value, sizes))
+            setattr(small, own, _number(str(known.get(own, own)), value, sizes))
     small.num_hidden_layers = len(kept)
     small._experts_implementation = "eager"  # grouped products know no float64
     if config.hidden_size > SMALL:
@@ -136,14 +136,15 @@ def _fit_ropes(small: Any) -> None:
             rope["original_max_position_embeddings"] = 6
 
 
+WIDER: dict[Any, Any] = {Tensor.float: Tensor.double}
+
+
 class Doubled(TorchFunctionMode):
     """Within, who asks for float32 gets float64: norms and softmaxes written for half precision are exact, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
         swap = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
-        return func(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
+        return WIDER.get(func, func)(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def isolated() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several take longer over so little
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), torch.autocast("cpu", enabled=False), Doubled():  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(), torch.enable_grad(), torch.autocast("cpu", enabled=False), Doubled():
             torch.manual_seed(0)
             yield
     finally:
