@@ -143,8 +143,12 @@ class Doubled(TorchFunctionMode):
     """Within, who asks for float32 gets float64: norms and softmaxes written for half precision are exact, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        swap = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
-        return WIDER.get(func, func)(*map(swap, args), **{name: swap(value) for name, value in (kwargs or {}).items()})
+        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return WIDER.get(func, func)(*map(_wide, args), **wide)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @contextmanager
