@@ -85,6 +85,7 @@ def conditions(pipe: StageRunner, call: Call, hosts: Sequence[str]) -> Condition
         "inputs": f"{tuple(call.inputs.shape)} {call.inputs.dtype}",
         "attention_mask": call.attention_mask is not None,
         "position_ids": call.position_ids is not None,
+        "documents": call.documents is not None,
         "autocast": str(torch.get_autocast_dtype(device.type)) if autocast else "",
         "matmul_precision": torch.get_float32_matmul_precision(),
         "device": device_name(device),

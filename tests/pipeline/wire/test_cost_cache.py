@@ -79,6 +79,7 @@ DIFFERENT = {
     "another place": lambda: asked(pipe(replace(WHOLE, last=False))),
     "a longer sequence": lambda: asked(call=Call(torch.zeros(2, 32, dtype=torch.int64))),
     "a mask": lambda: asked(call=replace(CALL, attention_mask=torch.ones(2, 24))),
+    "packed documents": lambda: asked(call=replace(CALL, documents=torch.zeros(2, 24, dtype=torch.int64))),
     "recomputation": lambda: asked(pipe(activations=Recompute())),
     "smaller messages": lambda: asked(pipe(boundary=Bfloat16Activations())),
     "another order": lambda: asked(pipe(schedule=ZeroBubble())),
