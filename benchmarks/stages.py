@@ -20,6 +20,8 @@ from lightning_decentral.pipeline.compute.causal.causal_model import CausalModel
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.plan.schedule import Kind
+from lightning_decentral.pipeline.wire.channel import Edge
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import GlooTransport
 
@@ -86,7 +88,8 @@ class Bench:
 
     def pipe(self, schedule: Schedule) -> StageRunner:
         options = {"activations": Keep(), "boundary": ExactActivations(), "device": torch.device("cpu")}
-        return StageRunner(self.model, self.place, self.over, self.over, schedule=schedule, **options)
+        edges = {(kind, 1 - self.rank): Edge(self.over, 1 - self.rank) for kind in Kind}
+        return StageRunner(self.model, self.place, self.over, edges, schedule=schedule, **options)
 
     def sliced(self, batch: int, slices: list[int], microbatches: int = 1) -> Step:
         calls = [Call(part) for part in self.ids(batch).tensor_split(microbatches)]

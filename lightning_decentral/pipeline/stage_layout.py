@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from lightning_decentral.pipeline.plan.schedule import Kind
+from lightning_decentral.pipeline.wire.channel import Edge, connect
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -43,27 +47,35 @@ class StageGroups:
     """One worker's groups; collective.
 
     Attributes:
-        over: the stages of its pipeline, for hidden states and whatever is small.
-        back: the same, for gradients.
+        over: the stages of its pipeline, for whatever is small.
+        edges: one group of two stages for each neighbour and direction.
         replicas: the workers that are this stage.
     """
 
-    def __init__(self, wire: Wire, layout: StageLayout) -> None:
-        self._wire, self._layout = wire, layout
+    def __init__(self, wire: Wire, layout: StageLayout, device: torch.device) -> None:
+        self._wire, self._layout, self._device = wire, layout, device
+        self.edges: dict[tuple[Kind, int], Edge] = {}
         workers = range(layout.workers)
         over: Transport | None = None
-        back: Transport | None = None
         # Every worker makes all groups, also those that it isn't in.
         for first in workers[:: layout.stages]:
             group = workers[first : first + layout.stages]
-            # Two of the same stages: gradients don't queue behind hidden states.
             over = wire.group(group) or over
-            back = wire.group(group) or back
+            for lower in range(layout.stages - 1):
+                self._join(Kind.FORWARD, lower, group[lower : lower + 2])
+                self._join(Kind.BACKWARD, lower, group[lower : lower + 2])
         assert over is not None
-        assert back is not None
         self.over: Transport = over
-        self.back: Transport = back
         self.replicas = self.replica_group()
+
+    def _join(self, kind: Kind, lower: int, pair: range) -> None:
+        """The edge of this direction between stage `lower` and the next. Collective."""
+        over = self._wire.group(pair)
+        if over is None:
+            return
+        peer = 1 - over.rank
+        self.edges[kind, lower + peer] = edge = Edge(over, peer)
+        connect(edge, sends=over.rank == (kind is Kind.BACKWARD), device=self._device)
 
     def replica_group(self) -> Transport:
         """A new group of the workers that are this stage. Collective."""

@@ -171,7 +171,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         module = self._module
         wire = self.join_groups()
         if wire is not None:
-            self._groups = self._groups or StageGroups(wire, self.layout)
+            self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
             start_from_worker_0(built, wire.flags)
@@ -184,12 +184,13 @@ class TokenPipelineStrategy(WorkersStrategy):
         stop = sum(counts[: self.stage + 1])
         place = StagePlace(stop - counts[self.stage], stop, self.stage == 0, self.stage == self.num_stages - 1)
         groups = self._groups
-        over, back = (None, None) if groups is None else (groups.over if self.num_stages > 1 else None, groups.back)
+        over = None if groups is None or self.num_stages == 1 else groups.over
+        edges = {} if groups is None else groups.edges
         with materialized(module, self._deferred) as kept:
             self.checkpoints.layout = holdings = Ownership(module, model, place, over)
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
-        pipe = StageRunner(model, place, over, back, device=self.root_device, **options)
+        pipe = StageRunner(model, place, over, edges, device=self.root_device, **options)
         self._stage = StageTraining(
             module, pipe, holdings, self.plans, slicing=self.slicing, average=self._average, planned=self._say_plan
         )

@@ -14,9 +14,10 @@ from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
-from lightning_decentral.pipeline.wire.channel import Links, Nowhere
+from lightning_decentral.pipeline.plan.schedule import Kind
+from lightning_decentral.pipeline.wire.channel import Edge, Edges, Links, Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor
-from lightning_decentral.shared.wire.transport import GlooTransport
+from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests.world import world
 
 VOCABULARY, WIDTH, BLOCKS = 61, 32, 4
@@ -131,7 +132,7 @@ def sliced(
         stage = Stage(model, place, calls, slices, activations or Keep(), weights)
         over = GlooTransport(group) if group else None
         shapes = lambda a, _: model.shape(calls[a.microbatch], *stage.bounds[a.slice])  # noqa: E731
-        channel = Nowhere() if over is None else Links(over, over, shapes, torch.device("cpu"), boundary)
+        channel = Nowhere() if over is None else Links(edges(over), shapes, torch.device("cpu"), boundary)
         shares: list[Share] = []
 
         def close(microbatch: int, logits: Tensor) -> Tensor:
@@ -154,6 +155,11 @@ def sliced(
             n = names.get(n, n)
             gradients[n] = gradients[n] + factor * grad if n in gradients else factor * grad
     return loss, gradients
+
+
+def edges(over: Transport) -> Edges:
+    """All over one gloo transport whose ranks are the stages."""
+    return {(kind, stage): Edge(over, stage) for kind in Kind for stage in range(over.size)}
 
 
 def _tied(model: nn.Module) -> bool:

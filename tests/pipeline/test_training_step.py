@@ -88,7 +88,7 @@ def test_batches_that_differ_are_told_apart():
 def test_a_measurement_serves_all_shorter_sequences():
     model = adapted(built("llama", torch.float32))
     place = StagePlace(0, 4, True, True)
-    pipe = StageRunner(model, place, None, None, schedule=OneForwardOneBackward(), activations=Keep(),
+    pipe = StageRunner(model, place, None, {}, schedule=OneForwardOneBackward(), activations=Keep(),
                 boundary=ExactActivations(), device=torch.device("cpu"))  # fmt: skip
     plans = SlicePlanner(OneForwardOneBackward(), 1)
     plans.stages = ["the only one"]

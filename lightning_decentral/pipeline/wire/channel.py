@@ -1,8 +1,9 @@
 """Point-to-point messages between stages: hidden states down, their gradients up; nobody waits to send."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +51,34 @@ class Nowhere(Channel):
         """Nothing is under way."""
 
 
+class Edge(NamedTuple):
+    """What carries one direction between two neighbouring stages.
+
+    By NCCL a transport of its own: a communicator does its calls strictly in order, so that what is sent would wait
+    behind the receives that were posted ahead. By gloo, which tells messages apart by tag, edges may share one.
+    """
+
+    over: Transport
+    peer: int
+    """The neighbour's rank there."""
+
+
+Edges = Mapping[tuple[Kind, int], Edge]
+"""Of one stage: (direction, neighbouring stage) -> edge."""
+
+
+def connect(edge: Edge, sends: bool, device: torch.device) -> None:
+    """Send one number over a new edge. Both ends call it, for all edges in one order.
+
+    With NCCL's first message of a pair the hosts wait for each other: not at a receive that is posted ahead, whose
+    sender may still wait for this stage.
+    """
+    messages = [Message(edge.peer, torch.zeros(1, device=device), 0)]
+    outgoing, incoming = edge.over.exchange(messages, []) if sends else edge.over.exchange([], messages)
+    for pending in (*outgoing, *incoming):
+        pending.wait()
+
+
 @dataclass
 class _Arriving:
     pending: Pending
@@ -58,42 +87,39 @@ class _Arriving:
 
 
 class Links(Channel):
-    """Over a transport whose ranks are the stages.
+    """Over the edges to the neighbours.
 
     Args:
-        forward: for hidden states.
-        backward: for gradients; on NCCL another group.
+        edges: of this stage; none where there is no neighbour.
         shapes: shapes(action, stage): of the action's chunk, of what leaves that stage forward.
     """
 
     def __init__(
         self,
-        forward: Transport,
-        backward: Transport,
+        edges: Edges,
         shapes: Callable[[Action, int], Shape],
         device: torch.device,
         boundary: Boundary | None = None,
     ) -> None:
-        self._over = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+        self._edges = edges
         self._shapes, self._device, self._boundary = shapes, device, boundary or ExactActivations()
         self._arriving: dict[Action, _Arriving] = {}
-        self._leaving: dict[Action, tuple[int, Pending, Tensor]] = {}
-        self.rank, self.size = forward.rank, forward.size
+        self._leaving: dict[Action, tuple[Pending, Tensor]] = {}
 
     def expect(self, action: Action) -> None:
         source = _before(action)
-        if not 0 <= source < self.size:
+        if (action.kind, source) not in self._edges:
             return
         # A gradient has the shape of the hidden state that left the lower one of the two stages.
         shape = self._shapes(action, min(source, action.stage))
         message = self._boundary.buffer(*shape, self._device)
         # Posted before its turn comes, so that the message arrives while the stage computes.
-        _, (pending,) = self._exchange(action.kind, source, [], [Message(source, message, _tag(action))])
+        (pending,) = self._receive(action, source, message)
         self._arriving[action] = _Arriving(pending, message, shape)
 
     def receive(self, action: Action) -> Tensor:
         arriving = self._arriving.pop(action)
-        with _NamingStages(self.rank, _before(action)):
+        with _NamingStages(action.stage, _before(action)):
             arriving.pending.wait()
         # A gradient that comes back says that the hidden state had arrived.
         self._let_go([sent for sent in (Action(Kind.FORWARD, *_chunk(action)),) if action.kind is Kind.BACKWARD])
@@ -103,22 +129,27 @@ class Links(Channel):
         target = _after(action)
         _, dtype = self._shapes(action, min(target, action.stage))
         message = self._boundary.encode(tensor.to(dtype))  # under autocast it may be of another type than expected
-        (pending,), _ = self._exchange(action.kind, target, [Message(target, message, _tag(action))], [])
-        self._leaving[action] = target, pending, message  # gloo reads it later
+        (pending,) = self._send(action, target, message)
+        self._leaving[action] = pending, message  # gloo reads it later
 
     def close(self) -> None:
         self._let_go(list(self._leaving))
 
     def _let_go(self, actions: Sequence[Action]) -> None:
-        for target, pending, _ in [self._leaving.pop(action) for action in actions]:
-            with _NamingStages(self.rank, target):
+        for action in actions:
+            pending, _ = self._leaving.pop(action)
+            with _NamingStages(action.stage, _after(action)):
                 pending.wait()
 
-    def _exchange(
-        self, kind: Kind, peer: int, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> tuple[list[Pending], list[Pending]]:
-        with _NamingStages(self.rank, peer):
-            return self._over[kind].exchange(sends, receives)
+    def _send(self, action: Action, target: int, tensor: Tensor) -> list[Pending]:
+        over, peer = self._edges[action.kind, target]
+        with _NamingStages(action.stage, target):
+            return over.exchange([Message(peer, tensor, _tag(action))], [])[0]
+
+    def _receive(self, action: Action, source: int, tensor: Tensor) -> list[Pending]:
+        over, peer = self._edges[action.kind, source]
+        with _NamingStages(action.stage, source):
+            return over.exchange([], [Message(peer, tensor, _tag(action))])[1]
 
 
 class _NamingStages:

@@ -12,7 +12,7 @@ from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, S
 from lightning_decentral.pipeline.compute.stage import Activations, Stage
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
-from lightning_decentral.pipeline.wire.channel import Channel, Links, Nowhere
+from lightning_decentral.pipeline.wire.channel import Channel, Edges, Links, Nowhere
 from lightning_decentral.pipeline.wire.executor import Clock, Close, Executor
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.wire.objects import gather_objects
@@ -27,8 +27,8 @@ class StageRunner:
 
     Args:
         model: after `keep(place)`.
-        over: the stages, for hidden states and whatever is small; None: there is but one.
-        back: the stages, for gradients.
+        over: the stages, for whatever is small; None: there is but one.
+        edges: to the neighbours, for hidden states and gradients.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StageRunner:
         model: Pipelined,
         place: StagePlace,
         over: Transport | None,
-        back: Transport | None,
+        edges: Edges,
         *,
         schedule: Schedule,
         activations: Activations,
@@ -44,7 +44,7 @@ class StageRunner:
         device: torch.device,
     ) -> None:
         self.model, self.place, self.over = model, place, over
-        self._back, self.schedule, self._activations = back, schedule, activations
+        self._edges, self.schedule, self._activations = edges, schedule, activations
         self._boundary, self._device = boundary, device
         self._shapes: dict[torch.Size, list[Shape]] = {}
         self.rank = 0 if over is None else over.rank
@@ -93,13 +93,11 @@ class StageRunner:
 
     def channel(self, stage: Stage) -> Channel:
         """The way to the neighbours for one step of this stage."""
-        if self.over is None or self._back is None:
+        if self.over is None:
             return Nowhere()
         for call in stage.calls:
             self._learn(call)
-        return Links(
-            self.over, self._back, lambda action, r: self._shape(stage, action, r), self._device, self._boundary
-        )
+        return Links(self._edges, lambda action, r: self._shape(stage, action, r), self._device, self._boundary)
 
     def _shape(self, stage: Stage, action: Action, sender: int) -> Shape:
         call = stage.calls[action.microbatch]

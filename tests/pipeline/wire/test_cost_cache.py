@@ -25,7 +25,7 @@ from lightning_decentral.pipeline.wire.cost_cache import CostCache, conditions
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.wire.transport import GlooTransport
-from tests.pipeline.causal import built
+from tests.pipeline.causal import built, edges
 from tests.world import world
 
 CALL = Call(torch.zeros(2, 24, dtype=torch.int64))
@@ -40,7 +40,7 @@ def built_model(name="llama", dtype=torch.float32):
 
 def pipe(place=WHOLE, over=None, model=None, **changes):
     options = {"activations": Keep(), "boundary": ExactActivations(), "schedule": OneForwardOneBackward(), **changes}
-    return StageRunner(model or built_model(), place, over, over, device=torch.device("cpu"), **options)
+    return StageRunner(model or built_model(), place, over, edges(over) if over else {}, device=torch.device("cpu"), **options)
 
 
 def asked(own=None, call=CALL, hosts=("here",)):

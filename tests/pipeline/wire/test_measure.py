@@ -27,7 +27,7 @@ from lightning_decentral.pipeline.wire.measure import COUNTS, RepeatedSteps, Ste
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.plan.timeline import makespan, run
 from lightning_decentral.shared.wire.transport import GlooTransport
-from tests.pipeline.causal import GPT2, built
+from tests.pipeline.causal import GPT2, built, edges
 from tests.world import world
 
 LENGTH = 512
@@ -138,14 +138,14 @@ OPTIONS = {
 
 
 def alone(model):
-    return StageRunner(model, StagePlace(0, 4, True, True), None, None, **OPTIONS)
+    return StageRunner(model, StagePlace(0, 4, True, True), None, {}, **OPTIONS)
 
 
 def stage_of_two(group, transport=GlooTransport):
     over, rank, model = transport(group), group.rank(), adapted(built("llama", torch.float32))
     place = StagePlace(2 * rank, 2 * rank + 2, rank == 0, rank == 1)
     model.keep(place)
-    return StageRunner(model, place, over, over, **OPTIONS)
+    return StageRunner(model, place, over, edges(over), **OPTIONS)
 
 
 CALL = Call(torch.zeros(2, 32, dtype=torch.int64))
