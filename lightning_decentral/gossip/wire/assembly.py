@@ -15,7 +15,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started,
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.shared.compute.buckets import Matrix
+from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 
 # One round with delay 1, from top to bottom; time goes to the right:
@@ -52,15 +52,18 @@ def assembled(
         member: this device's part in its worker.
     """
 
+    pool = Pool()  # what one exchange has landed serves the next one's round
+
     def by_peers() -> Exchange[Any]:
         over = member.peers(range(workers))
         assert over is not None
-        return PeerExchange(topology, weights, over, device, codec)
+        return PeerExchange(topology, weights, over, device, codec, pool)
 
     def by_cliques(steps: Sequence[Partition]) -> Exchange[Any]:
         # Groups of all cliques, also of those without this worker: making one is collective.
         groups = {c: member.peers(c) for c in dict.fromkeys(c for step in steps for c in step) if len(c) > 1}
-        return CliqueExchange(steps, {c: over for c, over in groups.items() if over is not None}, worker, device)
+        own = {c: over for c, over in groups.items() if over is not None}
+        return CliqueExchange(steps, own, worker, device, pool)
 
     # An all-reduce adds up inside the network, which encoded messages can't do.
     cliques = None if codec.encodes else partitions(topology, weights, workers)
@@ -80,7 +83,7 @@ class ExchangeByStep(Exchange[Started]):
     """Step t is exchange t mod period's. None of them encodes.
 
     Args:
-        steps: the exchange of each step of a period; one may stand for several.
+        steps: the exchange of each step of a period; one may stand for several. All have one pool.
     """
 
     def __init__(self, steps: Sequence[Exchange[Any]]) -> None:
@@ -88,8 +91,7 @@ class ExchangeByStep(Exchange[Started]):
         # One exchange may stand for several steps: it is admitted and counted once.
         self._parts = tuple({id(exchange): exchange for exchange in steps}.values())
         self.pool, self.coder = steps[0].pool, steps[0].coder
-        for part in self._parts:
-            part.pool = self.pool  # what one has landed serves the other
+        assert all(part.pool is self.pool for part in self._parts), "a buffer goes back to the pool it came from"
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         for part in self._parts:

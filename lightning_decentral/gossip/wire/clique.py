@@ -47,13 +47,14 @@ class CliqueExchange(Exchange[CliqueMessages]):
     Args:
         cliques: one partition of the workers for each phase (`traffic.partitions`).
         transports: one for each clique of more than one worker that this worker belongs to.
+        pool: as of `PeerExchange`.
     """
 
     cliques: Sequence[Sequence[tuple[int, ...]]]
     transports: Mapping[tuple[int, ...], Transport]
     rank: int
     device: torch.device
-    pool: Pool = field(default_factory=Pool, init=False)
+    pool: Pool = field(default_factory=Pool)
     coder: Direct = field(init=False)
 
     def __post_init__(self) -> None:

@@ -70,6 +70,7 @@ class PeerExchange(Exchange[PeerMessages]):
     Args:
         transport: of this exchange alone.
         codec: of every message.
+        pool: that its buffers come from; one for all exchanges whose rounds alternate.
     """
 
     topology: Topology
@@ -77,7 +78,7 @@ class PeerExchange(Exchange[PeerMessages]):
     transport: Transport
     device: torch.device
     codec: Codec = Plain()  # noqa: RUF009 - a frozen value
-    pool: Pool = field(default_factory=Pool, init=False)
+    pool: Pool = field(default_factory=Pool)
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
