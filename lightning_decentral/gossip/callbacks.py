@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.wire.consensus import Consensus
 from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
@@ -162,17 +163,20 @@ class WorkerLossMonitor(_EveryNSteps):
 
     Cost: every `every_n_steps` steps each worker writes a few numbers into the run's key-value store and worker 0 reads
     all of them. Nobody waits for another: a worker that is behind appears in the logs later, at the step of its loss.
+    Nor for a device: what was computed on one is read, and appears, when the next row is due.
     """
 
     def __init__(self, *, every_n_steps: int = 10) -> None:
         super().__init__(every_n_steps=every_n_steps)
         self._losses: list[Tensor] = []
+        self._arriving: tuple[int, AsyncRead] | None = None
         self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT_LOSSES)
         self._logged: list[int] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._losses.clear()
+        self._arriving = None
         self._recent.clear()
         self._logged = [_log_step(trainer) - 1] * trainer.world_size
 
@@ -186,14 +190,23 @@ class WorkerLossMonitor(_EveryNSteps):
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
         if self._losses:
-            # The last few: a worker may write several times before worker 0 looks.
-            self._recent.append((_log_step(trainer), float(torch.stack(self._losses).mean())))
+            self._read()
+            self._arriving = _log_step(trainer), AsyncRead(torch.stack(self._losses).mean())
             self._losses = []
+            if self._arriving[1].on_host:  # a device's is read at the next row: to ask now would empty its queue
+                self._read()
         self._share(trainer)
+
+    def _read(self) -> None:
+        if self._arriving is not None:
+            (step, loss), self._arriving = self._arriving, None
+            # The last few: a worker may write several times before worker 0 looks.
+            self._recent.append((step, float(loss.read())))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # What slower workers wrote meanwhile: all have ended the epoch.
         if isinstance(trainer.strategy, Watched):
+            self._read()
             self._share(trainer)
 
     def _share(self, trainer: Trainer) -> None:

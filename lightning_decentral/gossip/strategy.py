@@ -20,7 +20,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.assembly import assembled
-from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of, squared_norm
+from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -29,6 +29,7 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.norms import squared_norm
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy

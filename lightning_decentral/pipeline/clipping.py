@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.compute.norms import squared_norm
 
 
 class GlobalNorm:
@@ -49,6 +50,6 @@ class GlobalNorm:
         """Of a tensor for each of these parameters, over all stages, tied ones once. Collective."""
         counted = set(self._holdings.counted)
         pairs = zip(parameters, tensors, strict=True)
-        squares = [t.detach().double().square().sum() for p, t in pairs if p in counted]
-        # From a zero: a stage without gradients takes part in the sum all the same.
-        return self._pipe.total(sum(squares, torch.zeros((), dtype=torch.float64, device=self._device))).sqrt()
+        # With a zero: a stage without gradients takes part in the sum all the same.
+        mine = [torch.zeros((), device=self._device), *(t.detach() for p, t in pairs if p in counted)]
+        return self._pipe.total(squared_norm(mine)).sqrt()

@@ -99,12 +99,13 @@ class StageTraining:
         before = [p.grad for p in trained]  # of batches whose gradients are accumulated
         with precision.train_step_context():
             self._run(step, trained, roll, args, kwargs)
-        outcome = step.conclude(_finite(trained), device)
+        outcome = step.conclude(finite([p.grad for p in trained if p.grad is not None], device), device)
+        if outcome.factor != scale:
+            own = [p.grad for p in trained if p.grad is not None]
+            torch._foreach_mul_(own, outcome.factor / scale)  # Lightning's own backward multiplies by `scale` again
         for parameter in trained:
-            if parameter.grad is not None:
-                parameter.grad.mul_(outcome.factor / scale)  # Lightning's own backward multiplies by `scale` again
-                if not outcome.finite:  # every stage must skip the step or stop; a scaler, back off
-                    parameter.grad.fill_(float("inf"))
+            if parameter.grad is not None and not outcome.finite:
+                parameter.grad.fill_(float("inf"))  # every stage must skip the step or stop; a scaler, back off
         _set(trained, self._average([p.grad for p in trained], trained))
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
         self.pipe.tie(self.holdings.tied, self.holdings.outside)
@@ -144,5 +145,7 @@ def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None])
         parameter.grad = gradient
 
 
-def _finite(parameters: Sequence[nn.Parameter]) -> bool:
-    return all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A scalar on the device: no element of any is NaN or infinite. The host doesn't wait."""
+    norms = torch._foreach_norm(list(tensors), torch.inf) if tensors else ()
+    return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()

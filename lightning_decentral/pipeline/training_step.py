@@ -21,6 +21,7 @@ from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Uniform
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.objects import gather_objects
 
@@ -42,7 +43,8 @@ class Logs:
         self._module: Any = module
         self._known: dict[int, list[Logged]] = {}
         self._calls: list[Logged] = []
-        self.values: list[list[float]] = []
+        self.values: list[list[AsyncRead]] = []
+        """Of each micro-batch; not waited for before the step has ended."""
 
     def begin(self) -> None:
         self._calls, self.values = [], []
@@ -60,7 +62,8 @@ class Logs:
                 "a pipeline updates: log its value instead"
             )
         self._calls.append(Logged(name, options))
-        self.values[-1].append(float(torch.as_tensor(value).detach()))
+        # A copy: the user may go on to change it.
+        self.values[-1].append(AsyncRead(torch.as_tensor(value).detach().clone().reshape(())))
 
     @property
     def signature(self) -> int:
@@ -115,10 +118,12 @@ class TrainingStep:
     def __init__(self, pipe: StageRunner, module: LightningModule, logs: Logs, microbatches: int, scale: float) -> None:
         self._pipe, self._module, self._logs = pipe, module, logs
         self._microbatches, self._scale = microbatches, scale
+        self._losses: list[tuple[float, AsyncRead]] = []
         self._shares: list[Share] = []
         self._parts: list[Any] = []
         self._rest: tuple[Any, ...] = ()
         self.calls: list[Call] = []
+        self._inputs: list[AsyncRead] = []
         self.spans: dict[Action, Span] = {}
 
     def read(self, batch: Any, *rest: Any) -> None:
@@ -126,8 +131,11 @@ class TrainingStep:
         self._parts, self._rest = split(batch, self._microbatches), rest
         self._logs.begin()
         # The last stage runs the step again in `_close`, where it must draw the same numbers.
-        with torch.random.fork_rng(enabled=self._pipe.place.last), self._logs.recording(keep=False), torch.no_grad():
+        devices = [self._pipe.device] if self._pipe.device.type == "cuda" else []  # not all that this host has
+        drawing = torch.random.fork_rng(devices, enabled=self._pipe.place.last)
+        with drawing, self._logs.recording(keep=False), torch.no_grad():
             self.calls = [called(self._pipe.model, lambda part=part: self._step(part)) for part in self._parts]  # type: ignore[misc]
+        self._inputs = [AsyncRead(call.inputs.detach()) for call in self.calls]  # on their way before the step begins
 
     def _step(self, part: Any) -> Any:
         return self._module.training_step(part, *self._rest)
@@ -144,15 +152,16 @@ class TrainingStep:
         loss = result["loss"] if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {type(loss).__name__}: a token pipeline needs a loss in each")
-        weight = self._weight(count.targets(loss))
-        self._shares.append(Share(weight, float(loss.detach())))
+        weight = self._weight(count, loss)
+        self._losses.append((weight, AsyncRead(loss.detach())))
         if weight == 0:  # a mean over nothing is nan, and so is zero times its gradient
             return output.sum() * 0.0
         return loss * (weight * self._scale)
 
-    def _weight(self, targets: int | None) -> float:
+    def _weight(self, count: TargetCount, loss: Tensor) -> float:
         if len(self.calls) == 1:
-            return 1.0
+            return 1.0  # without asking for the number of targets, which a device would have to tell
+        targets = count.targets(loss)
         if targets is None:
             raise ValueError(
                 f"microbatches={len(self.calls)} needs a training_step that returns one mean of cross-entropy, as it "
@@ -162,21 +171,27 @@ class TrainingStep:
         # weight exceeds 1, so no half-precision gradient exceeds that of the loss itself.
         return targets / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
-    def conclude(self, finite: bool, device: torch.device) -> Outcome:
+    def conclude(self, finite: Tensor, device: torch.device) -> Outcome:
         """Tell all stages how the step went, and log what it logged. Collective.
+
+        Args:
+            finite: a scalar on the device: this stage's gradients are.
 
         Raises:
             ValueError: the stages read different batches.
         """
         # One gather for all: loss, factor, signature, finite, checksum, number of values, values. float64 holds a CRC.
         row = torch.zeros(FIXED + 1 + LOGGED, dtype=torch.float64)
-        row[3], row[4] = float(finite), checksum(self.calls)
+        row[4] = checksum([tensor.read() for tensor in self._inputs])
         if self._pipe.place.last:
+            self._shares = [Share(weight, float(loss.read())) for weight, loss in self._losses]
             values = self._values()
             loss, factor = total(self._shares)
             row[:3] = torch.tensor([loss, factor, self._logs.signature], dtype=torch.float64)
             row[5] = len(values)
             row[6 : 6 + len(values)] = torch.tensor(values, dtype=torch.float64)
+        row = row.to(device)
+        row[3] = finite
         rows = self._pipe.gather(row)
         if len(set(rows[:, 4].tolist())) > 1:
             raise ValueError(
@@ -190,14 +205,18 @@ class TrainingStep:
     def _values(self) -> list[float]:
         """Means over the micro-batches, weighted as their losses are."""
         if len(self._shares) == 1 or not any(share.weight for share in self._shares):
-            values = self._logs.values[-1]
+            values = _read(self._logs.values[-1])
         else:
             weight = sum(share.weight for share in self._shares)
-            columns = zip(*self._logs.values, strict=True)
+            columns = zip(*map(_read, self._logs.values), strict=True)
             values = [sum(s.weight * v for s, v in zip(self._shares, c, strict=True)) / weight for c in columns]
         if len(values) > LOGGED:
             raise ValueError(f"training_step logs {len(values)} values: a token pipeline carries at most {LOGGED}")
         return values
+
+
+def _read(values: Sequence[AsyncRead]) -> list[float]:
+    return [float(value.read()) for value in values]
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -218,11 +237,11 @@ def split(batch: Any, parts: int) -> list[Any]:
     return [apply_to_collection(batch, Tensor, lambda tensor, m=m: tensor.tensor_split(parts)[m]) for m in range(parts)]
 
 
-def checksum(calls: Sequence[Call]) -> float:
-    """The same for the same inputs, and hardly for others."""
+def checksum(inputs: Sequence[Tensor]) -> float:
+    """The same for the same inputs of all calls, on the host, and hardly for others."""
     result = 0.0
-    for call in calls:
-        flat = call.inputs.detach().flatten().double().cpu()
+    for tensor in inputs:
+        flat = tensor.flatten().double()
         # Weighed by place: the same tokens in another order are another batch.
         result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
     return result

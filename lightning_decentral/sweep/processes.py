@@ -60,7 +60,9 @@ class Spawn:
     ) -> Any:
         arguments = (self.packed(entrant), dict(environment), lifeline[0])
         process = multiprocessing.get_context("spawn").Process(target=spawned, args=arguments)
-        process.start()
+        # Inherited: before it calls anything the new interpreter imports the user's script, which may ask for GPUs.
+        with _within(environment):
+            process.start()
         return process
 
     def packed(self, entrant: SweepMember) -> bytes:
@@ -78,9 +80,22 @@ class Spawn:
         return bytes(cloudpickle.dumps((Singleton.get_state(), self._hydra_context, self._task_function, entrant)))
 
 
+@contextmanager
+def _within(environment: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def spawned(packed: bytes, environment: dict[str, str], lifeline: Connection) -> None:
     """The main function of a new interpreter."""
-    os.environ.update(environment)  # before anything of the user's is imported
     singletons, hydra_context, task_function, entrant = pickle.loads(packed)
     Singleton.set_state(singletons)
     live(entrant, environment, lifeline, lambda: run_entrant(hydra_context, task_function, entrant))

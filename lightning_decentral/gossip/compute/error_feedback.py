@@ -15,6 +15,7 @@ from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.compute.norms import squared_norm
 
 
 def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool) -> Coder:
@@ -63,12 +64,12 @@ class BucketCodec:
         """||message - what is known of it||^2; 0 where that is rounding."""
         coded = self._split(message)[0]
         estimate = self._frame(link, coded, 0).estimate
-        gap = _squared(coded if estimate is None else coded - estimate)
+        gap = squared_norm([coded if estimate is None else coded - estimate])
         rounding = 16 * torch.finfo(coded.dtype).eps
-        return gap.where(gap > rounding**2 * _squared(coded), 0)
+        return gap.where(gap > rounding**2 * squared_norm([coded]), 0)
 
     def error(self, message: Tensor, decoded: Tensor) -> Tensor:
-        return _squared(self._split(message)[0] - self._split(decoded)[0])
+        return squared_norm([self._split(message)[0] - self._split(decoded)[0]])
 
     def remember(self, decoded: Tensor, link: str, healthy: Tensor) -> None:
         """estimate <- decoded where healthy."""
@@ -108,10 +109,6 @@ class BucketCodec:
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
         return Frame(self._laid_out(coded)[0], key, self.estimates.get(link))
-
-
-def _squared(tensor: Tensor) -> Tensor:
-    return tensor.double().square().sum()
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -51,7 +51,6 @@ def assembled(
         worker: of all `workers`, the one that this device belongs to.
         member: this device's part in its worker.
     """
-
     pool = Pool()  # what one exchange has landed serves the next one's round
 
     def by_peers() -> Exchange[Any]:

@@ -1,7 +1,7 @@
 """Consensus distance measured over all workers, late and without waiting, and the mixer that counts rounds by it."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
 from math import isnan, nan, sqrt
@@ -129,9 +129,3 @@ class Consensus:
 
     absolute: float
     relative: float
-
-
-def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """sum_k ||t_k||^2 in float64, complex numbers as pairs; a scalar on the tensors' device."""
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return torch.stack([t.double().square().sum() for t in real]).sum()

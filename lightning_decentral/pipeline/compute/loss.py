@@ -19,10 +19,15 @@ COUNTED = {functional.cross_entropy, functional.nll_loss}
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over so many targets."""
+    """A mean over the targets that aren't ignored."""
 
     value: Tensor
-    targets: int
+    target: Tensor
+    ignore_index: int
+
+    def count(self) -> int:
+        """How many they are; the host waits for a device to tell."""
+        return int((self.target != self.ignore_index).sum())
 
 
 class TargetCount(TorchFunctionMode):
@@ -53,11 +58,11 @@ class TargetCount(TorchFunctionMode):
     ) -> None:
         # Classes with weights and soft targets have means over something else than a number of targets.
         if reduction == "mean" and weight is None and not target.is_floating_point():
-            self.means.append(Mean(result, int((target != ignore_index).sum())))
+            self.means.append(Mean(result, target, ignore_index))
 
     def targets(self, loss: Tensor) -> int | None:
         """Over how many targets `loss` is the mean; None where it isn't known to be one."""
-        return next((mean.targets for mean in self.means if mean.value is loss or _same(mean.value, loss)), None)
+        return next((mean.count() for mean in self.means if mean.value is loss or _same(mean.value, loss)), None)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -45,7 +45,7 @@ class StageRunner:
     ) -> None:
         self.model, self.place, self.over = model, place, over
         self._edges, self.schedule, self._activations = edges, schedule, activations
-        self._boundary, self._device = boundary, device
+        self._boundary, self.device = boundary, device
         self._shapes: dict[torch.Size, list[Shape]] = {}
         self.rank = 0 if over is None else over.rank
         self.size = 1 if over is None else over.size
@@ -97,7 +97,7 @@ class StageRunner:
             return Nowhere()
         for call in stage.calls:
             self._learn(call)
-        return Links(self._edges, lambda action, r: self._shape(stage, action, r), self._device, self._boundary)
+        return Links(self._edges, lambda action, r: self._shape(stage, action, r), self.device, self._boundary)
 
     def _shape(self, stage: Stage, action: Action, sender: int) -> Shape:
         call = stage.calls[action.microbatch]
@@ -115,7 +115,7 @@ class StageRunner:
                 mine = None
                 if r == self.rank:
                     shape, dtype = shapes[-1] if shapes else ((), torch.float32)
-                    hidden = None if self.place.first else torch.zeros(shape, dtype=dtype, device=self._device)
+                    hidden = None if self.place.first else torch.zeros(shape, dtype=dtype, device=self.device)
                     output = self.model.forward(self.place, call, hidden, KVCache(1), 0, 1)
                     mine = tuple(output.shape), output.dtype
                 shapes.append(gather_objects(self.over, mine)[r])
@@ -129,12 +129,12 @@ class StageRunner:
             assert tensor is not None
             return tensor
         # Only the last stage knows type and shape: they travel first.
-        head = torch.zeros(10, dtype=torch.int64, device=self._device)
+        head = torch.zeros(10, dtype=torch.int64, device=self.device)
         if tensor is not None:
             head[: 2 + tensor.dim()] = torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
         self.over.broadcast(head, self.size - 1).wait()
         kind, dims, *shape = head.tolist()
-        values = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self._device)
+        values = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self.device)
         if tensor is not None:
             values.copy_(tensor)
         self.over.broadcast(values, self.size - 1).wait()
@@ -144,7 +144,7 @@ class StageRunner:
         """[stages, n]: every stage's row."""
         if self.over is None:
             return row[None]
-        pending, rows = self.over.all_gather(row.to(self._device))
+        pending, rows = self.over.all_gather(row.to(self.device))
         pending.wait()
         return torch.stack(rows).cpu()
 

@@ -32,27 +32,39 @@ class HostStopwatch:
         return self._total
 
 
+OPEN = 64
+"""Intervals that a device's stopwatch keeps before it looks which of them are over."""
+
+
 class DeviceStopwatch:
     """Sums device seconds between `start` and `stop` on the current stream, by events, without making the host wait."""
 
     def __init__(self) -> None:
         self._total = 0.0
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        pair = self._spare.pop() if self._spare else (_timed_event(), _timed_event())
         pair[0].record()
         self._open.append(pair)
 
     def stop(self) -> None:
         self._open[-1][1].record()
+        if len(self._open) > OPEN:  # nobody may ever ask for the seconds
+            self.seconds()
 
     def seconds(self) -> float:
         """All intervals that the device has passed so far."""
         while self._open and self._open[0][1].query():
-            start, stop = self._open.popleft()
+            start, stop = pair = self._open.popleft()
             self._total += start.elapsed_time(stop) / 1000.0
+            self._spare.append(pair)
         return self._total
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:

@@ -39,7 +39,8 @@ def random_state() -> dict[str, Any]:
     # Tensors and primitives only, so that a file loads with `weights_only=True`.
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # Not where one is merely there: asking would start CUDA, which no forked worker of a run on hosts could.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
         "python": [version, list(internal), python_gauss],
     }

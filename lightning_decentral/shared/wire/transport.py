@@ -177,10 +177,27 @@ def _root(options: Any, rank: int) -> Any:
 
 
 def transport(group: Any, device: torch.device) -> Transport:
-    """The transport of `group` for tensors on `device`."""
-    if group.name() == "nccl":
+    """The transport of `group` for tensors on `device`.
+
+    Raises:
+        ValueError: the group's backend is neither gloo nor NCCL, or its NCCL can't send and receive at once.
+    """
+    name = group.name()
+    if name == "nccl":
+        _check_coalesces(group)
         return NcclTransport(group)
+    if name != "gloo":
+        raise ValueError(f"workers talk by gloo or nccl, got {name}: give process_group_backend one of these")
     return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
+
+
+def _check_coalesces(group: Any) -> None:
+    # One by one, every worker's receives would stand before its sends, and all wait.
+    if not group._get_backend(torch.device("cuda")).supports_coalescing:
+        raise ValueError(
+            "NCCL does a round's sends and receives one by one here, and workers would wait for each other: "
+            "unset TORCH_DISTRIBUTED_DEBUG=DETAIL (INFO is fine)"
+        )
 
 
 @contextmanager

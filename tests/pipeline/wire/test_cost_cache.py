@@ -40,7 +40,9 @@ def built_model(name="llama", dtype=torch.float32):
 
 def pipe(place=WHOLE, over=None, model=None, **changes):
     options = {"activations": Keep(), "boundary": ExactActivations(), "schedule": OneForwardOneBackward(), **changes}
-    return StageRunner(model or built_model(), place, over, edges(over) if over else {}, device=torch.device("cpu"), **options)
+    return StageRunner(
+        model or built_model(), place, over, edges(over) if over else {}, device=torch.device("cpu"), **options
+    )
 
 
 def asked(own=None, call=CALL, hosts=("here",)):

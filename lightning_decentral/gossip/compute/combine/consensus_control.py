@@ -9,6 +9,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine, Turn
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.shared.compute.norms import squared_norm
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -72,7 +73,7 @@ class ConsensusControl:
         # Who heard nobody would only make the distance look smaller.
         listens = (turn.own() < 1).to(sent)
         said, heard = self.inner.values(sent) * listens, self.inner.values(mixed) * listens
-        return torch.stack([t.abs().double().square().sum() for t in (heard - said, said)])
+        return torch.stack([squared_norm([t]) for t in (heard - said, said)])
 
     def rounds(self, distance: float, idle: int) -> int:
         """To take in this step: `most`, or none.
