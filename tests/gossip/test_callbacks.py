@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -110,6 +110,35 @@ def test_a_workers_loss_is_the_mean_over_its_batches_since_the_last_row(tmp_path
     assert {s: r["worker/0/loss"] for s, r in rows.items()} == pytest.approx(
         {4: sum(chunks[0]) / batches, 9: sum(chunks[1]) / batches}, rel=1e-12
     )
+
+
+class Late:
+    """A number of a device that has more to do: whoever reads it waits."""
+
+    on_host = False
+    waiting: ClassVar[list["Late"]] = []
+
+    def __init__(self, value: Tensor) -> None:
+        assert all(late.read_at is not None for late in self.waiting[:-1]), "only the last one is under way"
+        self._value, self.read_at = value, None
+        self.waiting.append(self)
+
+    def read(self) -> Tensor:
+        self.read_at = len(self.waiting)
+        return self._value
+
+
+def test_a_workers_loss_on_a_device_is_read_when_the_next_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "AsyncRead", Late)
+    monkeypatch.setattr(Late, "waiting", [])
+    _, module, rows = fit(tmp_path, WorkerLossMonitor(every_n_steps=2))
+    losses = {s: sum(module.losses[s - 1 : s + 1]) / 2 for s in rows}
+    assert {s: r["worker/0/loss"] for s, r in rows.items()} == pytest.approx(losses, rel=1e-12)
+    assert len(rows) == len(Late.waiting) > 3
+    # Each when its successor is about to be measured; the last one when training ends.
+    assert [late.read_at for late in Late.waiting] == [*range(1, len(rows)), len(rows)]
 
 
 def test_the_bar_shows_distance_and_waiting_and_callbacks_may_monitor_all(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """What a step reads, logs and hands over."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned
+from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned, training_step
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import Share, TargetCount, deliver, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.training_step import Logs, checksum, split
+from lightning_decentral.pipeline.stage_training import finite
+from lightning_decentral.pipeline.training_step import Logs, TrainingStep, checksum, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from tests.pipeline.causal import batch, built
@@ -106,3 +110,64 @@ def test_a_measurement_serves_all_shorter_sequences():
     assert plans.known(Call(torch.zeros(2, 48)), 48) is not None
     assert plans.expected().seconds > 0
     assert {"slices", "bubble", "fit of the costs", "memory"} <= set(plans.summary())
+
+
+# ---- on a device the host only queues until the step has ended ----------------------------------------------------
+
+META = torch.device("meta")
+"""Tensors without values: whoever asks for one gets an error, where a device would make the host wait."""
+
+
+def step_of_one():
+    """Of the only stage and one micro-batch."""
+    module = SimpleNamespace(training_step=lambda part: None)
+    model = SimpleNamespace(module=module, answer=lambda call, output: output)
+    pipe = SimpleNamespace(model=model, place=StagePlace(0, 1, True, True), device=torch.device("cpu"))
+    step = TrainingStep(pipe, module, Logs(module), 1, 1.0)
+    step.calls = [Call(torch.zeros(6, 4, device=META))]
+    return step
+
+
+def test_a_stage_closes_its_micro_batch_without_waiting(monkeypatch):
+    output = torch.zeros(6, 3, device=META, requires_grad=True)
+    targets = torch.zeros(6, dtype=torch.int64, device=META)
+    step = step_of_one()
+    step._parts = [None]
+    step._step = lambda _: functional.cross_entropy(output, targets)
+    monkeypatch.setattr(training_step, "answering", lambda *_: nullcontext())
+    step._logs.begin()
+    loss = step._close(0, output)
+    loss.backward()
+    assert output.grad.is_meta
+    with step._logs.recording(keep=True):
+        step._module.log("seen", loss)
+
+
+def test_whether_gradients_are_finite_is_asked_once_and_not_by_the_host():
+    assert finite([torch.zeros(3, device=META), torch.zeros(2, device=META, dtype=torch.bfloat16)], META).is_meta
+    good, bad = torch.ones(3), torch.tensor([1.0, float("nan")], dtype=torch.float64)
+    cpu = torch.device("cpu")
+    assert [bool(finite(each, cpu)) for each in ([], [good], [good, bad], [good, 1 / torch.zeros(2)])] == [1, 1, 0, 0]
+
+
+def test_a_step_leaves_the_generators_of_other_devices_alone(monkeypatch):
+    forked = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None, **_: forked.append(devices) or nullcontext())
+    step = step_of_one()
+    monkeypatch.setattr(training_step, "called", lambda *_: Call(torch.zeros(2, 4)))
+    step.read(torch.zeros(2, 4))
+    step._pipe.device = torch.device("cuda", 3)
+    step.read(torch.zeros(2, 4))
+    assert forked == [[], [torch.device("cuda", 3)]]
+
+
+def test_what_a_step_logs_is_what_it_was_then():
+    module = SimpleNamespace()
+    logs, value = Logs(module), torch.tensor(1.0)
+    logs.begin()
+    with logs.recording(keep=True):
+        module.log("kept", value)
+        value.add_(1)
+        with pytest.raises(RuntimeError):
+            module.log("three", torch.ones(3))
+    assert float(logs.values[0][0].read()) == 1.0

@@ -193,6 +193,27 @@ def _as_spawned(folder: Path) -> tuple[JobStatus, float]:
     return outcome.status, outcome.return_value
 
 
+def test_a_new_interpreter_finds_its_devices_before_it_imports_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports the user's script before it calls anything of ours, and there `torch.cuda` may be asked."""
+    seen: list[tuple[str | None, ...]] = []
+    names = "CUDA_VISIBLE_DEVICES", "OF_A_MEMBER"
+
+    class Process:
+        def __init__(self, **_: Any) -> None: ...
+        def start(self) -> None:
+            seen.append(tuple(map(os.environ.get, names)))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Process))
+    spawn: Any = Spawn(None, None)  # type: ignore[arg-type]
+    spawn.packed = lambda entrant: b""
+    spawn(entrant(tmp_path), {"CUDA_VISIBLE_DEVICES": "1", "OF_A_MEMBER": "x"}, multiprocessing.Pipe(duplex=False))
+    assert seen == [("1", "x")]
+    assert tuple(map(os.environ.get, names)) == ("0,1", None)
+
+
 def test_a_program_that_ends_itself_has_failed_with_its_message(tmp_path: Path) -> None:
     def ends() -> Any:
         sys.exit("error: no such file")
