@@ -6,7 +6,7 @@ to rounding.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from time import perf_counter
 
 import torch
@@ -24,6 +24,10 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
+
+
+ROUNDING = 1e-12
+"""Of a sum of weights."""
 
 
 @dataclass
@@ -145,13 +149,30 @@ class PeerExchange(Exchange[PeerMessages]):
         if not heard:
             return [self.pool.take(m).copy_(m) for m in message]
         # In one order always, so that a resumed run rounds alike.
-        (source, first), *others = heard.items()
+        weights = [row[self.transport.rank], *(row[j] for j in heard)]
+        (_, first), *others = heard.items()
         for place, (total, own) in enumerate(zip(first, message, strict=True)):
-            total.mul_(row[source]).add_(own, alpha=row[self.transport.rank])
-            for j, tensors in others:
-                total.add_(tensors[place], alpha=row[j])
+            mix(own, [total, *(tensors[place] for _, tensors in others)], weights)
         self.pool.give([tensor for _, tensors in others for tensor in tensors])
         return list(first)
 
     def traffic(self) -> Traffic:
         return self._tally.traffic(self._verdicts.refused)
+
+
+def mix(own: Tensor, heard: Sequence[Tensor], weights: Sequence[float]) -> None:
+    """heard[0] <- w_0 own + sum_k w_k heard[k - 1]
+
+    Step by step, each from the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (heard_k - m). So
+    equal messages give their very bits in any type, where products with 1/3 or 1/5 would each be rounded, and a worker
+    at consensus would move. Weights that don't sum to one (of columns, as push-sum's) multiply in the end.
+
+    Args:
+        weights: of `own` and each of what was heard; none below 0.
+    """
+    total, sums = heard[0], list(accumulate(weights))
+    mean = own
+    for tensor, weight, so_far in zip(heard, weights[1:], sums[1:], strict=True):
+        mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)
+    if abs(sums[-1] - 1) > ROUNDING:
+        total.mul_(sums[-1])
