@@ -101,6 +101,7 @@ class GossipStrategy(ReplicaStrategy):
         self.weights = weights or self.combine.weights
         self.codec = codec or Plain()
         self.island = island or Solo()
+        self.starts_on_host = self.island.shards > 1  # the whole model may not fit on one device
         self.delay = delay
         self.evaluate = evaluate
         self.bucket_bytes = bucket_bytes

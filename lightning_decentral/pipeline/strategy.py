@@ -174,7 +174,7 @@ class TokenPipelineStrategy(WorkersStrategy):
             self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
-            start_from_worker_0(built, wire.flags)
+            start_from_worker_0(built, wire.flags, torch.device("cpu"))
         self._take_part(module)
         self.model_to_device()  # only now: a device need only have room for its stage
 
@@ -184,8 +184,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         stop = sum(counts[: self.stage + 1])
         place = StagePlace(stop - counts[self.stage], stop, self.stage == 0, self.stage == self.num_stages - 1)
         groups = self._groups
-        over = None if groups is None or self.num_stages == 1 else groups.over
-        edges = {} if groups is None else groups.edges
+        over, edges = (None, {}) if groups is None or self.num_stages == 1 else (groups.over, groups.edges)
         with materialized(module, self._deferred) as kept:
             self.checkpoints.layout = holdings = Ownership(module, model, place, over)
             kept.update(holdings.kept)

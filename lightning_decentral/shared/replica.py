@@ -29,6 +29,9 @@ class ReplicaStrategy(WorkersStrategy):
 
     devices_per_worker: int = 1
 
+    starts_on_host: bool = False
+    """Whether `arrange` brings the model to the device, part by part."""
+
     checkpoints: ReplicaCheckpoints
 
     def __init__(self, **workers: Any) -> None:
@@ -61,10 +64,13 @@ class ReplicaStrategy(WorkersStrategy):
         refuse_sharded(module)
 
     def place(self, fitting: bool) -> None:
-        self.model_to_device()
+        if not self.starts_on_host or self.mean_model.apart:  # a mean is of tensors on the device
+            self.model_to_device()
         self.join_groups()
         self._equalize(fitting)
         self.arrange()
+        if self.starts_on_host:
+            self.model_to_device()  # what is left of it
 
     def _equalize(self, fitting: bool) -> None:
         if self.wire is None or (not fitting and self.evaluate == "own"):
@@ -75,7 +81,7 @@ class ReplicaStrategy(WorkersStrategy):
             return
         if self.mean_model.apart:  # as the fit before left them
             self.mean_model.take(floating([module]))
-        start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world)
+        start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
 
     def plan(self) -> dict[str, str]:
         """What a run must have in common with the one that it goes on from, in words."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Int8, Island, Plain
 from lightning_decentral.gossip.plan.weights import mixing_matrix
-from lightning_decentral.shared.wire.fsdp import full_tensor
+from lightning_decentral.shared.wire.fsdp import full_tensor, is_sharded
 from tests.gossip.test_resume import SaveOwn, fit
 from tests.tiny import QUIET, Net, Record, SizedBatches, cut_small_models, in_processes, recorded
 
@@ -295,6 +295,36 @@ def test_the_checkpoint_is_the_whole_mean_and_loads_without_this_package(tmp_pat
     plain = Net.load_from_checkpoint(path)
     torch.testing.assert_close(plain.state_dict(), checkpoint["state_dict"])
     assert len(list((tmp_path / ".workers" / "at-step=4").iterdir())) == 4
+
+
+class Placing(GossipStrategy):
+    """Writes down how often the model went to the device while a parameter of it was whole."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.folder = folder
+
+    def model_to_device(self) -> None:
+        whole = any(not is_sharded(p) for p in self._module.parameters())
+        with (self.folder / f"placed-{self.global_rank}").open("a") as file:
+            file.write(f"{'whole' if whole else 'sharded'}\n")
+        super().model_to_device()
+
+
+def place(folder: Path, island: Island) -> str:
+    strategy = Placing(folder, start_method="fork", island=island)
+    trainer = Trainer(**{**QUIET, "max_steps": 1}, devices=2, strategy=strategy, callbacks=[SaveOwn(folder)])
+    trainer.fit(Blocks(optimizer="adamw"), SizedBatches(2))
+    return (folder / "placed-1").read_text()
+
+
+def test_a_device_never_holds_the_whole_of_a_model_that_is_sharded(tmp_path: Path) -> None:
+    """FSDP moves block by block what is still on the host."""
+    sharded, equal = tmp_path / "sharded", tmp_path / "equal"
+    sharded.mkdir()
+    equal.mkdir()
+    assert in_processes(place, sharded, FullyShard(2)) == "sharded\n"
+    assert in_processes(place, equal, AllReduce(2)) == "whole\n"
 
 
 def go_on(folder: Path, size: int, island: Island | None, path: Path) -> dict[str, Tensor]:

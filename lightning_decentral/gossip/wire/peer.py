@@ -25,7 +25,6 @@ from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
-
 ROUNDING = 1e-12
 """Of a sum of weights."""
 

@@ -43,10 +43,14 @@ def check_same_model(module: nn.Module, over: Transport) -> None:
         )
 
 
-def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport) -> None:
-    """Every worker gets worker 0's values, frozen parameters and buffers included."""
+def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device: torch.device) -> None:
+    """Every worker gets worker 0's values, frozen parameters and buffers included.
+
+    Args:
+        device: of what travels `over`; tensors that are elsewhere stay there, and are copied one by one.
+    """
     for tensor in tensors:
-        values = tensor.detach().contiguous()
+        values = tensor.detach().to(device).contiguous()
         over.broadcast(values).wait()
         tensor.detach().copy_(values)
 
