@@ -120,8 +120,8 @@ class FullyShard(Island):
     peers are the devices with the same shards in the other islands, so every byte crosses the network card once.
 
     Each module that a ModuleList holds (a transformer's blocks) is gathered by itself, everything else together, in the
-    type that parameters have. Under precision="bf16-mixed" autocast keeps its bf16 copy of every weight from the forward
-    to the backward: 2 bytes a parameter on each device beside the shards.
+    type that parameters have. Under precision="bf16-mixed" autocast keeps its bf16 copy of every weight from the
+    forward to the backward: 2 bytes a parameter on each device beside the shards.
 
     Args:
         devices: L, consecutive ones; usually those of a node.
