@@ -56,6 +56,8 @@ def _register() -> None:
         registration.register(StrategyRegistry, name, functools.partial(_made, strategy), what)
     what = "CPU offload: parameters on the host, in shards to the device"
     StrategyRegistry.register("spilled", functools.partial(_made, "SpilledStrategy"), description=what, override=True)
+    for strategy in _FOLDERS:
+        registration.register_path(StrategyRegistry, f"{__name__}.{strategy}", functools.partial(_made, strategy))
     other = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in (*_NAMES, "spilled"):

@@ -16,12 +16,11 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 
 from lightning_decentral.shared.coordination import Uncoordinated
-from lightning_decentral.shared.registration import refuse_unknown
+from lightning_decentral.shared.unwrapped import UnwrappedStrategy
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
@@ -133,20 +132,19 @@ _left: list[Wire] = []
 """Groups of fits that an exception ended: destroying them would wait for the messages that are under way."""
 
 
-class MeetingStrategy(DDPStrategy):
+class MeetingStrategy(UnwrappedStrategy):
     """Lightning's collectives over workers that know of each other.
 
     Args:
         timeout: how long a worker waits for another, in set-up, in a step or anywhere, before it ends.
-        **ddp: what DDPStrategy itself takes: cluster_environment, process_group_backend, start_method, ...
+        **unwrapped: what `UnwrappedStrategy` names: cluster_environment, process_group_backend, start_method, ...
 
     Attributes:
         wire: the groups that every method needs; None before set-up, and for a single worker.
     """
 
-    def __init__(self, *, timeout: timedelta = TIMEOUT, **ddp: Any) -> None:
-        refuse_unknown(type(self), ddp)
-        super().__init__(timeout=timeout, **ddp)
+    def __init__(self, *, timeout: timedelta = TIMEOUT, **unwrapped: Any) -> None:
+        super().__init__(timeout=timeout, **unwrapped)
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
         self.wire: Wire | None = None

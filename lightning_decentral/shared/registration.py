@@ -7,18 +7,24 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
 
 def refuse_unknown(strategy: type[DDPStrategy], options: Iterable[str]) -> None:
-    """ValueError for an option that neither the strategy nor DDPStrategy itself has: nothing would read it."""
-    # Without a wrapper nothing would read `ddp_comm_hook` and its like.
-    taken = {name for name in inspect.signature(DDPStrategy.__init__).parameters if not name.startswith("ddp_")}
-    unknown = sorted(set(options) - taken)
+    """ValueError for an option that neither the strategy nor a base below DDPStrategy names: nothing would read it."""
+    unknown = sorted(options)
     if unknown:
-        own = {name for name in inspect.signature(strategy.__init__).parameters if name != "ddp"}
-        valid = ", ".join(sorted((own | taken) - {"self", "kwargs", "model_averaging_period"}))
+        constructors = [vars(cls)["__init__"] for cls in _above_ddp(strategy) if "__init__" in vars(cls)]
+        named = [p for made in constructors for p in inspect.signature(made).parameters.values() if p.kind in NAMED]
+        valid = ", ".join(sorted({p.name for p in named} - {"self"}))
         raise ValueError(
             f"{strategy.__name__} has no option {unknown[0]!r} (there is no DDP wrapper to take it): it has {valid}"
         )
+
+
+def _above_ddp(strategy: type[DDPStrategy]) -> tuple[type, ...]:
+    mro = strategy.__mro__
+    return mro[: mro.index(DDPStrategy)]
 
 
 def refuse_sync_batch_norm(strategy: type[DDPStrategy], module: nn.Module, asked: bool) -> None:
@@ -32,15 +38,24 @@ def refuse_sync_batch_norm(strategy: type[DDPStrategy], module: nn.Module, asked
 
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+WRAPPED = ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
+"""Endings that ddp's names have. They choose something of its wrapper: without one all mean the same."""
 
 
 def register(registry: Any, name: str, strategy: Callable[..., Strategy], what: str) -> None:
-    """`name`, `name_spawn`, `name_fork` and `name_notebook`; a second call changes nothing."""
+    """`name`, `name_spawn`, `name_fork`, `name_notebook`, and each as ddp's longer names have it; a second call
+    changes nothing."""
     for ending, start_method in START_METHODS.items():
         description = f"{what}, processes by {start_method}"
-        registry.register(
-            f"{name}{ending}", strategy, description=description, override=True, start_method=start_method
-        )
+        for choice in WRAPPED:
+            registry.register(
+                f"{name}{ending}{choice}", strategy, description=description, override=True, start_method=start_method
+            )
+
+
+def register_path(registry: Any, path: str, strategy: Callable[..., Strategy]) -> None:
+    """The class by its path, which LightningCLI hands on as a name where no options follow it."""
+    registry.register(path.lower(), strategy, description=f"{path} with its own defaults", override=True)
 
 
 def refuse(registry: Any, name: str) -> None:
@@ -53,4 +68,6 @@ def refuse(registry: Any, name: str) -> None:
         )
 
     for ending in START_METHODS:
-        registry.register(f"{name}{ending}", refused, description="needs the lightning package", override=True)
+        for choice in WRAPPED:
+            name_there = f"{name}{ending}{choice}"
+            registry.register(name_there, refused, description="needs the lightning package", override=True)

@@ -19,11 +19,11 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 
 import lightning_decentral
 from lightning_decentral.shared.plan.described import constructed, described, said
+from lightning_decentral.shared.unwrapped import UnwrappedStrategy
 from lightning_decentral.shared.wire.settings import check_same_settings
 from lightning_decentral.shared.wire.transport import connected, everyone
 
@@ -113,7 +113,7 @@ def versions() -> dict[str, str]:
 def of_strategy(strategy: Any) -> dict[str, str]:
     """{argument: what it is, argument.part: ...}."""
     classes = type(strategy).__mro__
-    parts = constructed(strategy, classes[: classes.index(DDPStrategy)], skip=strategy.own)
+    parts = constructed(strategy, classes[: classes.index(UnwrappedStrategy)], skip=strategy.own)
     found = {"strategy": type(strategy).__qualname__}
     for name, part in parts.items():
         found |= described(part, name)

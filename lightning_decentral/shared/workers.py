@@ -128,9 +128,6 @@ class WorkersStrategy(MeetingStrategy):
     def convert(self, module: nn.Module) -> nn.Module:
         return self.precision_plugin.convert_module(module)
 
-    def configure_ddp(self) -> None:
-        """No wrapper."""
-
     def _coordinate(self, trainer: Trainer) -> None:
         if self.wire is None:
             return
@@ -235,7 +232,3 @@ class WorkersStrategy(MeetingStrategy):
         self._disconnect(alone)
         super().teardown()
         self._attendance.close(alone)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """The package registers its names itself; DDP's would name this class `ddp`."""

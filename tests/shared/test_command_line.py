@@ -1,0 +1,114 @@
+"""LightningCLI: strategies by name, by class path with or without options, from YAML and back into it."""
+
+import io
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+import lightning_decentral
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip import DifferenceCompression, Every, Ring, TopK
+from lightning_decentral.shared.plan.described import described
+
+STRATEGIES = [name for name in lightning_decentral.__all__ if name.endswith("Strategy")]
+CONF = Path("conf/strategy")
+READ = {file.stem: yaml.safe_load(file.read_text()) for file in sorted(CONF.glob("*.yaml"))}
+TARGETS = {node["_target_"].rpartition(".")[2]: node for node in READ.values() if "_target_" in node}
+OF_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin", "checkpoint_io", "cluster_environment")
+INNER = ("low_rank", "top_k")  # codecs that another one must wrap
+PARTS = [file for file in sorted(CONF.glob("*/*.yaml")) if "???" not in file.read_text()]
+
+
+def cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+    """The strategy that `python script.py WORDS` makes."""
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False}
+    options = {"save_config_callback": None, "seed_everything_default": False, "trainer_defaults": quiet}
+    return LightningCLI(BoringModel, run=False, **options).trainer.strategy
+
+
+def told(strategy: Any) -> dict[str, str]:
+    """All that it was constructed with, but for what every Trainer gives to its strategy."""
+    facts = described(strategy, "it")
+    return {name: text for name, text in facts.items() if not name.removeprefix("it.").startswith(OF_THE_TRAINER)}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_named_by_its_class_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    made = cli(monkeypatch, f"--trainer.strategy=lightning_decentral.{name}")
+    assert told(made) == told(getattr(lightning_decentral, name)())
+
+
+def test_options_are_dotted_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["delay=2", "topology=lightning_decentral.gossip.Ring", "start_method=fork"]
+    strategy = "lightning_decentral.GossipStrategy"
+    made = cli(monkeypatch, f"--trainer.strategy={strategy}", *(f"--trainer.strategy.{word}" for word in words))
+    assert told(made) == told(GossipStrategy(delay=2, topology=Ring(), start_method="fork"))
+
+
+def test_a_printed_configuration_makes_the_same_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given, printed = tmp_path / "given.yaml", tmp_path / "printed.yaml"
+    gossip = "lightning_decentral.gossip"
+    parts = {
+        "topology": path(f"{gossip}.Every", steps=3, inner=path(f"{gossip}.Ring")),
+        "codec": path(f"{gossip}.DifferenceCompression", inner=path(f"{gossip}.TopK", fraction=0.2)),
+    }
+    strategy = path("lightning_decentral.GossipStrategy", delay=3, **parts)
+    given.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    with redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+        cli(monkeypatch, f"--config={given}", "--print_config")
+    printed.write_text(out.getvalue())
+    options = {"topology": Every(3, Ring()), "codec": DifferenceCompression(TopK(fraction=0.2))}
+    assert told(cli(monkeypatch, f"--config={printed}")) == told(GossipStrategy(delay=3, **options))
+    assert "find_unused_parameters" not in out.getvalue(), "options of a wrapper that isn't there"
+
+
+def path(class_path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": class_path, **({"init_args": init_args} if init_args else {})}
+
+
+def as_path(node: Any) -> Any:
+    """A node of Hydra's as jsonargparse has it."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        return node
+    return path(node["_target_"], **{k: as_path(v) for k, v in node.items() if k not in ("_target_", "defaults")})
+
+
+def choices(strategy: str) -> list[dict[str, Any]]:
+    """The strategy's configuration file, and that with every part that can stand in it, as jsonargparse has them."""
+    node = TARGETS[strategy]
+    groups = {group for entry in node.get("defaults", []) if isinstance(entry, dict) for group in entry}
+    files = [file for file in PARTS if file.parent.name in groups and file.stem not in INNER]
+    read = [(file.parent.name, yaml.safe_load(file.read_text())) for file in files]
+    return [as_path(node), *(as_path({**node, group: part}) for group, part in read if "defaults" not in part)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_option_and_part_of_the_configuration_files_is_one_of_the_command_line(strategy: str) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Strategy, "strategy")
+    for choice in choices(strategy):
+        parsed = parser.parse_object({"strategy": choice})
+        made, again = (parser.instantiate(read).strategy for read in (parsed, parser.parse_string(parser.dump(parsed))))
+        assert type(made).__name__ == strategy
+        assert told(again) == told(made)
+    with pytest.raises(Exception, match="dely"):
+        parser.parse_object({"strategy": path(f"lightning_decentral.{strategy}", dely=1)})
+
+
+@pytest.mark.parametrize("name", ["gossip", "compressed", "token_pipeline", "partial_backprop"])
+def test_every_name_that_ddp_has_exists_and_means_the_same_processes(name: str) -> None:
+    """`ddp_find_unused_parameters_true` and its like choose something of a wrapper, which isn't there."""
+    wrapped = [known for known in StrategyRegistry.available_strategies() if known.split("_")[0] == "ddp"]
+    assert len(wrapped) >= 12
+    for known in wrapped:
+        made = StrategyRegistry.get(name + known.removeprefix("ddp"))
+        assert made._start_method == StrategyRegistry.get(known)._start_method
