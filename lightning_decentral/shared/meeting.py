@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 
 from lightning_decentral.shared.coordination import Uncoordinated
-from lightning_decentral.shared.unwrapped import UnwrappedStrategy
+from lightning_decentral.shared.registration import UnwrappedStrategy
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement

@@ -7,10 +7,13 @@ the model handed back after `fit`) sees their exact mean; each worker's own traj
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_decentral.shared.pruning import PrunedTogether
 from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import local, refuse_sharded
@@ -39,6 +42,7 @@ class ReplicaStrategy(WorkersStrategy):
         self.mean_model = MeanModel(self.mean_of_sound)
         self.left_out = 0  # workers, once for each mean that was taken without them
         self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
+        self._pruned: PrunedTogether | None = None
 
     def arrange(self) -> None:
         """The model is equal everywhere and the optimizers don't exist yet."""
@@ -62,6 +66,22 @@ class ReplicaStrategy(WorkersStrategy):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         refuse_sharded(module)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.wire is not None and trainer.state.fn == TrainerFn.FITTING:
+            model = self._module, self.mean_model
+            self._pruned = PrunedTogether(trainer, *model, self._from_worker_0, self.arrive)
+
+    def _from_worker_0(self, tensors: Sequence[Tensor]) -> None:
+        assert self.wire is not None
+        world = self.wire.world
+        self._meet(lambda: start_from_worker_0(tensors, world))
+
+    def teardown(self) -> None:
+        if self._pruned is not None:
+            self._pruned.close()
+        super().teardown()
 
     def place(self, fitting: bool) -> None:
         if not self.starts_on_host or self.mean_model.apart:  # a mean is of tensors on the device

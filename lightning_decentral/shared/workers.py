@@ -189,6 +189,10 @@ class WorkersStrategy(MeetingStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
         if self.mean_model.apart:
             self.settle()
             if self.ends_at_mean:

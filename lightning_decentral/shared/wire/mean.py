@@ -1,6 +1,7 @@
 """The mean model: exact mean of tensors over workers by all-reduce, in a model's place for a while or for good."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +88,12 @@ class Swap:
                 self._own[i] = self._tensors[i].clone()
         self._put(self._own)
 
+    def keep(self, changed: Sequence[Tensor]) -> None:
+        """What these tensors hold now stays."""
+        places = {id(tensor): i for i, tensor in enumerate(self._tensors)}
+        for tensor in changed:
+            self._own[places[id(tensor)]] = tensor.detach().clone()
+
     @torch.no_grad()
     def paused(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """`state`, the state_dict of the model, as it would be without the swap: fresh copies."""
@@ -127,6 +134,19 @@ class MeanModel:
         if self._swap is not None:
             self._swap.undo()
             self._swap = None
+
+    @contextmanager
+    def standing(self, tensors: Sequence[Tensor]) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+        """The mean in the place of these tensors, unless it stands there already or the workers are equal. Collective.
+
+        Yields what says which parameters have been written and shall stay so. Buffers that change stay by themselves.
+        """
+        shown = self._swap is not None
+        if self.apart and not shown:
+            self.show(tensors)
+        yield lambda changed: None if self._swap is None else self._swap.keep(changed)
+        if not shown:
+            self.hide()
 
     def forget(self) -> None:
         """The tensors are given back to their owners: what they hold now stays."""
