@@ -3,6 +3,7 @@
 import io
 import sys
 from contextlib import redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def as_path(node: Any) -> Any:
     """A node of Hydra's as jsonargparse has it."""
     if not isinstance(node, dict) or "_target_" not in node:
         return node
+    if node["_target_"] == "datetime.timedelta":
+        return str(timedelta(**{k: v for k, v in node.items() if k != "_target_"}))  # 0:05:00
     return path(node["_target_"], **{k: as_path(v) for k, v in node.items() if k not in ("_target_", "defaults")})
 
 
