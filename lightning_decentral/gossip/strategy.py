@@ -149,6 +149,7 @@ class GossipStrategy(ReplicaStrategy):
             self.member.arrange(self._module)
 
     def prepare(self, wire: Wire | None) -> None:
+        self.island.refuse(self.optimizers)
         self._mixers, self.left_out = self._no_mixers(), 0
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:

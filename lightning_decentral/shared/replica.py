@@ -4,14 +4,16 @@ The replicas may differ while training. Everything that Lightning does once for 
 the model handed back after `fit`) sees their exact mean; each worker's own trajectory is never touched by it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.pruning import PrunedTogether
 from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, WholeModel
@@ -77,6 +79,24 @@ class ReplicaStrategy(WorkersStrategy):
         assert self.wire is not None
         world = self.wire.world
         self._meet(lambda: start_from_worker_0(tensors, world))
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Where all take one update, an optimizer that decides by the loss (a line search) gets the workers' mean."""
+        alike = isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts
+        return super().optimizer_step(
+            optimizer, partial(self._mean_loss, closure) if alike else closure, model, **kwargs
+        )
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        # By its own loss each would call the closure another number of times, and wait for the others in vain.
+        loss = closure()
+        return loss if loss is None else self.reduce(loss.detach().clone())
 
     def teardown(self) -> None:
         if self._pruned is not None:

@@ -5,9 +5,11 @@ within its island, and devices of one place exchange.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.gossip.wire.island_member import Averaging, IslandMember, Meet, Sharding
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -49,6 +51,14 @@ class Island(ABC):
                 f"give devices a divisor or a multiple of {per_node}"
             )
         return devices // self.devices
+
+    def refuse(self, optimizers: Sequence[Optimizer]) -> None:
+        """ValueError for an optimizer that calls the closure as often as a device's own loss asks."""
+        if self.devices > 1 and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS calls the backward as often as its loss asks, which differs between the devices of "
+                f"{self!r}: use another optimizer, or workers of one device"
+            )
 
     @abstractmethod
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
