@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.utils import instantiate
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -24,7 +25,6 @@ CONF = Path("conf/strategy")
 READ = {file.stem: yaml.safe_load(file.read_text()) for file in sorted(CONF.glob("*.yaml"))}
 TARGETS = {node["_target_"].rpartition(".")[2]: node for node in READ.values() if "_target_" in node}
 OF_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin", "checkpoint_io", "cluster_environment")
-INNER = ("low_rank", "top_k")  # codecs that another one must wrap
 PARTS = [file for file in sorted(CONF.glob("*/*.yaml")) if "???" not in file.read_text()]
 
 
@@ -89,9 +89,15 @@ def choices(strategy: str) -> list[dict[str, Any]]:
     """The strategy's configuration file, and that with every part that can stand in it, as jsonargparse has them."""
     node = TARGETS[strategy]
     groups = {group for entry in node.get("defaults", []) if isinstance(entry, dict) for group in entry}
-    files = [file for file in PARTS if file.parent.name in groups and file.stem not in INNER]
+    files = [file for file in PARTS if file.parent.name in groups]
     read = [(file.parent.name, yaml.safe_load(file.read_text())) for file in files]
-    return [as_path(node), *(as_path({**node, group: part}) for group, part in read if "defaults" not in part)]
+    whole = [(group, part) for group, part in read if "defaults" not in part and stands_alone(part)]
+    return [as_path(node), *(as_path({**node, group: part}) for group, part in whole)]
+
+
+def stands_alone(part: dict[str, Any]) -> bool:
+    """Whether no other codec must wrap it."""
+    return getattr(instantiate(part), "complete", True)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
