@@ -49,7 +49,7 @@ from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import MetropolisHastings, Ring
 from lightning_decentral.gossip.wire.exchange import Started
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.shared.compute.device import duration, laps
+from lightning_decentral.shared.compute.hardware import duration, laps
 from lightning_decentral.shared.wire.transport import transport
 
 WARM_UP = 5

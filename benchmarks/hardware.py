@@ -6,7 +6,7 @@ import platform
 import lightning
 import torch
 
-from lightning_decentral.shared.compute.device import processor
+from lightning_decentral.shared.compute.hardware import processor
 
 
 def description() -> dict[str, str]:

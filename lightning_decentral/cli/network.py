@@ -21,7 +21,7 @@ from lightning_decentral.planner.network import SIZES, Meter
 from lightning_decentral.planner.plan import host_links as files
 from lightning_decentral.planner.plan.host_links import HostLinks
 from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_differences, refuse_mistakes
-from lightning_decentral.shared.compute.device import device_name
+from lightning_decentral.shared.compute.hardware import device_name
 from lightning_decentral.shared.plan.profile import LinkCost, Profile, read, write
 from lightning_decentral.shared.wire.objects import gather_objects, gather_world
 from lightning_decentral.shared.wire.transport import Wire, connect, world

@@ -29,7 +29,7 @@ from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.partial.dry_run import run_of, step_of
 from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_blocks
 from lightning_decentral.shared.application import Application
-from lightning_decentral.shared.compute.device import DeviceLaps, HostLaps, device_name, laps
+from lightning_decentral.shared.compute.hardware import DeviceLaps, HostLaps, device_name, laps
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 
 ALONE = ["strategy=auto", "callbacks=none", "logger=none", "trainer.devices=1", "trainer.num_nodes=1"]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.shared.replica_checkpoint import WholeModel
+from lightning_decentral.shared.checkpoint.replica import WholeModel
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
 
 if TYPE_CHECKING:

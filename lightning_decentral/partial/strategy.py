@@ -77,7 +77,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.balance = balance or SavedBytes()
         self.absent = absent or Skip()
         self.bucket_bytes = bucket_bytes
-        self.gradient_check = GradientCheck(nonfinite)
+        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.driver: DepthController | None = None  # the cuts in use, from the first batch on
         self._reducer: Reducer | None = None
         self._buffers: RunningBuffers | None = None

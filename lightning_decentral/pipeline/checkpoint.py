@@ -25,10 +25,10 @@ from lightning_decentral.pipeline.wire.ownership import (
     optimizer_whole,
 )
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
-from lightning_decentral.shared.checkpoint import Checkpoints
+from lightning_decentral.shared.checkpoint.saving import Worker
+from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.saving import Worker
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
 from lightning_decentral.shared.wire.replicas import Bond

@@ -97,7 +97,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.boundary = boundary or ExactActivations()
         self.replicas = replicas or AverageGradients()
         self.bond = Bond()
-        self.gradient_check = GradientCheck(nonfinite)
+        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model)

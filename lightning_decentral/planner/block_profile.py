@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.block_cost import BlockPass, Run, Seconds, measure, parameter_bytes
-from lightning_decentral.shared.compute.device import duration
+from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import BlockCost
 
 WARM_UP = 2

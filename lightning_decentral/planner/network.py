@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from lightning_decentral.planner.plan.probes import Point, Probe, fit
-from lightning_decentral.shared.compute.device import duration
+from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import LinkCost
 from lightning_decentral.shared.wire.transport import Message, Transport, Wire
 

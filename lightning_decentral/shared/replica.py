@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.pruning import PrunedTogether
-from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import local, refuse_sharded
 from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, refuse_nobody
@@ -78,7 +78,7 @@ class ReplicaStrategy(WorkersStrategy):
     def _from_worker_0(self, tensors: Sequence[Tensor]) -> None:
         assert self.wire is not None
         world = self.wire.world
-        self._meet(lambda: start_from_worker_0(tensors, world))
+        self._meet(lambda: start_from_worker_0(tensors, world, self.root_device))
 
     def optimizer_step(
         self,

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.checkpoint import Checkpoints
+from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.coordination import Coordination
 from lightning_decentral.shared.gradient_check import Unchecked
 from lightning_decentral.shared.meeting import MeetingStrategy

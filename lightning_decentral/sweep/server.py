@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hydra.core.utils import JobReturn
 
-from lightning_decentral.shared.compute.device import cores
+from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.sweep.member import SweepMember, failed
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Orders, TurnReport
 from lightning_decentral.sweep.plan.devices import environment

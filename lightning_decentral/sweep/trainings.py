@@ -20,7 +20,7 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_decentral.shared.application import Application
-from lightning_decentral.shared.compute.device import cores
+from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.errors import one_line
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.launcher import refuse_without_gate, starts_on

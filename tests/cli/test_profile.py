@@ -19,7 +19,7 @@ from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.recipes.train import build_model
 from lightning_decentral.shared.compute import block_cost as blocks
-from lightning_decentral.shared.compute import device as stopwatch
+from lightning_decentral.shared.compute import hardware as stopwatch
 from lightning_decentral.shared.plan.profile import read
 from tests.clocks import Clock
 from tests.conf.test_compose import composed

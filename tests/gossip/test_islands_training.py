@@ -217,7 +217,7 @@ def test_gradients_may_travel_in_codes_inside_an_island(tmp_path: Path) -> None:
     for codec in (Plain(), Int8()):
         folder = tmp_path / str(codec)
         folder.mkdir()
-        in_processes(train, folder, 4, AllReduce(2, codec=codec), {"precision": "64-true"})
+        in_processes(train, folder, 4, AllReduce(2, codec=codec), {"precision": "64-true"}, "adamw")
         x = found[codec] = recorded(folder, 4)
         assert torch.equal(x[:, 0], x[:, 1])
         assert torch.equal(x[:, 2], x[:, 3])

@@ -12,11 +12,11 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_decentral.shared import replica_checkpoint as module
+from lightning_decentral.shared.checkpoint import replica as module
+from lightning_decentral.shared.checkpoint import store
+from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.worker_state import KEY, sealed
-from lightning_decentral.shared.replica_checkpoint import ReplicaCheckpoints, WholeModel
-from lightning_decentral.shared.wire import store
 from lightning_decentral.shared.wire.mean import MeanModel
 
 

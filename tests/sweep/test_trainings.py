@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_decentral.cli import main as cli
 from lightning_decentral.shared.application import Application
-from lightning_decentral.shared.compute.device import cores
+from lightning_decentral.shared.compute.hardware import cores
 from tests.sweep.application import Tuned
 from tests.tiny import QUIET, SizedBatches, in_processes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
-from lightning_decentral.shared.compute.worker_thread import Future, WorkerThread
+from lightning_decentral.shared.compute.device import Future, WorkerThread
 
 Result = TypeVar("Result")
 

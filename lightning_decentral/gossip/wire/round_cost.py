@@ -22,7 +22,7 @@ from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Float32, Int8, Plain
-from lightning_decentral.shared.compute.device import duration
+from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport

@@ -21,7 +21,7 @@ from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.cost import CostModel
 from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.shared.compute.device import device_name
+from lightning_decentral.shared.compute.hardware import device_name
 
 FORMAT = 3  # another one whenever a file, or what a measurement means, changes
 Conditions = Mapping[str, str | int | bool]

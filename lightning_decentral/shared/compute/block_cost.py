@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.shared.compute.device import laps
+from lightning_decentral.shared.compute.hardware import laps
 from lightning_decentral.shared.plan.profile import BlockCost
 
 TIMED_RUNS = 3

@@ -1,18 +1,20 @@
-"""Clocks and reads of a device (CPU or CUDA): stopwatches, laps, late reads without a sync, its name."""
+"""What a device (CPU or CUDA) does beside the host or the training: stopwatches, late reads, threads and streams."""
 
-import os
-import platform
+import atexit
+import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.worker_thread import WorkerThread
+Result = TypeVar("Result")
 
 
 class HostStopwatch:
@@ -73,55 +75,6 @@ def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:
     return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
 
 
-class HostLaps:
-    """Wall seconds of laps."""
-
-    def __init__(self) -> None:
-        self._stamps: list[float] = []
-
-    def lap(self) -> int:
-        """One more; its number, from 0."""
-        self._stamps.append(perf_counter())
-        return len(self._stamps) - 1
-
-    def seconds(self) -> list[float]:
-        """Of every lap since the first."""
-        return [stamp - self._stamps[0] for stamp in self._stamps]
-
-
-class DeviceLaps:
-    """Device seconds of laps on the current stream, by events: the host doesn't wait before `seconds`."""
-
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-
-    def lap(self) -> int:
-        """One more; its number, from 0."""
-        self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[-1].record()
-        return len(self._events) - 1
-
-    def seconds(self) -> list[float]:
-        """Of every lap since the first, once the device has passed the last."""
-        for event in self._events:
-            event.synchronize()
-        return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]
-
-
-def laps(device: torch.device) -> HostLaps | DeviceLaps:
-    """The laps that see what `device` does."""
-    return DeviceLaps() if device.type == "cuda" else HostLaps()
-
-
-def duration(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, until the device has done what it asked for."""
-    watch = laps(device)
-    watch.lap()
-    call()
-    watch.lap()
-    return watch.seconds()[-1]
-
-
 class AsyncRead:
     """A small tensor on its way to the host.
 
@@ -166,6 +119,81 @@ class Stage(Protocol):
         """Do it after all that was sent before."""
 
 
+END_SECONDS = 1.0
+
+
+class WorkerThread:
+    """Begins with its first call and ends when nobody holds it any more."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[Future[Any] | None] | None = None
+
+    def send(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Do it after all that was sent before."""
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            # A daemon, and no `ThreadPoolExecutor`, which joins its threads: when a program has failed, a
+            # transfer that never ends doesn't keep it alive for more than `END_SECONDS`.
+            thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
+            thread.start()
+            _alive[thread] = self._calls
+            # The thread holds the queue alone: were it to hold this object, nothing would end it.
+            weakref.finalize(self, self._calls.put, None)
+        future = Future(call)
+        self._calls.put(future)
+        return future
+
+
+class Future(Generic[Result]):
+    """A call under way on a worker thread."""
+
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._call: Callable[[], Result] | None = call
+        self._done = threading.Event()
+        self._result: Result
+        self._error: BaseException | None = None
+        self.wait, self.done = self._done.wait, self._done.is_set
+
+    def run(self) -> None:
+        assert self._call is not None
+        try:
+            with torch.no_grad():  # a new thread would have it on
+                self._result = self._call()
+        except BaseException as error:
+            # Raised by `result`, in the thread that asks.
+            self._error = error
+        self._call = None  # and the tensors that it holds
+        self._done.set()
+
+    def result(self) -> Result:
+        """What it returned, or its error, once it's done."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+_alive: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Future[Any] | None]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end() -> None:
+    # A thread that comes back from torch when the interpreter is gone would end the program by a signal.
+    threads = list(_alive.items())
+    for _, calls in threads:
+        calls.put(None)
+    end = time.monotonic() + END_SECONDS
+    for thread, _ in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _work(calls: "SimpleQueue[Future[Any] | None]") -> None:
+    while (future := calls.get()) is not None:
+        future.run()
+        del future  # with its result
+
+
 class StreamStage:
     """A stream of a CUDA device. What is sent sees what the current stream has queued until then."""
 
@@ -193,28 +221,3 @@ class Queued:
 def stage(device: torch.device, name: str) -> Stage:
     """A thread of the host for work on its tensors, a stream for a device's."""
     return StreamStage(device) if device.type == "cuda" else WorkerThread(name)
-
-
-def device_name(device: torch.device) -> str:
-    """The device's own name, or the processor and how many of its cores this process may use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{processor()}, {cores()} cores"
-
-
-def cores() -> int:
-    """How many this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
-def processor() -> str:
-    """Its name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()

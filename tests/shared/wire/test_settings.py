@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_decentral.shared.wire.settings import check_same_settings
+from lightning_decentral.shared.wire.meeting.settings import check_same_settings
 
 TIME = timedelta(seconds=20)
 MINE = {"torch": "2.6", "delay": "1", "codec": "Int8", "codec.block": "256"}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_decentral.shared.checkpoint import store
+from lightning_decentral.shared.checkpoint.saving import Worker, line, store_of
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.saving import Worker, line, store_of
-from lightning_decentral.shared.wire import store
 
 
 class Reading:

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_decentral.shared.checkpoint import store
+from lightning_decentral.shared.checkpoint.reading import Reading
+from lightning_decentral.shared.checkpoint.saving import Saving, Worker
 from lightning_decentral.shared.compute import worker_state
-from lightning_decentral.shared.reading import Reading
-from lightning_decentral.shared.saving import Saving, Worker
-from lightning_decentral.shared.wire import store
 from lightning_decentral.shared.wire.mean import MeanModel
 
 

@@ -13,10 +13,10 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint import store
+from lightning_decentral.shared.checkpoint.store import Durable, Entrusted, Store
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.wire import store
-from lightning_decentral.shared.wire.store import Durable, Entrusted, Store
 
 
 class Worker(Protocol):

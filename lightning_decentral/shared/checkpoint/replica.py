@@ -8,10 +8,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.checkpoint import Checkpoints, Progress
+from lightning_decentral.shared.checkpoint.saving import Worker
+from lightning_decentral.shared.checkpoint.worker import Checkpoints, Progress
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.saving import Worker
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 from lightning_decentral.shared.wire.transport import connected
 
@@ -126,9 +126,9 @@ class ReplicaCheckpoints(Checkpoints):
 
     def _misfit(self, mark: Mapping[str, Any]) -> str | None:
         layout = self.held.layout
-        if mark.get("layout", "") != layout:
-            return f"saved by {mark.get('layout') or 'Solo'}, resumed with {layout or 'Solo'}"
-        return self._reading.misfit(mark)
+        if mark.get("layout", "") == layout:
+            return self._reading.misfit(mark)
+        return self._reading.misfit(mark) or f"saved by {mark.get('layout') or 'Solo'}, resumed with {layout or 'Solo'}"
 
     def fits(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the optimizers' states can be restored; otherwise all start from the mean's parameters."""

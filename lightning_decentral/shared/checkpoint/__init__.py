@@ -1,0 +1,5 @@
+"""Checkpoints of several workers: saved whole or not at all, read by all alike (own states or the mean).
+
+`worker` is what all methods have in common, `replica` adds workers with a whole model each; `saving` and `reading` are
+their halves, `store` what lies where on the disk. Public: nothing; strategies are made of these.
+"""
