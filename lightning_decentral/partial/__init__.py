@@ -1,6 +1,7 @@
 """Structured partial backpropagation: the backward stops at a cut, its depth planned for each worker and step.
 
-`strategy` binds it to Lightning, `callbacks` are what users watch, `dry_run` is a training step without a trace.
+`strategy` binds it to Lightning, `callbacks` are what users watch, `start` is what they read first, `dry_run` is a
+training step without a trace.
 Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below.
 """
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_decentral.partial.callbacks import PartialBackward as PartialBackward
     from lightning_decentral.partial.compute.frozen_update import Absent as Absent
     from lightning_decentral.partial.compute.frozen_update import Decay as Decay
+    from lightning_decentral.partial.compute.frozen_update import Forget as Forget
     from lightning_decentral.partial.compute.frozen_update import Skip as Skip
     from lightning_decentral.partial.plan.cost import Balance as Balance
     from lightning_decentral.partial.plan.cost import Blocks as Blocks
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from lightning_decentral.partial.plan.freezing import AutoFreeze as AutoFreeze
     from lightning_decentral.partial.plan.freezing import FreezeOut as FreezeOut
     from lightning_decentral.partial.plan.freezing import PipeTransformer as PipeTransformer
+    from lightning_decentral.partial.plan.selection import BlockCoordinate as BlockCoordinate
+    from lightning_decentral.partial.plan.selection import Lisa as Lisa
+    from lightning_decentral.partial.plan.selection import Selection as Selection
     from lightning_decentral.partial.strategy import PartialBackpropStrategy as PartialBackpropStrategy
 
 __getattr__, __all__ = lazy_exports(__name__)

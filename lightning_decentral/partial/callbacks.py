@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -16,6 +17,7 @@ from lightning_decentral.partial.compute.search import Cuts, check_wish, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
+from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.compute import worker_state
@@ -39,7 +41,7 @@ class Partial(Protocol):
 class PartialBackpropMonitor(Callback):
     """What this worker's steps cost; loggers show worker 0's. Under other strategies it does nothing.
 
-    partial/depth              segments trained at this step
+    partial/depth              segments that the backward of this step goes through
     partial/backward_seconds   mean of a backward since the last row, without waiting for other workers
     partial/saved_bytes        activations kept for a backward of this depth, as counted at the first batch
     partial/sent_bytes         gradients sent per step since the last row
@@ -203,7 +205,12 @@ class PartialBackward(Callback):
         self.driver = DepthController(
             pl_module, plan, timed(self.depth, trainer, self._saved), Rank(trainer.global_rank, shares)
         )
+        rank_zero_info(described(self.driver, type(pl_module).__name__))
         return self.driver
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.driver is not None:
+            self.driver.bypass.end()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self.driver is not None:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,6 +16,7 @@ from lightning_decentral.partial.compute.uneven_batches import shared
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of, timed, warm_up_state
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
+from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
 from lightning_decentral.shared.compute import worker_state
@@ -38,7 +40,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     Args:
         depth: how deep each worker goes at each step.
-        cuts: "auto", a number of cuts along the chain of blocks found, or names of modules before whose inputs to cut.
+        cuts: "auto", up to three cuts along the chain of blocks found; a number of them; "blocks", before each block
+            and behind the last; or names of modules before whose inputs to cut.
         balance: what the segments of automatic cuts have equally much of.
         absent: what the optimizer does to parameters that no worker trained at a step.
         bucket_bytes: gradients that travel together, at most; by default an eighth of the model, 2 to 256 MiB.
@@ -136,6 +139,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.bucket_bytes)
         self.driver, self._saved = driver, None
+        rank_zero_info(described(driver, type(self._module).__name__))
         return driver
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -174,12 +178,15 @@ class PartialBackpropStrategy(ReplicaStrategy):
             self._begin()
 
     def post_backward(self, closure_loss: Tensor) -> None:
+        if self.driver is not None:
+            self.driver.bypass.end()
         if not self._blocked:
             self._finish()
 
     def _begin(self) -> None:
         if self._reducer is not None and self.driver is not None:
-            self._reducer.refresh()
+            with self.driver.bypass.lifted():
+                self._reducer.refresh()
             self._reducer.begin(self.driver.contributors(self._step))
 
     def _finish(self) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_decentral.shared.compute.modules import compiles
+
 
 class _ScaleGradient(torch.autograd.Function):
     """y = x;  dL/dx = factor dL/dy."""
@@ -54,6 +56,9 @@ class Cutter:
         self._cut: int | None = None
         self._factors: Sequence[float] = [1.0] * len(boundaries)
         self._active, self._graph_wanted = False, True
+        if compiles():
+            # What was compiled before (a first validation) knows nothing of the hooks, and would pass them by.
+            torch.compiler.reset()
         blocks = [root.get_submodule(name) for name in boundaries]
         self._hooks = [b.register_forward_pre_hook(self._crossing(j), with_kwargs=True) for j, b in enumerate(blocks)]
         self._network = _enclosing(root, boundaries)
@@ -101,7 +106,8 @@ class Cutter:
             factor = self._factors[index]
             return scale_gradient(args, factor), scale_gradient(kwargs, factor)
 
-        return hook
+        # Not compiled with what it stands before: it sets the grad mode for all that follows.
+        return torch.compiler.disable(hook) if compiles() else hook
 
 
 def _enclosing(root: nn.Module, names: Sequence[str]) -> nn.Module | None:

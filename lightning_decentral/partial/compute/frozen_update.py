@@ -1,4 +1,4 @@
-"""Frozen parameters in the optimizer: what happens at a step to those that no worker trained (skip, weight decay)."""
+"""Frozen parameters in the optimizer: what happens at a step to those that no worker trained (skip, weight decay, forget)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -41,6 +41,15 @@ class Decay(Absent):
             for parameter in group["params"]:
                 if parameter in absent:
                     parameter.mul_(factor)
+
+
+@dataclass(frozen=True)
+class Forget(Absent):
+    """x stays, its optimizer state is dropped: memory for what is trained at the moment; moments begin anew later."""
+
+    def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            optimizer.state.pop(parameter, None)
 
 
 def settle(absent: Absent, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""Finding cuts in a network: from `"auto"`, a number or names to boundaries verified on a copy of the module."""
+"""Finding cuts in a network: from `"auto"`, `"blocks"`, a number or names to boundaries verified on a copy."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_decentral.partial.compute.verify import Judged, Verdict, judge
 from lightning_decentral.partial.plan.cost import Balance, partition
 from lightning_decentral.shared.compute.block_cost import Run, measure, parameter_bytes
-from lightning_decentral.shared.compute.modules import Chain, candidates
+from lightning_decentral.shared.compute.modules import Chain, candidates, uncompiled
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Cuts = str | int | Sequence[str]
@@ -24,6 +24,7 @@ class CutPlan:
     """Verified boundaries and, for every parameter, the segment it belongs to, from the bottom.
 
     A tied parameter belongs to the highest segment it's used in, one that no gradient reached to the highest of all.
+    Without a boundary there is one segment: a model of one layer.
     """
 
     boundaries: tuple[str, ...]
@@ -40,10 +41,10 @@ class CutPlan:
 def check_wish(cuts: Cuts) -> None:
     """ValueError where it can't be one, whatever the module is."""
     match cuts:
-        case "auto":
+        case "auto" | "blocks":
             return
         case bool() | str():  # before int, which True is, too
-            raise ValueError(f"cuts must be 'auto', a number of cuts, or names of modules, got {cuts!r}")
+            raise ValueError(f"cuts must be 'auto', 'blocks', a number of cuts, or names of modules, got {cuts!r}")
         case int() if cuts < 1:
             raise ValueError(f"cuts must be at least 1, got {cuts}: without a cut use the ddp strategy")
         case int():
@@ -63,9 +64,16 @@ def search(module: nn.Module, cuts: Cuts, balance: Balance, run_of: Callable[[nn
     """
     check_wish(cuts)
     trial = trial_copy(module)
-    run = run_of(trial)
-    if isinstance(cuts, (int, str)):
-        return _along_a_chain(trial, None if isinstance(cuts, str) else cuts, balance, run)
+    with uncompiled():
+        return _found(trial, _likeliest(module), cuts, balance, run_of(trial))
+
+
+def _found(trial: nn.Module, chains: Sequence[Chain], cuts: Cuts, balance: Balance, run: Run) -> CutPlan:
+    match cuts:
+        case "blocks":
+            return _between_all(trial, chains, run)
+        case int() | str():
+            return _along_a_chain(trial, chains, None if isinstance(cuts, str) else cuts, balance, run)
     modules = dict(trial.named_modules())
     unknown = [name for name in cuts if name not in modules or not name]
     if unknown:
@@ -73,10 +81,23 @@ def search(module: nn.Module, cuts: Cuts, balance: Balance, run_of: Callable[[nn
     return plan(trial, list(cuts), run)
 
 
-def _along_a_chain(trial: nn.Module, number: int | None, balance: Balance, run: Run) -> CutPlan:
+def _likeliest(module: nn.Module) -> list[Chain]:
+    """Chains of which something is trained before those that are frozen: a teacher may look as its student does."""
+    modules = dict(module.named_modules())
+    return sorted(
+        candidates(module),
+        key=lambda chain: not any(p.requires_grad for name in chain.names for p in modules[name].parameters()),
+    )
+
+
+def _along_a_chain(
+    trial: nn.Module, chains: Sequence[Chain], number: int | None, balance: Balance, run: Run
+) -> CutPlan:
     run()  # what is wrong with the step itself is not the chains' fault
+    if number is None and _layers(trial) < 2:
+        return _whole(trial, run)
     reasons = []
-    for chain in candidates(trial):
+    for chain in chains:
         try:
             return _cut_chain(trial, chain, number, balance, run)
         except TooFewBlocks:  # this chain comes apart, only not so often: no reason to try another one
@@ -85,6 +106,16 @@ def _along_a_chain(trial: nn.Module, number: int | None, balance: Balance, run: 
             reasons.append(f"{chain}: {error}")
     tried = "; ".join(reasons[:3]) or "no Sequential or ModuleList holds two modules of one class with parameters"
     raise ValueError(f"no chain of blocks to cut in {type(trial).__name__} ({tried}): give cuts=[names] yourself")
+
+
+def _layers(trial: nn.Module) -> int:
+    """Modules with parameters of their own."""
+    return sum(any(True for _ in part.parameters(recurse=False)) for part in trial.modules())
+
+
+def _whole(trial: nn.Module, run: Run) -> CutPlan:
+    costs = measure(trial, [], [parameter_bytes(trial.parameters())], run)
+    return CutPlan((), {name: 0 for name, _ in trial.named_parameters()}, costs, ())
 
 
 class TooFewBlocks(ValueError):
@@ -162,9 +193,20 @@ def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, 
         run_of: from a copy of the module to a function that returns its loss on a small batch, the same each time.
     """
     trial = trial_copy(module)
-    run = run_of(trial)
+    with uncompiled():
+        return _joints(trial, _likeliest(module), run_of(trial))
+
+
+def _between_all(trial: nn.Module, chains: Sequence[Chain], run: Run) -> CutPlan:
+    names = _joints(trial, chains, run)
+    if not names:
+        raise ValueError(f"no chain of blocks to cut in {type(trial).__name__} between all blocks: give cuts=[names]")
+    return plan(trial, list(names), run)
+
+
+def _joints(trial: nn.Module, chains: Sequence[Chain], run: Run) -> tuple[str, ...]:
     entered = _entered(trial, run)
-    for chain in candidates(trial):
+    for chain in chains:
         if set(chain.names) <= set(entered) and _comes_apart(trial, chain.names[1:], run):
             first, *inner = chain.names
             behind = next((n for n in _after(entered, chain.names[-1]) if _comes_apart(trial, [n], run)), None)

@@ -10,9 +10,19 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 def compute_fraction(costs: Sequence[BlockCost], depth: int) -> float:
     """(F + 2 F_top) / (3 F): a worker's compute against a full step, the backward twice the forward's F seconds."""
-    forward = sum(cost.forward_seconds for cost in costs)
-    top = sum(cost.forward_seconds for cost in costs[-depth:])
-    return (forward + 2 * top) / (3 * forward) if forward else 1.0
+    return selected_fraction(costs, range(len(costs) - depth, len(costs)))
+
+
+def selected_fraction(costs: Sequence[BlockCost], trained: Sequence[int]) -> float:
+    """(F + F_passed + F_trained) / (3 F): gradients of inputs from the lowest trained piece up, of weights where
+    trained, each as long as the forward."""
+    forward, passed = _seconds(costs), _seconds(costs[min(trained) :])
+    own = _seconds([costs[piece] for piece in trained])
+    return (forward + passed + own) / (3 * forward) if forward else 1.0
+
+
+def _seconds(costs: Sequence[BlockCost]) -> float:
+    return sum(cost.forward_seconds for cost in costs)
 
 
 def memory_fraction(costs: Sequence[BlockCost], depth: int) -> float:

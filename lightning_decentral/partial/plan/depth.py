@@ -1,9 +1,9 @@
 """Depth assignments: how many of the top blocks each worker trains at a step (temporal, staircase, per worker).
 
-A network is cut into `segments` pieces, counted from the bottom (inputs). A worker of depth d trains the top d; the
-piece with the loss is always trained. Segment s therefore has the contributors
+A network is cut into `segments` pieces, counted from the bottom (inputs). A worker of depth d runs the backward of the
+top d, and trains them all unless the assignment leaves some out (`selection`). Segment s has the contributors
 
-    {rank : depth(rank, size, step, segments) >= segments - s}
+    {rank : s in trained(rank, size, step, segments)}
 """
 
 import math
@@ -51,8 +51,15 @@ class DepthAssignment(ABC):
         return replace(self, warm_up=round(self.warm_up * total_steps) if ended(total_steps) else 0)
 
     def depth(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> int:
-        """How many of the top segments this worker trains at this step."""
+        """How many of the top segments this worker's backward goes through at this step."""
         return segments if step < self.warm_up else self.after(rank, size, step - int(self.warm_up), segments, memory)
+
+    def trained(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> tuple[int, ...]:
+        """The segments that this worker trains at this step, from the bottom; the lowest is `segments - depth`.
+
+        The highest is trained by all workers or by none.
+        """
+        return top(self.depth(rank, size, step, segments, memory), segments)
 
     @abstractmethod
     def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
@@ -86,12 +93,17 @@ def ended(total_steps: float) -> bool:
     return 0 <= total_steps < math.inf
 
 
+def top(depth: int, segments: int) -> tuple[int, ...]:
+    """The highest `depth` of the segments, from the bottom."""
+    return tuple(range(segments - depth, segments))
+
+
 def contributors(
     assignment: DepthAssignment, size: int, step: int, segments: int, memory: Memory = ()
 ) -> list[tuple[int, ...]]:
     """Of each segment from the bottom, the ranks that train it at this step."""
-    depths = [assignment.depth(rank, size, step, segments, memory) for rank in range(size)]
-    return [tuple(r for r, d in enumerate(depths) if d >= segments - s) for s in range(segments)]
+    trained = [assignment.trained(rank, size, step, segments, memory) for rank in range(size)]
+    return [tuple(r for r, own in enumerate(trained) if s in own) for s in range(segments)]
 
 
 def check(assignment: DepthAssignment, size: int, segments: int) -> None:

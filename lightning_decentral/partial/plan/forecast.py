@@ -1,6 +1,6 @@
 """Step time forecast of partial backprop from a profile: the backward stops at a cut, each block is a segment.
 
-depth d: forward of all, backward, all-reduce and update of the top d
+depth d: forward of all, backward of the top d, all-reduce and update of what is trained of them
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,17 @@ from lightning_decentral.shared.plan.profile import BlockCost
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
 
-def cut(blocks: Sequence[BlockCost], depth: int) -> tuple[BlockCost, ...]:
-    """The top `depth` blocks as they are, below them the forward only."""
-    below = len(blocks) - depth
-    bare = [replace(b, backward_seconds=0.0, update_seconds=0.0, parameter_bytes=0) for b in blocks[:below]]
-    return (*bare, *blocks[below:])
+Trained = tuple[int, ...]
+
+
+def cut(blocks: Sequence[BlockCost], trained: Trained) -> tuple[BlockCost, ...]:
+    """The trained blocks as they are, below them the forward only; between them half of the backward, the inputs'."""
+    return tuple(block if b in trained else _bare(block, b > trained[0]) for b, block in enumerate(blocks))
+
+
+def _bare(block: BlockCost, passed: bool) -> BlockCost:
+    backward = block.backward_seconds / 2 if passed else 0.0
+    return replace(block, backward_seconds=backward, update_seconds=0.0, parameter_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -56,21 +62,21 @@ class PartialForecast(Method):
 
     def _steady(self, setting: Setting, factors: Floats) -> Floats:
         runs, steps, workers = factors.shape
-        depths = [self._depths(setting, step) for step in range(steps)]
-        table = {d: self._at(setting, d, factors) for d in set().union(*depths)}
+        trained = [self._trained(setting, step) for step in range(steps)]
+        table = {segments: self._at(setting, segments, factors) for segments in set().union(*trained)}
         last = np.zeros((runs, steps))
         for step in range(WARM_STEPS, steps):
-            by_worker = [table[depths[step][rank]][:, step, rank] for rank in range(workers)]
+            by_worker = [table[trained[step][rank]][:, step, rank] for rank in range(workers)]
             last[:, step] = np.max(by_worker, axis=0)
         return np.asarray(last[:, WARM_STEPS:].mean(axis=1), dtype=np.float64)
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
         """The first step of the deepest worker."""
-        return self._step(setting, max(self._depths(setting, 0)), 1.0)
+        return self._step(setting, min(self._trained(setting, 0)), 1.0)
 
     def card_bytes(self, setting: Setting) -> float:
-        depths = [max(self._depths(setting, step)) for step in range(COUNTED_STEPS)]
-        trained = [sum(b.parameter_bytes for b in setting.model.blocks[-d:]) for d in depths]
+        deepest = [min(self._trained(setting, step)) for step in range(COUNTED_STEPS)]
+        trained = [sum(setting.model.blocks[b].parameter_bytes for b in own) for own in deepest]
         share = sum(trained) / len(trained) / max(1, setting.model.parameter_bytes)
         share = self._whole + (1 - self._whole) * share
         return share * data_parallel.DataParallel().card_bytes(setting)
@@ -88,13 +94,14 @@ class PartialForecast(Method):
         # Of a warm-up in steps nobody knows it: a forecast has no length of the run.
         return self.depth.warm_up if self.depth.warm_up < 1 else 0.0
 
-    def _depths(self, setting: Setting, step: int) -> list[int]:
+    def _trained(self, setting: Setting, step: int) -> list[Trained]:
+        """Of each worker."""
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         steady = replace(self.depth, warm_up=0)
-        return [steady.depth(r, workers, step, segments, steady.start(segments)) for r in range(workers)]
+        return [steady.trained(r, workers, step, segments, steady.start(segments)) for r in range(workers)]
 
-    def _at(self, setting: Setting, depth: int, factors: Floats) -> Floats:
-        return at_factors(lambda factor: makespan(run(self._step(setting, depth, factor))), factors)
+    def _at(self, setting: Setting, trained: Trained, factors: Floats) -> Floats:
+        return at_factors(lambda factor: makespan(run(self._step(setting, trained, factor))), factors)
 
-    def _step(self, setting: Setting, depth: int, factor: float) -> list[Task[str]]:
-        return data_parallel.step(cut(setting.model.blocks, depth), self.prices(setting)[0], factor)
+    def _step(self, setting: Setting, trained: Trained, factor: float) -> list[Task[str]]:
+        return data_parallel.step(cut(setting.model.blocks, trained), self.prices(setting)[0], factor)

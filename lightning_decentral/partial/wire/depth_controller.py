@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_decentral.partial.compute.bypass import Bypass
 from lightning_decentral.partial.compute.cut import Cutter
 from lightning_decentral.partial.compute.search import CutPlan
-from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
 from lightning_decentral.partial.plan.depth import DepthAssignment, Memory, check, contributors
 from lightning_decentral.partial.wire.reducer import Rank, factors
 
@@ -33,28 +33,36 @@ class DepthController:
         self.segments: list[list[nn.Parameter]] = [[] for _ in range(plan.segments)]
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
+        self.bypass = Bypass()
+        """From a forward to the end of its backward."""
         self._cutter = Cutter(module, plan.boundaries)
 
     def remove(self) -> None:
+        self.bypass.end()
         self._cutter.remove()
 
     def depth(self, step: int) -> int:
         return self.assignment.depth(self.rank, self.size, step, self.plan.segments, self.memory)
+
+    def trained(self, step: int) -> tuple[int, ...]:
+        """The segments that this worker trains, from the bottom."""
+        return self.assignment.trained(self.rank, self.size, step, self.plan.segments, self.memory)
 
     def contributors(self, step: int) -> list[tuple[int, ...]]:
         return contributors(self.assignment, self.size, step, self.plan.segments, self.memory)
 
     def alone(self, step: int) -> AbstractContextManager[None]:
         """Cut for a worker whose gradients stay its own."""
-        return self._cutter.at(self._cut(step))
+        return self._at(step, None)
 
     def together(self, step: int) -> AbstractContextManager[None]:
         """Cut, and scale what crosses the boundaries so that a plain sum over workers is the contributors' mean."""
-        return self._cutter.at(self._cut(step), factors(self.contributors(step), self.shares))
+        return self._at(step, factors(self.contributors(step), self.shares))
 
-    def _cut(self, step: int) -> int | None:
-        lowest = self.plan.segments - self.depth(step)
-        return lowest - 1 if lowest else None  # boundary j lies between segments j and j + 1
+    def _at(self, step: int, scales: Sequence[float] | None) -> AbstractContextManager[None]:
+        lowest, own = self.plan.segments - self.depth(step), self.trained(step)
+        self.bypass.begin(p for s in range(lowest, self.plan.segments) if s not in own for p in self.segments[s])
+        return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 
     def absent(self, step: int) -> list[nn.Parameter]:
         """What no worker trains at this step, of what is trained at all."""
@@ -63,8 +71,8 @@ class DepthController:
 
     def own_absent(self, step: int) -> list[nn.Parameter]:
         """What this worker doesn't train at this step."""
-        lowest = self.plan.segments - self.depth(step)
-        return [p for members in self.segments[:lowest] for p in members if p.requires_grad]
+        own = self.trained(step)
+        return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
 
     def observe(self, step: int, norms: Callable[[], Sequence[float]], agree: Callable[[Any], Any]) -> None:
         """Let the assignment look at the gradients, if it wants to; `agree` hands worker 0's memory to all."""
@@ -73,13 +81,3 @@ class DepthController:
         seen = norms()
         if all(map(math.isfinite, seen)):  # a loss scaler's overflow says nothing
             self.memory = tuple(agree(self.assignment.observe(step, seen, self.memory)))
-
-    def forecast(self, depth: int) -> dict[str, float]:
-        """Fractions of a full step: compute, saved activations, parameters trained."""
-        costs = self.plan.costs
-        sizes = [cost.parameter_bytes for cost in costs]
-        return {
-            "compute": compute_fraction(costs, depth),
-            "saved": memory_fraction(costs, depth),
-            "trained": sum(sizes[-depth:]) / sum(sizes),
-        }

@@ -9,7 +9,7 @@ parameter used in several segments exact, too: each part of its gradient crossed
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,12 @@ Group = Callable[[Sequence[int] | None], Transport | None]
 
 
 def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
-    """W_(j+1) / W_j for the boundary between segments j and j + 1; 1 where nothing flows across."""
+    """For the boundary between segments j and j + 1: so that a gradient that crossed all above segment s, and that of
+    the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
     sums = [sum(weights[rank] for rank in ranks) for ranks in contributors]
-    return [above / below if below else 1.0 for below, above in pairwise(sums)]
+    assert not sums[-1] or len(contributors[-1]) == len(weights), "what lies above the last boundary is trained by all workers, or by none"
+    known = list(accumulate(reversed([*sums, sum(weights)]), lambda above, own: own or above))[::-1]
+    return [above / below for below, above in pairwise(known[:-1])]
 
 
 @dataclass(frozen=True)

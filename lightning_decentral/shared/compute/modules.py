@@ -1,10 +1,13 @@
-"""Chains of repeated blocks in an nn.Module, found by looking at it, and evaluation mode for a while."""
+"""Chains of repeated blocks in an nn.Module, found by looking at it; evaluation mode, and no compiler, for a while."""
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 
+import torch
 from torch import nn
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -12,7 +15,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 @dataclass(frozen=True)
 class Chain:
-    """Names of blocks in order of registration, all of one class."""
+    """Names of blocks in order of registration, all of one class, or plain layers of several."""
 
     kind: str
     names: tuple[str, ...]
@@ -25,8 +28,9 @@ def candidates(module: nn.Module) -> list[Chain]:
     """Chains of two or more blocks with parameters, the likeliest first.
 
     A block is a member of a Sequential or ModuleList, containers flattened: the layers of all stages are one chain.
-    Likely is a chain that holds half of the largest one's parameters, and of these the longest. Whether a chain may be
-    cut is for `verify` to say.
+    Where its blocks lie in several networks (a student and its teacher), those of each are a chain as well; so are
+    plain layers of several classes (a VGG). Likely is a chain that holds half of the largest one's parameters, and of
+    these the longest. Whether a chain may be cut is for `verify` to say.
     """
     modules = dict(module.named_modules())
     members: dict[type, list[str]] = defaultdict(list)
@@ -35,14 +39,50 @@ def candidates(module: nn.Module) -> list[Chain]:
             members[type(block)].append(name)
     outermost = {kind: [n for n in names if not _within(n, names)] for kind, names in members.items()}
     found = [Chain(kind.__name__, tuple(names)) for kind, names in outermost.items() if len(names) > 1]
+    found += [part for chain in found for part in _apart(chain, modules)]
+    found += _plain_layers(modules, members)
     sizes = {chain: sum(p.numel() for name in chain.names for p in modules[name].parameters()) for chain in found}
     enough = max(sizes.values(), default=0) / 2
     # Half of the parameters: blocks before the branches inside of them; the longest: layers before stages.
     return sorted(found, key=lambda chain: (sizes[chain] < enough, -len(chain.names), -sizes[chain]))
 
 
+def _apart(chain: Chain, modules: Mapping[str, nn.Module]) -> list[Chain]:
+    """The chain's parts in the networks that its blocks come from; none where they are in one."""
+    rows = [name.split(".") for name in chain.names]
+    shared = next(i for i in count() if len({tuple(row[: i + 1]) for row in rows}) > 1)
+    if isinstance(modules[".".join(rows[0][:shared])], CONTAINERS):  # stages, one behind the other
+        return []
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name, row in zip(chain.names, rows, strict=True):
+        parts[row[shared]].append(name)
+    return [Chain(chain.kind, tuple(names)) for names in parts.values() if len(names) > 1]
+
+
+def _plain_layers(modules: Mapping[str, nn.Module], members: Mapping[type, list[str]]) -> list[Chain]:
+    """One chain of the layers without parts, whatever their classes, but for those inside of a block; or none."""
+    blocks = [n for names in members.values() if len(names) > 1 for n in names if any(modules[n].children())]
+    kinds = {kind: [n for n in names if not any(modules[n].children())] for kind, names in members.items()}
+    layers = {name: kind for kind, names in kinds.items() for name in names if not _within(name, blocks)}
+    if len(set(layers.values())) < 2:
+        return []
+    return [Chain("layer", tuple(name for name in modules if name in layers))]
+
+
 def _within(name: str, others: list[str]) -> bool:
     return any(name.startswith(f"{other}.") for other in others)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """What is compiled runs as it was written, so that hooks see what runs inside of it; nothing is compiled."""
+    with torch.compiler.set_stance("force_eager") if compiles() else nullcontext():
+        yield
+
+
+def compiles() -> bool:
+    """Whether anything may have been given to torch.compile in this process, modules or functions."""
+    return "torch._dynamo" in sys.modules  # seconds to import, which torch.compile does
 
 
 @contextmanager

@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from lightning_decentral.partial import (
     AutoFreeze,
     Balanced,
+    BlockCoordinate,
     Cyclic,
     FreezeOut,
+    Lisa,
     PerWorker,
     PipeTransformer,
     Random,
     Staircase,
     Temporal,
 )
-from lightning_decentral.partial.plan import depth, freezing
+from lightning_decentral.partial.plan import depth, freezing, selection
 from lightning_decentral.partial.plan import depth_order as order
 from lightning_decentral.partial.plan.depth import check, contributors
 
@@ -30,6 +32,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "FreezeOut": {"total_steps": 30},
     "PipeTransformer": {"every": 4},
     "AutoFreeze": {"every": 3},
+    "Lisa": {"every": 3},
+    "BlockCoordinate": {"every": 2},
 }
 
 
@@ -38,7 +42,7 @@ def classes(kind: type, *modules: Any) -> list[type]:
     return [c for c in found if issubclass(c, kind) and not inspect.isabstract(c)]
 
 
-EVERY = classes(depth.DepthAssignment, depth, freezing)
+EVERY = classes(depth.DepthAssignment, depth, freezing, selection)
 ORDERS = classes(order.Order, order)
 
 
@@ -61,9 +65,13 @@ def test_laws_of_every_assignment(kind: type, size: int, segments: int, step: in
     assert len(set(depths)) == 1 or not assignment.uniform
     assert max(depths) <= (segments if step < warm_up else assignment.reach(size, segments))
     found = contributors(assignment, size, step, segments, memory)
-    assert found[-1] == tuple(range(size)), "the segment with the loss is everyone's"
-    assert all(set(low) <= set(high) for low, high in itertools.pairwise(found)), "nested"
-    assert [sum(rank in ranks for ranks in found) for rank in range(size)] == depths
+    trained = [assignment.trained(rank, size, step, segments, memory) for rank in range(size)]
+    assert [tuple(s for s in range(segments) if rank in found[s]) for rank in range(size)] == trained, "ascending"
+    assert [segments - own[0] for own in trained] == depths, "the backward ends at the lowest"
+    assert found[-1] in ((), tuple(range(size))), "the segment with the loss is everyone's, or nobody's"
+    if not issubclass(kind, selection.Selection):
+        assert found[-1], "and trained"
+        assert all(set(low) <= set(high) for low, high in itertools.pairwise(found)), "nested"
     assert math.isclose(sum(assignment.share(rank, size) for rank in range(size)), 1)
     check(make(kind), size, segments)
 
@@ -129,6 +137,9 @@ def test_random_orders_have_their_frequencies() -> None:
     (lambda: FreezeOut(total_steps=5, first=0), r"first must be in \(0, 1\]"),
     (lambda: PipeTransformer(every=5, alpha=1.0), r"alpha must be in \(0, 1\)"),
     (lambda: AutoFreeze(every=0), "every must be at least 1"),
+    (lambda: Lisa(blocks=0), "blocks must be at least 1, got 0"),
+    (lambda: Lisa(every=0), "every must be at least 1, got 0"),
+    (lambda: BlockCoordinate(every=0), "every must be at least 1, got 0"),
     (lambda: AutoFreeze(every=2, percentile=0), r"percentile must be in \(0, 100\]"),
 ])  # fmt: skip
 def test_wrong_values_are_refused(build: Any, message: str) -> None:
@@ -184,3 +195,23 @@ def test_auto_freeze_never_moves_back_and_keeps_the_last() -> None:
     depths = observed(AutoFreeze(every=1, percentile=100.0), rows)
     assert depths == sorted(depths, reverse=True)
     assert depths[-1] == 1
+
+
+def test_lisa_draws_its_blocks_evenly_and_keeps_the_ends() -> None:
+    draws = [Lisa(every=5, blocks=2).trained(0, 2, step, 8) for step in range(0, 15000, 5)]
+    assert all(own[0] == 0 and own[-1] == 7 and len(own) == 4 for own in draws)
+    drawn = Counter(s for own in draws for s in own[1:-1])
+    assert all(abs(drawn[s] / len(draws) - 2 / 6) < 0.04 for s in range(1, 7)), "gamma of six"
+    once = {Lisa(every=5).trained(0, 2, step, 8) for step in range(5, 10)}
+    assert len(once) == 1, "the same for every steps"
+    assert Lisa().trained(0, 2, 0, 2) == (0, 1), "nothing between"
+
+
+def test_block_coordinates_come_once_in_every_sweep() -> None:
+    assignment = BlockCoordinate(every=3, warm_up=4)
+    assert assignment.trained(0, 1, 3, 5) == (0, 1, 2, 3, 4), "the warm-up trains all"
+    visits = [assignment.trained(0, 1, 4 + 3 * visit, 5) for visit in range(50)]
+    assert all(assignment.trained(1, 2, 6 + 3 * v, 5) == own for v, own in enumerate(visits)), "for three steps, on all"
+    sweeps = [visits[i : i + 5] for i in range(0, 50, 5)]
+    assert all(sorted(sweep) == [(s,) for s in range(5)] for sweep in sweeps)
+    assert len({tuple(sweep) for sweep in sweeps}) > 5, "drawn anew"

@@ -1,0 +1,98 @@
+"""Selections of segments for fine-tuning (LISA, block coordinates): some are trained, gradients flow through the rest."""
+
+import random
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from lightning_decentral.partial.plan.depth import DepthAssignment, Memory, top
+from lightning_decentral.shared.plan.arguments import checked
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Selection(DepthAssignment):
+    """trained = chosen(step), the same on every worker; the backward ends at the lowest of them.
+
+    What lies above it and isn't chosen passes gradients on and gets none of its own.
+    """
+
+    @abstractmethod
+    def chosen(self, step: int, segments: int) -> tuple[int, ...]:
+        """The segments trained, from the bottom, at least one; `step` counted from the end of the warm-up."""
+
+    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+        return segments - self.chosen(step, segments)[0]
+
+    def trained(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> tuple[int, ...]:
+        begun = step >= self.warm_up
+        return self.chosen(step - int(self.warm_up), segments) if begun else top(segments, segments)
+
+
+def _at_least_one(name: str, value: int, remedy: str) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}: {remedy}")
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Lisa(Selection):
+    """The lowest segment, the highest, and `blocks` of those between drawn anew every `every` steps.
+
+    With `cuts="blocks"` the lowest holds the embeddings and the highest the head, which the paper always trains. Its
+    memory is saved where the optimizer's state is dropped, too: `absent=Forget()`.
+
+    Args:
+        every: optimizer steps of a draw, K in the paper.
+        blocks: drawn without replacement, all with the same chance; gamma in the paper.
+        seed: of the draws; the same on every worker.
+
+    Raises:
+        ValueError: no blocks, or no steps.
+
+    Source: Pan et al. 2403.17919, algorithm 1.
+    """
+
+    every: int = 20
+    blocks: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_one("every", self.every, "give the optimizer steps of a draw")
+        _at_least_one("blocks", self.blocks, "the paper trains 2 at a time")
+
+    def chosen(self, step: int, segments: int) -> tuple[int, ...]:
+        between = range(1, segments - 1)
+        # Of seed and draw alone: all workers agree without asking, and a resumed run goes on with the same blocks.
+        drawn = random.Random(f"{self.seed}/{step // self.every}").sample(between, min(self.blocks, len(between)))
+        return tuple(sorted({0, *drawn, segments - 1}))
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class BlockCoordinate(Selection):
+    """One segment for `every` steps, then the next; each sweep over all segments in an order drawn anew.
+
+    With Adam and `absent=Forget()`, which keeps the optimizer's state of this segment only and begins it anew, this is
+    BAdam.
+
+    Args:
+        every: optimizer steps on a segment, K in the paper.
+        seed: of the orders; the same on every worker.
+
+    Raises:
+        ValueError: no steps.
+
+    Source: Luo et al. 2404.02827, algorithm 1, with random reshuffling.
+    """
+
+    every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_one("every", self.every, "the paper takes 50 to 100")
+
+    def chosen(self, step: int, segments: int) -> tuple[int, ...]:
+        sweep, place = divmod(step // self.every, segments)
+        return (random.Random(f"{self.seed}/{sweep}").sample(range(segments), segments)[place],)
