@@ -20,28 +20,28 @@ def described(driver: DepthController, network: str) -> str:
     lines = [
         f"partial backprop, {driver.assignment}: {plan.segments} segments{chain}",
         f"  cut before {', '.join(plan.boundaries)}",
-        *_rows(driver.assignment, driver.size, plan.costs),
+        *_rows(driver),
     ]
     return "\n".join(lines)
 
 
-def _rows(assignment: DepthAssignment, size: int, costs: tuple[BlockCost, ...]) -> Iterator[str]:
-    kinds = _kinds(assignment, size, len(costs))
+def _rows(driver: DepthController) -> Iterator[str]:
+    kinds = _kinds(driver.assignment, driver.size, driver.plan.segments)
     for own in kinds[:ROWS]:
-        yield _row(own, costs)
+        yield _row(own, driver.lowest(own), driver.plan.costs)
     if len(kinds) > ROWS:
         yield f"  and {len(kinds) - ROWS} more"
 
 
-def _row(own: tuple[int, ...], costs: tuple[BlockCost, ...]) -> str:
-    depth = len(costs) - own[0]
+def _row(own: tuple[int, ...], lowest: int, costs: tuple[BlockCost, ...]) -> str:
+    depth = len(costs) - lowest
     sizes = [cost.parameter_bytes for cost in costs]
     passing = own != top(depth, len(costs))
-    what = f"segments {', '.join(map(str, own))}" if passing else f"depth {depth} of {len(costs)}"
+    what = f"segment{'s' * (len(own) > 1)} {', '.join(map(str, own))}" if passing else f"depth {depth} of {len(costs)}"
     # What passed segments keep depends on their layers: a matrix needs nothing to pass a gradient on.
     most = "at most " if passing else ""
     return (
-        f"  {what}: compute {selected_fraction(costs, own):.2f}, saved activations {most}"
+        f"  {what}: compute {selected_fraction(costs, own, lowest):.2f}, saved activations {most}"
         f"{memory_fraction(costs, depth):.2f}, gradients {sum(sizes[s] for s in own) / max(1, sum(sizes)):.2f} of full"
     )
 

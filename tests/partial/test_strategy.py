@@ -18,10 +18,13 @@ import lightning_decentral
 from lightning_decentral import PartialBackpropStrategy
 from lightning_decentral.partial import (
     AutoFreeze,
+    BlockCoordinate,
     Cyclic,
     Decay,
+    Forget,
     FreezeOut,
     Full,
+    Lisa,
     PerWorker,
     PipeTransformer,
     Random,
@@ -43,6 +46,8 @@ MODES = [
     FreezeOut(total_steps=STEPS),
     PipeTransformer(every=10),
     AutoFreeze(every=5),
+    Lisa(every=4, blocks=1),
+    BlockCoordinate(every=4),
 ]
 
 
@@ -198,6 +203,58 @@ def test_what_the_optimizer_does_to_blocks_without_a_gradient(tmp_path: Path, ab
     expected = {Skip: x, Decay: x * (1 - rate * 0.1)}[type(absent)]
     torch.testing.assert_close(y, expected)
     assert name not in rows[0]["gradients"][1]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_block_coordinates_with_states_forgotten_are_badam(tmp_path: Path, tied: bool) -> None:
+    """One process that gives a new AdamW the block's parameters alone, all others frozen, at every change of block."""
+    depth = BlockCoordinate(every=2)
+    options = {"depth": depth, "cuts": "blocks", "absent": Forget()}
+    rows = run(tmp_path, Tower(tied, optimizer="adamw"), options=options, batches=Batches(12), max_steps=12)
+    module = Tower(tied)
+    optimizer: Any = None
+    # A tied embedding belongs to the head, and leaves nothing in front of the first block.
+    assert rows[0]["boundaries"] == (*(f"network.blocks.{i}" for i in range(tied, 4)), "network.head")
+    for step in range(12):
+        (block,) = depth.trained(0, 2, step, 6 - tied)
+        names = [n for n, segment in rows[0]["segment_of"].items() if segment == block]
+        if step % 2 == 0:
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name in names)
+            own = [p for p in module.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(own, lr=0.01, weight_decay=0.1)
+        joined = [torch.cat(pair) for pair in zip(batch_of(0, step), batch_of(1, step), strict=True)]
+        optimizer.zero_grad()
+        module.loss(joined).backward()
+        optimizer.step()
+        torch.testing.assert_close(rows[1]["parameters"][step], dict(module.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+class Bare(Watch):
+    """What the optimizer holds, in parameters, and which of them require a gradient where users look."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, *args)
+        self.more.setdefault("required", []).append(all(p.requires_grad for p in pl_module.parameters()))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
+        states = trainer.optimizers[0].state
+        self.more.setdefault("held", []).append(sum(p.numel() for p in states if states[p]))
+
+
+@pytest.mark.parametrize(("absent", "bounded"), [(Forget(), True), (Skip(), False)], ids=str)
+def test_forgetting_bounds_what_the_optimizer_holds(tmp_path: Path, absent: Any, bounded: bool) -> None:
+    options = {"depth": BlockCoordinate(every=1), "cuts": "blocks", "absent": absent}
+    (row,) = run(
+        tmp_path, Tower(optimizer="adamw"), options=options, size=1, max_steps=6, callbacks=[Bare(tmp_path)]
+    )
+    sizes = [0] * 6
+    for name, parameter in Tower().named_parameters():
+        sizes[row["segment_of"][name]] += parameter.numel()
+    visited = [sizes[BlockCoordinate(every=1).trained(0, 1, step, 6)[0]] for step in range(6)]
+    assert row["held"] == (visited if bounded else [sum(visited[: i + 1]) for i in range(6)])
+    assert all(row["required"]), "what is bypassed is so between forward and backward only"
 
 
 class Sometimes(Tower):
@@ -481,11 +538,14 @@ class ByHand(Tower):
 
 
 class Chainless(Tower):
-    """Two layers of unequal kinds."""
+    """Two layers in no container."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 6))
+        self.network, self.head = nn.Embedding(6, 8), nn.Linear(8, 6)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.network(batch[0])), batch[1])
 
 
 class Around(Network):
@@ -537,7 +597,7 @@ def test_wrong_uses_are_refused(tmp_path: Path, module: type, options: dict[str,
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"cuts": 0}, "cuts must be at least 1, got 0"),
-    ({"cuts": "blocks"}, "cuts must be 'auto', a number of cuts, or names"),
+    ({"cuts": "coffee"}, "cuts must be 'auto', 'blocks', a number of cuts, or names"),
     ({"cuts": []}, "one or more distinct modules"),
     ({"cuts": ["a", "a"]}, "one or more distinct modules"),
     ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),

@@ -37,6 +37,15 @@ class CutPlan:
     def segments(self) -> int:
         return len(self.boundaries) + 1
 
+    def lowest_use(self, segment: int) -> int:
+        """The lowest segment in which one of this segment's parameters is used, which a tied one may be far below."""
+        tied = [
+            sum(judged.verdicts[name] is Verdict.ABOVE for judged in self.judged)
+            for name, of in self.segment_of.items()
+            if of == segment and any(judged.verdicts[name] is Verdict.TIED for judged in self.judged)
+        ]
+        return min([segment, *tied])
+
 
 def check_wish(cuts: Cuts) -> None:
     """ValueError where it can't be one, whatever the module is."""
@@ -201,7 +210,10 @@ def _between_all(trial: nn.Module, chains: Sequence[Chain], run: Run) -> CutPlan
     names = _joints(trial, chains, run)
     if not names:
         raise ValueError(f"no chain of blocks to cut in {type(trial).__name__} between all blocks: give cuts=[names]")
-    return plan(trial, list(names), run)
+    found = plan(trial, list(names), run)
+    # Embeddings that are the head's weight, too, belong to it: what held nothing else is no segment of its own.
+    filled = [name for j, name in enumerate(names) if j in found.segment_of.values()]
+    return found if len(filled) == len(names) else plan(trial, filled, run)
 
 
 def _joints(trial: nn.Module, chains: Sequence[Chain], run: Run) -> tuple[str, ...]:

@@ -10,13 +10,14 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 def compute_fraction(costs: Sequence[BlockCost], depth: int) -> float:
     """(F + 2 F_top) / (3 F): a worker's compute against a full step, the backward twice the forward's F seconds."""
-    return selected_fraction(costs, range(len(costs) - depth, len(costs)))
+    lowest = len(costs) - depth
+    return selected_fraction(costs, range(lowest, len(costs)), lowest)
 
 
-def selected_fraction(costs: Sequence[BlockCost], trained: Sequence[int]) -> float:
-    """(F + F_passed + F_trained) / (3 F): gradients of inputs from the lowest trained piece up, of weights where
-    trained, each as long as the forward."""
-    forward, passed = _seconds(costs), _seconds(costs[min(trained) :])
+def selected_fraction(costs: Sequence[BlockCost], trained: Sequence[int], lowest: int) -> float:
+    """(F + F_passed + F_trained) / (3 F): gradients of inputs from the lowest piece up that the backward goes through,
+    of weights where trained, each as long as the forward."""
+    forward, passed = _seconds(costs), _seconds(costs[lowest:])
     own = _seconds([costs[piece] for piece in trained])
     return (forward + passed + own) / (3 * forward) if forward else 1.0
 

@@ -3,6 +3,7 @@
 import random
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightning_decentral.partial.plan.depth import DepthAssignment, Memory, top
 from lightning_decentral.shared.plan.arguments import checked
@@ -13,8 +14,11 @@ from lightning_decentral.shared.plan.arguments import checked
 class Selection(DepthAssignment):
     """trained = chosen(step), the same on every worker; the backward ends at the lowest of them.
 
-    What lies above it and isn't chosen passes gradients on and gets none of its own.
+    What lies above it and isn't chosen passes gradients on and gets none of its own. A tied parameter is trained with
+    the highest segment that uses it, the backward then goes down to the lowest.
     """
+
+    whole: ClassVar[bool] = True
 
     @abstractmethod
     def chosen(self, step: int, segments: int) -> tuple[int, ...]:

@@ -42,7 +42,12 @@ class DepthController:
         self._cutter.remove()
 
     def depth(self, step: int) -> int:
-        return self.assignment.depth(self.rank, self.size, step, self.plan.segments, self.memory)
+        """How many of the top segments this worker's backward goes through."""
+        return self.plan.segments - self.lowest(self.trained(step))
+
+    def lowest(self, trained: Sequence[int]) -> int:
+        """The segment where the backward ends that trains these."""
+        return min(map(self.plan.lowest_use, trained)) if self.assignment.whole else trained[0]
 
     def trained(self, step: int) -> tuple[int, ...]:
         """The segments that this worker trains, from the bottom."""
@@ -60,7 +65,8 @@ class DepthController:
         return self._at(step, factors(self.contributors(step), self.shares))
 
     def _at(self, step: int, scales: Sequence[float] | None) -> AbstractContextManager[None]:
-        lowest, own = self.plan.segments - self.depth(step), self.trained(step)
+        own = self.trained(step)
+        lowest = self.lowest(own)
         self.bypass.begin(p for s in range(lowest, self.plan.segments) if s not in own for p in self.segments[s])
         return self._cutter.at(lowest - 1 if lowest else None, scales)  # boundary j is between segments j and j + 1
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.partial import DepthAssignment, Full, PerWorker, Staircase, Temporal
+from lightning_decentral.partial import BlockCoordinate, DepthAssignment, Full, Lisa, PerWorker, Selection, Staircase, Temporal
 from tests.partial.towers import Batches, Scripted, Tower, batch_of, plain_gradients, run
 
 CUTS = ["network.blocks.1", "network.blocks.2", "network.blocks.3"]
@@ -20,6 +20,9 @@ ASSIGNMENTS: list[tuple[DepthAssignment, int]] = [
     (Temporal(warm_up=0), 2),
     (Temporal(order=Scripted(2, 4, 1), warm_up=0), 3),
     (PerWorker(fractions=(1.0, 0.25, 0.5)), 3),
+    (Lisa(every=1, blocks=1), 2),
+    (BlockCoordinate(every=1), 2),
+    (BlockCoordinate(every=1, warm_up=1, seed=2), 3),
 ]
 
 
@@ -36,14 +39,15 @@ def expected(tied: bool, assignment: DepthAssignment, size: int, step: int, stat
     rows = [plain_gradients(module, batch_of(rank, step)) for rank in range(size)]
     means: dict[str, Tensor] = {}
     for name in rows[0]:
-        depths = [assignment.depth(rank, size, step, 4) for rank in range(size)]
-        ranks = [r for r in range(size) if depths[r] >= 4 - segment(name)]
+        trained = [assignment.trained(rank, size, step, 4) for rank in range(size)]
+        # A selection trains a tied weight as a whole, with the head; a depth each of its parts.
+        whole = tied and isinstance(assignment, Selection) and "embedding" in name
+        ranks = [r for r in range(size) if (3 if whole else segment(name)) in trained[r]]
         if ranks:
             means[name] = torch.stack([rows[r][name] for r in ranks]).mean(0)
     if tied:
-        head = means.pop("network.head.weight")
-        name = "network.embedding.weight"
-        means[name] = means[name] + head if name in means else head
+        parts = [means.pop(n) for n in ("network.embedding.weight", "network.head.weight") if n in means]
+        means |= {"network.embedding.weight": sum(parts)} if parts else {}
     return means
 
 
