@@ -246,9 +246,7 @@ class Bare(Watch):
 @pytest.mark.parametrize(("absent", "bounded"), [(Forget(), True), (Skip(), False)], ids=str)
 def test_forgetting_bounds_what_the_optimizer_holds(tmp_path: Path, absent: Any, bounded: bool) -> None:
     options = {"depth": BlockCoordinate(every=1), "cuts": "blocks", "absent": absent}
-    (row,) = run(
-        tmp_path, Tower(optimizer="adamw"), options=options, size=1, max_steps=6, callbacks=[Bare(tmp_path)]
-    )
+    (row,) = run(tmp_path, Tower(optimizer="adamw"), options=options, size=1, max_steps=6, callbacks=[Bare(tmp_path)])
     sizes = [0] * 6
     for name, parameter in Tower().named_parameters():
         sizes[row["segment_of"][name]] += parameter.numel()

@@ -1,4 +1,4 @@
-"""Frozen parameters in the optimizer: what happens at a step to those that no worker trained (skip, weight decay, forget)."""
+"""Frozen parameters in the optimizer: what happens at a step to those that no worker trained (skip, decay, forget)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

@@ -81,6 +81,8 @@ def gradients(root: nn.Module, run: Run, cut: AbstractContextManager[None]) -> G
     root.zero_grad(set_to_none=True)
     with cut:
         loss = run()
+    if not loss.requires_grad:
+        raise ValueError("cut like this the loss has no graph: the forward itself changes the grad mode around the cut")
     # Outside of the cut, as in training: what activation checkpointing runs again must come out the same.
     loss.backward()
     found = {name: p.grad for name, p in root.named_parameters()}

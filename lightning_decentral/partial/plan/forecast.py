@@ -24,8 +24,7 @@ from lightning_decentral.shared.plan.network import Price
 from lightning_decentral.shared.plan.profile import BlockCost
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
-
-Trained = tuple[int, ...]
+Trained = tuple[int, ...]  # segments, from the bottom
 
 
 def cut(blocks: Sequence[BlockCost], trained: Trained) -> tuple[BlockCost, ...]:

@@ -1,4 +1,4 @@
-"""Selections of segments for fine-tuning (LISA, block coordinates): some are trained, gradients flow through the rest."""
+"""Selections of segments for fine-tuning (LISA, block coordinates): gradients flow through those that are left out."""
 
 import random
 from abc import abstractmethod

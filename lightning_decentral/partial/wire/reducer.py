@@ -26,7 +26,9 @@ def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> 
     """For the boundary between segments j and j + 1: so that a gradient that crossed all above segment s, and that of
     the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
     sums = [sum(weights[rank] for rank in ranks) for ranks in contributors]
-    assert not sums[-1] or len(contributors[-1]) == len(weights), "what lies above the last boundary is trained by all workers, or by none"
+    assert not sums[-1] or len(contributors[-1]) == len(weights), (
+        "what lies above the last boundary is trained by all workers, or by none"
+    )
     known = list(accumulate(reversed([*sums, sum(weights)]), lambda above, own: own or above))[::-1]
     return [above / below for below, above in pairwise(known[:-1])]
 

@@ -61,12 +61,16 @@ def _apart(chain: Chain, modules: Mapping[str, nn.Module]) -> list[Chain]:
 
 def _plain_layers(modules: Mapping[str, nn.Module], members: Mapping[type, list[str]]) -> list[Chain]:
     """One chain of the layers without parts, whatever their classes, but for those inside of a block; or none."""
-    blocks = [n for names in members.values() if len(names) > 1 for n in names if any(modules[n].children())]
-    kinds = {kind: [n for n in names if not any(modules[n].children())] for kind, names in members.items()}
+    blocks = [n for names in members.values() if len(names) > 1 for n in names if _has_parts(modules[n])]
+    kinds = {kind: [n for n in names if not _has_parts(modules[n])] for kind, names in members.items()}
     layers = {name: kind for kind, names in kinds.items() for name in names if not _within(name, blocks)}
     if len(set(layers.values())) < 2:
         return []
     return [Chain("layer", tuple(name for name in modules if name in layers))]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None  # a module's own truth may be its length
 
 
 def _within(name: str, others: list[str]) -> bool:

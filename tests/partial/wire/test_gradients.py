@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.partial import BlockCoordinate, DepthAssignment, Full, Lisa, PerWorker, Selection, Staircase, Temporal
+from lightning_decentral.partial import (
+    BlockCoordinate,
+    DepthAssignment,
+    Full,
+    Lisa,
+    PerWorker,
+    Selection,
+    Staircase,
+    Temporal,
+)
 from tests.partial.towers import Batches, Scripted, Tower, batch_of, plain_gradients, run
 
 CUTS = ["network.blocks.1", "network.blocks.2", "network.blocks.3"]
