@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.utils import instantiate
@@ -9,6 +10,7 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.cli.answers import answer
 from lightning_decentral.partial.compute.search import CutPlan, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
@@ -24,23 +26,56 @@ def cut_plan(application: Application, overrides: Sequence[str]) -> CutPlan:
     refuse_unserved(module)
     data.prepare_data()
     data.setup("fit")
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False
+    )
     batch = next(iter(data.train_dataloader()))
     return search(module, strategy.cuts, strategy.balance, run_of(trainer, batch, 0))
 
 
-def depths(plan: CutPlan) -> Table:
-    """Predicted costs of every depth as fractions of a full step's."""
-    table = Table("depth", "trains from", "compute", "saved activations", "gradients sent", title="predicted")
+@dataclass(frozen=True)
+class Depth:
+    """Predicted costs of a depth as fractions of a full step's."""
+
+    depth: int
+    trains_from: str
+    compute: float
+    saved_activations: float
+    gradients_sent: float
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The answer: segments and verdicts by parameter, the verdicts one for each cut."""
+
+    chain: str
+    boundaries: tuple[str, ...]
+    segment_of: dict[str, int]
+    verdicts: dict[str, list[str]]
+    depths: list[Depth]
+
+
+def depths(plan: CutPlan) -> list[Depth]:
+    """The full one first."""
     starts = ["the inputs", *plan.boundaries]
     sizes = [cost.parameter_bytes for cost in plan.costs]
-    for depth in range(plan.segments, 0, -1):
-        fractions = (
+    return [
+        Depth(
+            depth,
+            starts[-depth],
             compute_fraction(plan.costs, depth),
             memory_fraction(plan.costs, depth),
             sum(sizes[-depth:]) / sum(sizes),
         )
-        table.add_row(str(depth), starts[-depth], *(f"{fraction:.3f}" for fraction in fractions))
+        for depth in range(plan.segments, 0, -1)
+    ]
+
+
+def depths_table(rows: Sequence[Depth]) -> Table:
+    table = Table("depth", "trains from", "compute", "saved activations", "gradients sent", title="predicted")
+    for row in rows:
+        fractions = row.compute, row.saved_activations, row.gradients_sent
+        table.add_row(str(row.depth), row.trains_from, *(f"{fraction:.3f}" for fraction in fractions))
     return table
 
 
@@ -53,12 +88,12 @@ def verdicts(plan: CutPlan) -> Table:
 
 
 def run(options: argparse.Namespace) -> None:
-    found = cut_plan(options.application, options.overrides)
-    console = Console()
-    console.print(f"chain: {found.chain or 'as named'}")
-    for index, boundary in enumerate(found.boundaries):
-        console.print(f"cut {index}: before {boundary}")
-    console.print(verdicts(found), depths(found))
+    with Console(stderr=True).status("searching and verifying cuts"):
+        plan = cut_plan(options.application, options.overrides)
+    judged = {name: [j.verdicts[name].value for j in plan.judged] for name in plan.segment_of}
+    found = Cuts(str(plan.chain or "as named"), plan.boundaries, plan.segment_of, judged, depths(plan))
+    names = [f"cut {index}: before {boundary}" for index, boundary in enumerate(plan.boundaries)]
+    answer(options, found, f"chain: {found.chain}", *names, verdicts(plan), depths_table(found.depths))
 
 
 def add(commands: Any) -> None:

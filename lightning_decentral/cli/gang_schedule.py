@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.cli.answers import answer
 from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep.plan import gangs as jig
@@ -47,10 +47,31 @@ class Planned:
 def run(options: argparse.Namespace) -> None:
     refuse(options)
     found = PLANS[options.policy](options)
-    console = Console(highlight=False)
-    console.print(*found.tables)
-    for line in [*found.remarks, *written(options, {options.policy: found.bars}, found.events)]:
-        console.print(line, soft_wrap=True, markup=False)
+    lines = [*found.remarks, *written(options, {options.policy: found.bars}, found.events)]
+    answer(options, Gangs(options.policy, [turn_of(bar) for bar in found.bars], lines), *found.tables, *lines)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a device does from when to when."""
+
+    job: str
+    device: str
+    start_seconds: float
+    finish_seconds: float
+
+
+@dataclass(frozen=True)
+class Gangs:
+    """The answer: the best plan's turns."""
+
+    policy: str
+    turns: list[Turn]
+    remarks: list[str]
+
+
+def turn_of(bar: gantt.Bar) -> Turn:
+    return Turn(bar.job, str(bar.span.worker), bar.span.start, bar.span.finish)
 
 
 def refuse(options: argparse.Namespace) -> None:

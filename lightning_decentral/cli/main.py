@@ -6,6 +6,7 @@ lightning-decentral topology base_graph --workers 24
 lightning-decentral profile recipe=gpt
 lightning-decentral placement hosts.json --topology ring
 lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
+lightning-decentral completion bash
 
 Short, as each command is a module of its own: here they are put together, and mistakes become one line.
 """
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_decentral.cli import cuts, placement, planning, profile, schedule, topology
+from lightning_decentral.cli import completion, cuts, placement, planning, profile, schedule, topology
+from lightning_decentral.cli.answers import quiet
 from lightning_decentral.cli.options import Parser, refuse_unwritable
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.errors import mendable, one_line
@@ -40,10 +42,14 @@ def main(application: Application, arguments: Sequence[str] | None = None) -> No
     parser.set_defaults(application=application, outputs=())
     for command in (cuts, planning, topology, profile, placement, schedule):
         command.add(commands)
+    for answering in commands.choices.values():
+        answering.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")
+    completion.add(commands)
     options = parsed(parser, arguments)
     try:
         refuse_unwritable(options, options.outputs)
-        options.run(options)
+        with quiet():
+            options.run(options)
     except Exception as error:
         if not mendable(error):
             raise

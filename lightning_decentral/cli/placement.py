@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hydra.utils import instantiate
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.cli.answers import answer
 from lightning_decentral.cli.options import number, whole
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.planner.plan.host_links import HostLinks, read
@@ -24,6 +26,7 @@ from lightning_decentral.planner.plan.placement import (
     place,
 )
 
+MESSAGE_BYTES = 1e6
 SHAPES: dict[str, Graph] = {"ring": RingPlacement(), "pipeline": ChainPlacement()}
 
 
@@ -64,24 +67,38 @@ def run(options: argparse.Namespace) -> None:
     links = read(options.hosts)
     if options.among:
         links = links.only(options.among.split(","))
-    if options.message_bytes <= 0:
-        raise ValueError(
-            f"message bytes must be more than 0, got {options.message_bytes}: give those of the parameters"
-        )
+    size_bytes = MESSAGE_BYTES if options.message_bytes is None else options.message_bytes
+    if size_bytes <= 0:
+        raise ValueError(f"message bytes must be more than 0, got {size_bytes}: give those of the parameters")
     shape = graph(options.topology, options.overrides)
-    found = place(shape, links.seconds(options.message_bytes), seed=options.seed)
+    with Console(stderr=True).status("searching orders of the hosts"):
+        found = place(shape, links.seconds(size_bytes), seed=options.seed)
     names = [links.hosts[host] for host in found.order]
-    console = Console()
-    console.print(shown(links, found))
     (before, before_total), (after, after_total) = found.before, found.after
-    console.print(
+    gain = (
         f"slowest message of a step: {1e3 * before:.3f} ms as it was, {1e3 * after:.3f} ms now; "
         f"all messages of a step: {1e3 * before_total:.3f} ms, {1e3 * after_total:.3f} ms"
     )
-    print(",".join(names))
+    wrote = [f"wrote {options.hostfile}, one host a line in order of rank"] if options.hostfile else []
     if options.hostfile:
         Path(options.hostfile).write_text("".join(f"{name}\n" for name in names))
-        console.print(f"wrote {options.hostfile}, one host a line in order of rank")
+    placed = Placed(names, found.exact, before, after, before_total, after_total)
+    assumed = (
+        [] if options.message_bytes is not None else [f"assumed: messages of {size_bytes:g} bytes (--message-bytes)"]
+    )
+    answer(options, placed, *assumed, shown(links, found), gain, ",".join(names), *wrote)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The answer: hosts in order of rank; seconds of a step's slowest message and of all its messages."""
+
+    hosts: list[str]
+    exact: bool
+    slowest_before_seconds: float
+    slowest_after_seconds: float
+    all_before_seconds: float
+    all_after_seconds: float
 
 
 def add(commands: Any) -> None:
@@ -89,7 +106,7 @@ def add(commands: Any) -> None:
     command.add_argument("hosts", help="delays and bandwidths between hosts, JSON or CSV")
     command.add_argument("overrides", nargs="*", help="words about the topology: strategy.topology.max_degree=2")
     command.add_argument("--topology", default="ring", help="ring, pipeline, exponential, ... (default: %(default)s)")
-    command.add_argument("--message-bytes", type=number, default=1e6, help="of one message (default: %(default)g)")
+    command.add_argument("--message-bytes", type=number, help=f"of one message (default: {MESSAGE_BYTES:g})")
     command.add_argument("--among", help="place these hosts only, named with commas between")
     command.add_argument("--hostfile", help="write the hosts in order of rank to this file")
     command.add_argument("--seed", type=whole, default=0, help="of the local search")

@@ -1,38 +1,39 @@
 """`lightning-decentral plan profile.json --workers 64 --per-node 8`: what to train with, before it is trained."""
 
 import argparse
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from lightning_decentral.cli.answers import answer, say
 from lightning_decentral.cli.options import number, refuse_below, whole
 from lightning_decentral.planner import show as units
-from lightning_decentral.planner.compare import THRESHOLD, plan
+from lightning_decentral.planner.compare import THRESHOLD, Comparison, plan
 from lightning_decentral.planner.report import page
 from lightning_decentral.planner.show import sentences, table
 from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
 
-LATENCY = "100us"
+LATENCY, INSIDE_LATENCY = "100us", "10us"
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("plan", help="predicted seconds per step of every method on a cluster, the best first")
     parser.add_argument("profile", nargs="?", help="file that `lightning-decentral profile` wrote")
     parser.add_argument("--workers", type=whole, help="devices in all")
-    parser.add_argument("--per-node", type=whole, default=1, help="devices of a node (default 1)")
+    parser.add_argument("--per-node", type=whole, help="devices of a node (default 1)")
     parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
-    parser.add_argument("--latency", default=LATENCY, help=f"of a message with --bandwidth (default {LATENCY})")
+    parser.add_argument("--latency", help=f"of a message with --bandwidth (default {LATENCY})")
     parser.add_argument("--inside-bandwidth", help="between devices of a node, in place of measurements: 200gbit")
-    parser.add_argument("--inside-latency", default="10us", help="with --inside-bandwidth (default 10us)")
+    parser.add_argument("--inside-latency", help=f"with --inside-bandwidth (default {INSIDE_LATENCY})")
     parser.add_argument("--memory-bytes", help="of a device; what needs more isn't recommended: 24GB")
     parser.add_argument(
         "--slices", type=whole, default=1, help="of a sequence in a pipeline (default 1: no token axis)"
     )
-    parser.add_argument("--threshold", type=number, default=100 * THRESHOLD, help="gain in %% under which ddp stays")
+    parser.add_argument("--threshold", type=number, help=f"gain in %% under which ddp stays (default {THRESHOLD:.0%}%)")
     parser.add_argument("--also", action="append", default=[], help="words of a further strategy; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: plan.html")
     parser.set_defaults(run=run, outputs=("report",))
@@ -41,26 +42,112 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.profile is None or options.workers is None:
         raise ValueError("plan needs a profile and --workers: lightning-decentral plan profile.json --workers 64")
+    assumed = assumptions(options)
     refuse_below(1, {"--workers": options.workers, "--per-node": options.per_node, "--slices": options.slices})
     refuse_below(0, {"--threshold": options.threshold})
-    console = Console()
     profile = read(options.profile)
     setting = setting_of(profile, options)
     limit = units.size_bytes(options.memory_bytes) if options.memory_bytes is not None else None
-    found = plan(
-        setting,
-        profile.variation,
-        slices=options.slices,
-        also=options.also,
-        memory_bytes=limit,
-        threshold=options.threshold / 100,
-    )
-    console.print(table(found))
-    _say(console, sentences(found))
+    with Console(stderr=True).status("forecasting every method"):
+        found = plan(
+            setting,
+            profile.variation,
+            slices=options.slices,
+            also=options.also,
+            memory_bytes=limit,
+            threshold=options.threshold / 100,
+        )
+    *said, command = sentences(found)
+    answer(options, plan_answer(found, assumed), table(found), *assumed, *said, command)
     if options.report:
-        text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
+        with Console(stderr=True).status("forecasting other clusters for the report"):
+            text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
         _write(options.report, text)
-        console.print(f"report: {options.report}", soft_wrap=True)
+        if not options.json:
+            say(Console(highlight=False), f"report: {options.report}")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row: seconds of a step, bytes of a node's card in a step and of a device's memory."""
+
+    title: str
+    words: str
+    seconds: float
+    p50_seconds: float
+    p95_seconds: float
+    exposed_seconds: float
+    card_bytes: float
+    memory_bytes: float
+    speedup: float
+    extrapolated: bool
+    fits: bool
+    remark: str
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The answer: methods, the fastest first; `best` is a title, or none where nothing fits."""
+
+    workers: int
+    nodes: int
+    methods: list[Method]
+    refused: dict[str, str]
+    best: str | None
+    command: str | None
+    assumptions: list[str]
+
+
+def plan_answer(found: Comparison, assumed: list[str]) -> Planned:
+    methods = [
+        Method(
+            title=row.candidate.title,
+            words=row.candidate.words,
+            seconds=row.forecast.seconds,
+            p50_seconds=row.forecast.p50_seconds,
+            p95_seconds=row.forecast.p95_seconds,
+            exposed_seconds=row.forecast.exposed_seconds,
+            card_bytes=row.forecast.card_bytes,
+            memory_bytes=row.forecast.memory_bytes,
+            speedup=found.speedup(row),
+            extrapolated=row.forecast.extrapolated,
+            fits=found.fits(row),
+            remark=row.candidate.remark,
+        )
+        for row in found.rows
+    ]
+    cluster, best = found.setting.cluster, found.best
+    refused = {refused.candidate.title: refused.reason for refused in found.refused}
+    title, command = (best.candidate.title, found.command) if best else (None, None)
+    return Planned(cluster.workers, cluster.nodes, methods, refused, title, command, assumed)
+
+
+def assumptions(options: argparse.Namespace) -> list[str]:
+    """Fills in what wasn't said, and says it."""
+    wanted = [
+        ("per_node", 1, "--per-node", "one device on each node", True),
+        ("latency", LATENCY, "--latency", f"{LATENCY} for a message between nodes", bool(options.bandwidth)),
+        (
+            "inside_latency",
+            INSIDE_LATENCY,
+            "--inside-latency",
+            f"{INSIDE_LATENCY} for a message inside a node",
+            bool(options.inside_bandwidth),
+        ),
+        (
+            "threshold",
+            100 * THRESHOLD,
+            "--threshold",
+            f"a gain under {100 * THRESHOLD:g} % is worth no change of method",
+            True,
+        ),
+    ]
+    said = []
+    for name, value, word, text, matters in wanted:
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+            said += [f"assumed: {text} ({word})"] if matters else []
+    return said
 
 
 def _write(path: Path, text: str) -> None:
@@ -68,11 +155,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ValueError(f"--report {path} can't be written: {error.strerror}") from None
-
-
-def _say(console: Console, sentences: Iterable[str]) -> None:
-    for sentence in sentences:
-        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
 
 
 def setting_of(profile: Profile, options: argparse.Namespace) -> Setting:

@@ -5,11 +5,9 @@ variation(step) = seconds of the step / mean seconds of a step: how unequal step
 """
 
 import argparse
-import logging
 import platform
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_decentral.cli.answers import answer
 from lightning_decentral.cli.options import whole
 from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
 from lightning_decentral.partial.compute.search import joints
@@ -150,20 +149,6 @@ def _short(names: Sequence[str]) -> list[str]:
     return [".".join(path[depth:] or path) for path in paths]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what Lightning says about a run: this one is nobody's."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
-            yield
-    finally:
-        logger.setLevel(before)
-
-
 def mixing(model: Model) -> str:
     """What a round of gossip takes the device."""
     seconds = {work.codec: model.parameter_bytes * work.seconds_per_byte(1) for work in model.rounds}
@@ -172,20 +157,26 @@ def mixing(model: Model) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    with quiet(), Progress(transient=True) as progress:
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=WARM_UP + REPEATS + options.steps + ROUNDS)
         found, seconds = profile(options.application, options.overrides, options.steps, lambda: progress.advance(task))
     write(found, options.out)
-    console, model = Console(), found.model
-    console.print(shown(model))
-    console.print(mixing(model))
-    console.print(
+    model = found.model
+    whole_steps = (
         f"sum of the blocks {1e3 * model.seconds:.2f} ms; a step in Lightning's loop {1e3 * seconds:.2f} ms, "
         f"the slowest {max(found.variation):.2f} times the mean"
     )
-    console.print(
-        f"wrote {options.out}; its network: torchrun ... -m lightning_decentral.cli.network --model {options.out}"
-    )
+    wrote = f"wrote {options.out}; its network: torchrun ... -m lightning_decentral.cli.network --model {options.out}"
+    answer(options, Profiled(model, found.variation, seconds), shown(model), mixing(model), whole_steps, wrote)
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """The answer: the model as in the file, how unequal steps were, seconds of a step in Lightning's loop."""
+
+    model: Model
+    variation: tuple[float, ...]
+    step_seconds: float
 
 
 def add(commands: Any) -> None:

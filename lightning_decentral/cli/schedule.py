@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli import gang_schedule
+from lightning_decentral.cli.answers import answer, say
 from lightning_decentral.cli.options import refuse_below, whole
 from lightning_decentral.planner import show as units
 from lightning_decentral.shared.plan.profile import Profile, read
@@ -81,21 +83,49 @@ def run(options: argparse.Namespace) -> None:
     asked, remarks = jobs_of(options)
     if options.rehearse:
         refuse_unrunnable(asked, limit)
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=options.json)
     trainings = Trainings(asked.trainings, len(there), outputs(), options.application, options.measured)
     for line in trainings.announced:
         console.print(line, soft_wrap=True, markup=False)
     jobs = [*asked.queues, *trainings.queues()]
     schedules = {name: simulate(jobs, there, policy) for name, policy in policies.items()}
     found = {"simulated": schedules[names[0]]}
-    console.print(policies_table(jobs, there, schedules), jobs_table(jobs, found["simulated"]))
+    tables = policies_table(jobs, there, schedules), jobs_table(jobs, found["simulated"])
+    for part in [] if options.json else tables:
+        say(console, part)
     if options.rehearse:
         console.print(f"running for about {makespan_seconds(jobs, found['simulated']):.3g} s ...")
         found["real"] = trainings.rehearse(jobs, there, policies[names[0]])
-        console.print(ends_table(jobs, found))
+        say(console, ends_table(jobs, found))
         remarks = [*remarks, verdict(jobs, found, trainings.said)]
-    for line in [*remarks, *written(options, found)]:
-        console.print(line, soft_wrap=True, markup=False)
+    ends = {title: finish_seconds(spans) for title, spans in found.items()}
+    rows = {name: outcome(jobs, there, spans) for name, spans in schedules.items()}
+    lines = [*remarks, *written(options, found)]
+    answer(options, Scheduled(lower_bound_seconds(jobs, there), rows, ends, lines), *lines)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one policy, simulated."""
+
+    makespan_seconds: float
+    mean_completion_seconds: float
+    devices_busy: float
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """The answer: outcomes by policy; when each job ended under the first one, simulated and with --run for real."""
+
+    bound_seconds: float
+    policies: dict[str, Outcome]
+    end_seconds: dict[str, dict[str, float]]
+    remarks: list[str]
+
+
+def outcome(jobs: Sequence[Queue], there: Sequence[Processor], spans: Spans) -> Outcome:
+    busy = busy_fraction(jobs, spans, there)
+    return Outcome(makespan_seconds(jobs, spans), mean_completion_seconds(jobs, spans), busy)
 
 
 def refuse_unrunnable(asked: Jobs, limit_bytes: float) -> None:

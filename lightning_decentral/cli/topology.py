@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from lightning_decentral.cli.answers import answer
 from lightning_decentral.cli.options import refuse_below, whole
 from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -55,13 +57,30 @@ def run(options: argparse.Namespace) -> None:
     refuse_endless(options.workers)
     topology = topology_of(options.name, options.overrides).placed(options.per_node)
     check(topology, options.workers)
-    found = curves(topology, options.workers)
-    console = Console(highlight=False)
-    for line in lines(topology, options.workers, found):
-        console.print(line, soft_wrap=True, markup=False)
+    with Console(stderr=True).status(f"curves of {options.workers} workers"):
+        found = curves(topology, options.workers)
     if options.plot:
         draw_topology(topology, options.workers, found, options.plot)
-        console.print(f"picture: {options.plot}", soft_wrap=True)
+    picture = [f"picture: {options.plot}"] if options.plot else []
+    answer(options, told(topology, options.workers, found), *lines(topology, options.workers, found), *picture)
+
+
+@dataclass(frozen=True)
+class Told:
+    """The answer: spectral gaps by step of the period, distances from the mean left after 0, 1, ... steps."""
+
+    topology: str
+    workers: int
+    period: int
+    gap_per_step: float
+    gaps: list[float]
+    worst_start: list[float]
+    random_start: list[float]
+
+
+def told(topology: Topology, size: int, found: Curves) -> Told:
+    gaps, worst, typical = ([float(x) for x in row] for row in (found.gaps, found.distances, found.typical))
+    return Told(repr(topology), size, topology.period(size), float(found.gap_per_step), gaps, worst, typical)
 
 
 def refuse_endless(workers: int) -> None:
