@@ -86,7 +86,7 @@ def check_plan(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     plan.add(parser.add_subparsers())
     options = parser.parse_args(["plan", *arguments])
-    assert Cluster(options.workers, options.per_node)
+    assert Cluster(options.workers, options.per_node or 1)
 
 
 def check_schedule(arguments: list[str]) -> None:
