@@ -9,7 +9,7 @@ parameter used in several segments exact, too: each part of its gradient crossed
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ Group = Callable[[Sequence[int] | None], Transport | None]
 def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
     """For the boundary between segments j and j + 1: so that a gradient that crossed all above segment s, and that of
     the loss, was multiplied by W / W_s. A segment that nobody trains changes nothing."""
-    sums = [sum(weights[rank] for rank in ranks) for ranks in contributors]
+    sums = [float(sum(weights[rank] for rank in ranks)) for ranks in contributors]
     assert not sums[-1] or len(contributors[-1]) == len(weights), (
         "what lies above the last boundary is trained by all workers, or by none"
     )
-    known = list(accumulate(reversed([*sums, sum(weights)]), lambda above, own: own or above))[::-1]
+    known = [float(sum(weights))]
+    for own in reversed(sums):
+        known.insert(0, own or known[0])
     return [above / below for below, above in pairwise(known[:-1])]
 
 
