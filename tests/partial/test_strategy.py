@@ -210,12 +210,12 @@ def test_block_coordinates_with_states_forgotten_are_badam(tmp_path: Path, tied:
     """One process that gives a new AdamW the block's parameters alone, all others frozen, at every change of block."""
     depth = BlockCoordinate(every=2)
     options = {"depth": depth, "cuts": "blocks", "absent": Forget()}
-    rows = run(tmp_path, Tower(tied, optimizer="adamw"), options=options, batches=Batches(12), max_steps=12)
+    rows = run(tmp_path, Tower(tied, optimizer="adamw"), options=options, batches=Batches(24), max_steps=24)
     module = Tower(tied)
     optimizer: Any = None
     # A tied embedding belongs to the head, and leaves nothing in front of the first block.
     assert rows[0]["boundaries"] == (*(f"network.blocks.{i}" for i in range(tied, 4)), "network.head")
-    for step in range(12):
+    for step in range(24):
         (block,) = depth.trained(0, 2, step, 6 - tied)
         names = [n for n, segment in rows[0]["segment_of"].items() if segment == block]
         if step % 2 == 0:
