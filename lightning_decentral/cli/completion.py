@@ -1,5 +1,7 @@
 """`lightning-decentral completion bash`: a script by which a shell completes commands and options.
 
+Short, and by itself: every parser is read here, and no command needs it.
+
     source <(lightning-decentral completion bash)
 
 It is made of the parser itself, so a new command or option is completed by existing.

@@ -61,9 +61,8 @@ class GossipStrategy(ReplicaStrategy):
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
-        ValueError: here for an unknown option, a negative delay or a codec that must be wrapped; at set-up, before any
-            worker talks, where the topology can't serve the number of workers or the rule can't work with topology,
-            weights and delay (with the largest rate that is stable).
+        ValueError: here for an option that is wrong; at set-up, before any worker talks, where the topology can't serve
+            the number of workers or the rule can't work with it, weights and delay (with the largest stable rate).
 
     Source: Wang et al. 2410.11998.
     """

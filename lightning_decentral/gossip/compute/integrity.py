@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.compute.health import FACTOR, scale, sound
+from lightning_decentral.shared.compute.health import FACTOR, bits, sound
 
 # One would be too soon for a round that lands on a second stream, beside the step.
 LAG = 2
@@ -134,8 +134,3 @@ def header(step: int, elements: int, message: Sequence[Tensor]) -> Tensor:
     # filled on the device: copying numbers there would make the host wait
     numbers = [torch.full((1,), n, dtype=torch.int64, device=device) for n in (step, elements)]
     return torch.cat([*numbers, bits(message)])
-
-
-def bits(message: Sequence[Tensor]) -> Tensor:
-    """The message's `scale`, a float64, as an integer: int64 [1]."""
-    return scale(message).view(1).view(torch.int64)

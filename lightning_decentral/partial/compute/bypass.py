@@ -1,4 +1,7 @@
-"""Bypassed parameters: gradients flow through what they compute, none is made for them, nothing is kept to make one."""
+"""Bypassed parameters: gradients flow through what they compute, none is made for them, nothing is kept to make one.
+
+Short, and by itself: the one place that touches `requires_grad` within a step.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Norms in float64, whatever the type of the tensors."""
+"""Norms in float64, whatever the type of the tensors. Short, and by itself: gossip, pipelines and monitors use them."""
 
 from collections.abc import Sequence
 
