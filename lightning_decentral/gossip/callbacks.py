@@ -109,6 +109,7 @@ class CommunicationMonitor(_EveryNSteps):
     gossip/in_flight_seconds   per step since the last row: from launch to landing
     gossip/bytes_sent          since fit began
     gossip/refused_messages    since fit began: messages with NaN, infinity or absurd numbers
+    gossip/healed              since fit began: times that this worker took its neighbours' parameters for poisoned ones
     gossip/left_out_of_mean    since fit began: workers that the mean model left out, once for each mean
 
     Cost: reads counters; no communication.
@@ -132,6 +133,7 @@ class CommunicationMonitor(_EveryNSteps):
             "gossip/bytes_sent": now.bytes_sent,
             "gossip/refused_messages": now.refused,
             "gossip/left_out_of_mean": now.left_out,
+            "gossip/healed": now.healed,
         }
         _publish(trainer, pl_module, metrics, on_bar="gossip/wait_seconds")
 

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
 from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refuse_unsharded, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.assembly import assembled
-from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of
+from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -29,9 +30,8 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.norms import squared_norm
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -58,6 +58,8 @@ class GossipStrategy(ReplicaStrategy):
         timeout: how long a worker waits for another, anywhere, before it ends.
         bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
+        heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
+            on; 0 ends the training instead, as do codecs of differences, islands of several devices and other rules.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
@@ -81,19 +83,17 @@ class GossipStrategy(ReplicaStrategy):
         evaluate: Evaluate = "mean",
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int | None = None,
+        heals: int = 3,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        if delay < 0:
-            raise ValueError(f"delay must be at least 0, got {delay}: 0 blocks, 1 overlaps, k lands k updates later")
+        at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
+        at_least(0, "3 is the default, 0 ends the training", heals=heals)
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
-        if evaluate not in ("mean", "own"):
-            raise ValueError(f"evaluate must be 'mean' or 'own', got {evaluate!r}")
         if codec is not None and not codec.complete:
             raise ValueError(
-                f"{codec} by itself would lose too much of the parameters: use DifferenceCompression({codec}) "
-                "and a smaller rate"
+                f"{codec} by itself would lose too much: use DifferenceCompression({codec}), a smaller rate"
             )
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
@@ -101,15 +101,12 @@ class GossipStrategy(ReplicaStrategy):
         self.codec = codec or Plain()
         self.island = island or Solo()
         self.starts_on_host = self.island.shards > 1  # the whole model may not fit on one device
-        self.delay = delay
-        self.evaluate = evaluate
-        self.bucket_bytes = bucket_bytes
+        self.delay, self.evaluate = delay, evaluate
+        self.bucket_bytes, self.heals = bucket_bytes, heals
         self.member = IslandMember(None, 1, self._meet)
         self._mixers = self._no_mixers()
         self._matrices = WholeMatrices([], self.member)
         self.checkpoints.held = IslandModel(self.island, self)
-
-    # ---- who is who -------------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> int:
@@ -164,7 +161,11 @@ class GossipStrategy(ReplicaStrategy):
         assert self.wire is not None
         plan = self.topology, self.weights, self.workers
         exchange = assembled(*plan, self.worker, self.member, self.root_device, self.codec, self.delay)
-        return mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
+        mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
+        # Not where both ends of a link remember what was said, nor where a worker's devices would heal by themselves.
+        most = 0 if self.codec.remembers or self.island.devices > 1 else self.heals
+        mixer.healing = Healing(most, lambda: first_poisoned(self._module.named_parameters()))
+        return mixer
 
     # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
 
@@ -210,8 +211,6 @@ class GossipStrategy(ReplicaStrategy):
 
     def advance(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)
-
-    # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def take_part(self, index: int) -> None:
         self._mixers[index].step()
@@ -267,7 +266,7 @@ class GossipStrategy(ReplicaStrategy):
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The flat tensors that are mixed, of all optimizers."""
+        """Flat tensors that are mixed, of all optimizers."""
         return [bucket for of in self._mixers for bucket in of.buckets]
 
     def traffic(self) -> Traffic:
@@ -275,10 +274,13 @@ class GossipStrategy(ReplicaStrategy):
 
         No communication.
         """
-        return sum((of.mixer.exchange.traffic() for of in self._mixers), Traffic(left_out=self.left_out))
+        return sum(
+            (of.mixer.exchange.traffic() for of in self._mixers),
+            Traffic(left_out=self.left_out, healed=sum(of.mixer.healing.healed for of in self._mixers)),
+        )
 
     def mixing(self) -> dict[str, float]:
-        """How this worker mixes now (by its first optimizer): only what rule and codec have. No communication."""
+        """How this worker mixes now, by its first optimizer. No communication."""
         ruled = next((of.mixer.mixing() for of in self._mixers), {})
         errors = [error for of in self._mixers for error in of.mixer.codec_errors()]
         return {**ruled, "delay": float(self.delay), **({"codec_error": max(errors)} if errors else {})}
@@ -291,10 +293,7 @@ class GossipStrategy(ReplicaStrategy):
             return Consensus(0.0, 0.0)
         own = [bucket.flat for bucket in self.buckets]
         means = self.member.mean_of_buckets(own, super().mean_of)
-        squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
-        # A mean over devices, each of which holds 1 / shards of its worker's parameters.
-        apart, norm = (self.member.shards * square for square in self.mean_of(squares))
-        return Consensus(float(apart.sqrt()), float((apart / norm.clamp(min=1e-300)).sqrt()))
+        return spread(own, means, self.mean_of, self.member.shards)
 
     def summary(self) -> dict[str, str]:
         return described(self, self._mixers)

@@ -19,7 +19,7 @@ from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, Wh
 from lightning_decentral.shared.pruning import PrunedTogether
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import local, refuse_sharded
-from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, refuse_nobody
+from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, mend, refuse_nobody
 from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
 from lightning_decentral.shared.workers import WorkersStrategy
 
@@ -36,6 +36,9 @@ class ReplicaStrategy(WorkersStrategy):
 
     starts_on_host: bool = False
     """Whether `arrange` brings the model to the device, part by part."""
+
+    heals: int = 0
+    """How often a worker may be healed by the others; with any, also by their mean where that is taken."""
 
     checkpoints: ReplicaCheckpoints
 
@@ -168,7 +171,11 @@ class ReplicaStrategy(WorkersStrategy):
             return self.mean_of(tensors)
         refuse_nobody(sick, self.world_size // devices)
         self._say_left_out(tensors, sick)
-        return mean_of_others(tensors, self.mean_of, self.global_rank // devices in sick)
+        left_out = self.global_rank // devices in sick
+        means = mean_of_others(tensors, self.mean_of, left_out)
+        if left_out and self.heals:
+            mend(tensors, means)
+        return means
 
     def _say_left_out(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment]) -> None:
         self.left_out += len(sick)

@@ -625,9 +625,26 @@ class Poisoned(Net):
                 self.head.weight[0, 0] = torch.nan
 
 
+class Ends(Inspect):
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["healed"] = trainer.strategy.traffic().healed
+        moments = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        self.seen["finite"] = all(bool(t.isfinite().all()) for t in (*pl_module.parameters(), *moments))
+        self.write(trainer)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_poisoned_worker_is_healed_and_goes_on(tmp_path: Path, delay: int) -> None:
+    """Parameter, moments, and by the mean the statistics of BatchNorm, which no neighbour sends."""
+    result = run(tmp_path, Poisoned("adamw"), callbacks=[Ends(tmp_path)], options={"delay": delay})
+    assert [row["healed"] > 0 for row in seen(tmp_path)] == [False, True, False]
+    assert all(row["finite"] for row in seen(tmp_path))
+    assert all(value.isfinite().all() for value in result["state"].values())
+
+
 def test_the_sender_of_nan_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        run(tmp_path, Poisoned())
+        run(tmp_path, Poisoned(), options={"heals": 0})
     first, second, third = errors(tmp_path)
     assert second.startswith("FloatingPointError: worker 1: its parameters hold NaN or infinity in round 3")
     assert "NaN" not in first + third

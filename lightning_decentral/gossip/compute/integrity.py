@@ -18,6 +18,18 @@ LAG = 2
 _ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
 
 
+class Sick(FloatingPointError):
+    """This worker's own message was not sound.
+
+    Attributes:
+        mixed: what its neighbours' sound messages make without its own; what isn't sound where there was none.
+    """
+
+    def __init__(self, complaint: str, mixed: Sequence[Tensor]) -> None:
+        super().__init__(complaint)
+        self.mixed = list(mixed)
+
+
 class Verdicts:
     """Checks the rounds of one exchange.
 
@@ -33,6 +45,7 @@ class Verdicts:
         self.refused = 0
         self._rank = rank
         self._beyond = f", or more than {codec} can express," if codec else ""
+        self.complaint = ""
         self._open: deque[tuple[int, Sequence[int], AsyncRead]] = deque()
         self._refused_in: dict[int, int] = {}
 
@@ -60,9 +73,10 @@ class Verdicts:
         """Which messages of a round are sound beside each other, [workers], by the `header` of this worker and each
         it heard.
 
+        `complaint` says why this worker's own one isn't, as far as the host knows.
+
         Raises:
             RuntimeError: a source is in another round, or its model has another size.
-            FloatingPointError: this worker's own message is not sound.
         """
         workers, headers = tuple(rows), torch.stack(list(rows.values()))
         scales = headers[:, 2].view(torch.float64)
@@ -70,6 +84,12 @@ class Verdicts:
         flags = torch.cat([headers[:, :2], torch.isfinite(scales).long()[:, None], sane.long()[:, None]], dim=1)
         self._hear(round, workers, flags)
         return sane
+
+    def refuse_own(self, mixed: Sequence[Tensor]) -> None:
+        """After the mixing: `Sick`, with what the neighbours said, where this worker's own message wasn't sound."""
+        complaint, self.complaint = self.complaint, ""
+        if complaint:
+            raise Sick(complaint, mixed)
 
     def _hear(self, round: int, workers: Sequence[int], flags: Tensor) -> None:
         if not flags.is_cuda:
@@ -99,7 +119,7 @@ class Verdicts:
                 self._count(source, step, _ABSURD if healthy[0] else "NaN or infinity")
         if not sane:
             held = _ABSURD if finite else f"NaN or infinity{self._beyond}"
-            raise FloatingPointError(
+            self.complaint = (
                 f"worker {self._rank}: its parameters hold {held} in round {step}; its "
                 "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
                 "operation with detect_anomaly=True"

@@ -99,10 +99,15 @@ class CliqueExchange(Exchange[CliqueMessages]):
         sane = self._verdicts.add(part.step, dict(zip(part.clique, part.rows, strict=True)))
         finite = _finite(torch.stack(list(part.rows)))
         heard = finite.sum()  # all, unless someone's message was refused
-        # Where all were refused the sum is 0: let it be the mean, not 0 / 0.
         for total in part.totals:
             total.div_((heard.clamp(min=1) / len(part.clique)).to(total.dtype))
-        refuse(part.totals, part.message, (sane == finite).all())
+        # Nor where all were refused: a sum of nobody is no model.
+        taken = (sane == finite).all() & finite.any()
+        refuse(part.totals, part.message, taken)
+        if self._verdicts.complaint:
+            # Nothing to be healed by: NaN instead, which the next round's sum leaves out.
+            nothing = [] if bool(taken) else part.totals
+            self._verdicts.refuse_own([total.fill_(torch.nan) for total in nothing] or part.totals)
         return list(part.totals)
 
     def traffic(self) -> Traffic:

@@ -1,7 +1,7 @@
 """Consensus distance measured over all workers, late and without waiting, and the mixer that counts rounds by it."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from math import isnan, nan, sqrt
@@ -15,6 +15,7 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.device import AsyncRead, beside
+from lightning_decentral.shared.compute.norms import squared_norm
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -129,3 +130,16 @@ class Consensus:
 
     absolute: float
     relative: float
+
+
+def spread(
+    own: Sequence[Tensor], means: Sequence[Tensor], mean_of: Callable[[Sequence[Tensor]], list[Tensor]], shards: int
+) -> Consensus:
+    """How far the workers are apart, from this one's tensors and their means. Collective.
+
+    Args:
+        shards: a mean is over devices, each of which holds 1 / shards of its worker's tensors.
+    """
+    squares = [squared_norm([a - b for a, b in zip(own, means, strict=True)]), squared_norm(means)]
+    apart, norm = (shards * square for square in mean_of(squares))
+    return Consensus(float(apart.sqrt()), float((apart / norm.clamp(min=1e-300)).sqrt()))

@@ -132,6 +132,7 @@ class Traffic:
     in_flight_seconds: float = 0.0
     refused: int = 0
     left_out: int = 0
+    healed: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
+from lightning_decentral.gossip.compute.healing import Healing
+from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Number, Started
 from lightning_decentral.shared.compute.buckets import Matrix
 
@@ -53,6 +55,7 @@ class Mixer:
         round: rounds taken so far.
         steps: steps taken so far.
         wanted: steps that the neighbours must have taken for the last landing.
+        healing: what happens where this worker's own message was refused.
 
     Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `stability.largest_stable_rate`.
     """
@@ -62,6 +65,7 @@ class Mixer:
         self.round, self.steps = 0, 0
         self.wanted = 0
         self.exchange = exchange
+        self.healing = Healing()
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
         self._states: list[State] = []
@@ -188,9 +192,17 @@ class Mixer:
                 continue  # a bucket that was taken in after the launch
             self.wanted = flight.step + 1
             turn, sent = self.turn(flight.round), flight.sent[place]
-            (mixed,) = flight.started[place].land()
+            mixed = self._landed(flight, place)
             self._apply(place, sent, mixed, turn)
             self.exchange.pool.give([sent, mixed])
+
+    def _landed(self, flight: Flight, place: int) -> Tensor:
+        try:
+            (mixed,) = flight.started[place].land()
+        except Sick as sick:
+            x = self.buckets[place].flat
+            return self.healing.heal(sick, x, flight.sent[place], self._states[place], flight.round)
+        return mixed
 
     def _apply(self, place: int, sent: Tensor, mixed: Tensor, turn: Turn) -> None:
         self._combine.apply(self.buckets[place].flat, sent, mixed, self._states[place], turn)
@@ -205,7 +217,7 @@ class Mixer:
         flights = []
         for flight in self._flights:
             # A round lands once, so what it brought stands in for what was started.
-            mixed = [tensor for started in flight.started for tensor in started.land()]
+            mixed = [self._landed(flight, place) for place in range(len(flight.started))]
             flight.started = [Landed([tensor]) for tensor in mixed]
             flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": mixed})
         return {

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.gossip.compute.healing import forget_poison
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.wire.transport import Transport
@@ -44,7 +45,10 @@ class OptimizerMixer:
 
     def step(self) -> None:
         # Of the first group: schedules change all groups alike.
+        healed = self.mixer.healing.healed
         self.mixer.step(float(self.optimizer.param_groups[0].get("lr", 1.0)))
+        if self.mixer.healing.healed > healed:
+            forget_poison(self.optimizer)
         self._store()
 
     def drain(self) -> None:

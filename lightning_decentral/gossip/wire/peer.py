@@ -135,10 +135,33 @@ class PeerExchange(Exchange[PeerMessages]):
         if self.coder.estimates:
             # Before they are mixed, which is done in what was heard.
             self.coder.remember(heard, healthy, part.first)
-        mixed = self._mix(self.neighbours(part.step).row, part.message, heard)
+        row = self.neighbours(part.step).row
+        if self._verdicts.complaint:
+            mixed = self._mix_of_others(row, part.message, heard, healthy)
+        else:
+            mixed = self._mix(row, part.message, heard)
         for pending in part.outgoing:
             pending.wait()
         self.coder.release(part.packets)
+        if self._verdicts.complaint:
+            self._verdicts.refuse_own(mixed)
+        return mixed
+
+    def _mix_of_others(
+        self,
+        row: Mapping[int, float],
+        message: Sequence[Tensor],
+        heard: Mapping[int, Sequence[Tensor]],
+        healthy: Mapping[int, Tensor],
+    ) -> list[Tensor]:
+        """sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is."""
+        # Seldom, so that the host may wait for the device's verdicts.
+        sound = {j: tensors for j, tensors in heard.items() if bool(healthy[j])}
+        total = sum(row[j] for j in sound)
+        mixed = [self.pool.take(m).copy_(m) for m in message]
+        for place, out in enumerate(mixed if sound else []):
+            out.copy_(torch.stack([tensors[place] * (row[j] / total) for j, tensors in sound.items()]).sum(dim=0))
+        self.pool.give([tensor for tensors in heard.values() for tensor in tensors])
         return mixed
 
     def _mix(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.health import FACTOR, extremes, sound
+from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, sound
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -66,6 +66,14 @@ def mean_of_others(
     one = torch.full((1,), 0.0 if left_out else 1.0, dtype=torch.float64, device=device)
     *sums, share = mean_of([*(torch.zeros_like(t) if left_out and real(t) else t for t in tensors), one])
     return [total / float(share) if real(total) else total for total in sums]
+
+
+@torch.no_grad()
+def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+    """What isn't sound beside its mean (a poisoned buffer, say, which no neighbour sends) <- its mean."""
+    for own, of_others in zip(tensors, means, strict=True):
+        if real(own) and not bool(sound(torch.stack([scale([local(own)]), scale([local(of_others)])]))[0]):
+            local(own).copy_(local(of_others))
 
 
 def refuse_nobody(sick: Mapping[int, Ailment], workers: int) -> None:

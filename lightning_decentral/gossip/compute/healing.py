@@ -1,0 +1,105 @@
+"""Healing: a worker whose parameters were poisoned takes its neighbours', a number of times; the rest of them goes on.
+
+    x_i <- sum_j w_ij x_j / sum_j w_ij        over the sources j that are sound, where x_i isn't
+
+What it sent while it was sick was refused by all, and corrects nothing when it lands. Where nobody sound is heard it
+stays sick, says nothing that could be averaged, and takes what comes next.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.compute.combine.combine import State
+from lightning_decentral.gossip.compute.integrity import Sick
+from lightning_decentral.shared.compute.health import scale, sound
+
+PATIENCE = 32
+"""Rounds that a worker waits for somebody sound."""
+
+
+class Healing:
+    """How often a worker may be healed; by default never: it ends with the error that says what it holds.
+
+    Args:
+        most: times; 0 ends the training at once.
+        poisoned: names the first parameter that isn't sound, and what it holds.
+
+    Attributes:
+        healed: times so far.
+    """
+
+    def __init__(self, most: int = 0, poisoned: Callable[[], str] = str) -> None:
+        self.healed = 0
+        self._most, self._poisoned = most, poisoned
+        self._round = -1  # of the last healing: a round's buckets are one
+        self._sick_since: int | None = None
+
+    def heal(self, sick: Sick, x: Tensor, sent: Tensor, state: State, round: int) -> Tensor:
+        """What stands for the mixture of this landing, equal to `sent`: it corrects nothing; x is sound, or all NaN.
+
+        Raises:
+            FloatingPointError: it has been healed too often, or the rule keeps what no neighbour could give.
+        """
+        if not self._most:
+            raise FloatingPointError(str(sick)) from None
+        (mixed,) = sick.mixed
+        if not _sound(x, mixed):
+            if state:
+                raise FloatingPointError(
+                    f"{sick}. A rule that keeps {', '.join(state)} can't heal: Gossip() can"
+                ) from None
+            if bool(torch.isfinite(scale([mixed]))):
+                self._count(sick, round)
+                x.copy_(mixed)
+            else:
+                self._wait(sick, round)
+                x.fill_(torch.nan)
+        sent.zero_()
+        return mixed.zero_()
+
+    def _wait(self, sick: Sick, round: int) -> None:
+        self._sick_since = self._sick_since if self._sick_since is not None else round
+        if round - self._sick_since >= PATIENCE:
+            raise FloatingPointError(f"{sick} (no neighbour that is sound was heard in {PATIENCE} rounds)") from None
+
+    def _count(self, sick: Sick, round: int) -> None:
+        self._sick_since = None
+        if round == self._round:
+            return
+        if self.healed == self._most:
+            raise FloatingPointError(f"{sick} (healed {self.healed} times, as often as `heals` allows)") from None
+        self._round, self.healed = round, self.healed + 1
+        warnings.warn(
+            f"{str(sick).partition(';')[0]}: {self._poisoned()}. It takes its neighbours' parameters and goes on "
+            f"({self.healed} of at most {self._most} times)",
+            stacklevel=2,
+        )
+
+
+def _sound(x: Tensor, beside: Tensor) -> bool:
+    """x is finite, and not absurd beside the other, or beside 1 where that isn't finite."""
+    other = scale([beside])
+    return bool(sound(torch.stack([scale([x]), torch.where(torch.isfinite(other), other, torch.ones_like(other))]))[0])
+
+
+def first_poisoned(named: Iterable[tuple[str, Tensor]]) -> str:
+    """`weight holds NaN`: the first that isn't finite; else the one with the largest magnitude."""
+    found = [(name, float(scale([tensor.detach()]))) for name, tensor in named if tensor.is_floating_point()]
+    for name, most in found:
+        if most != most or most == float("inf"):
+            return f"{name} holds {'NaN' if most != most else 'infinity'}"
+    name, most = max(found, key=lambda pair: pair[1])
+    return f"{name} holds {most:.2g}"
+
+
+@torch.no_grad()
+def forget_poison(optimizer: Optimizer) -> None:
+    """Moments with NaN, infinity or absurd numbers begin anew."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.is_floating_point() and not _sound(value, torch.ones(1)):
+                value.zero_()
