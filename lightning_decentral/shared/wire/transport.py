@@ -245,7 +245,8 @@ def connect(
 
     def new(ranks: Sequence[int] | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
         await_all()
-        made = dist.new_group(None if ranks is None else list(ranks), backend=by, **settings)
+        with Naming("the others", dist.get_rank()):
+            made = dist.new_group(None if ranks is None else list(ranks), backend=by, **settings)
         if made is dist.GroupMember.NON_GROUP_MEMBER:
             return None
         made_here.append(own := over(made))

@@ -37,6 +37,9 @@ REACHES = {
     r"floor_scale": 3,
 }
 """The same for tokens, and for what would reach beyond a few of them, or of layers."""
+TRIED = ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+LEAST = 16
+"""Positions and tokens of a copy at least, of however few its model has: the trial must fit."""
 MOST_PARAMETERS = 10**7
 SMALL = 64  # a model that is no wider keeps its widths: they may divide by little else
 SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
@@ -102,7 +105,7 @@ def _number(name: str, value: float, sizes: Mapping[str, int]) -> float:
     if SILENCED.fullmatch(name):
         return type(value)(0)
     size = next((size for pattern, size in sizes.items() if re.fullmatch(pattern, name)), None)
-    return value if size is None else min(size, int(value))
+    return value if size is None else min(size, max(int(value), LEAST if size >= LEAST and name in TRIED else 0))
 
 
 def _share_heads(config: Any, small: Any) -> None:
