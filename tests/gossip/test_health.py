@@ -58,7 +58,7 @@ def assert_mean_of_healthy(folder: Path, found: dict[str, Tensor], sound: list[i
     rows = [torch.load(folder / f"{rank}.pt") for rank in sound]
     for key, value in found.items():
         if value.is_floating_point():
-            torch.testing.assert_close(value, torch.stack([row[key] for row in rows]).mean(0), msg=key)
+            torch.testing.assert_close(value, torch.stack([row[key] for row in rows]).mean(0), msg=lambda text: f"{key}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def assert_mean_of_healthy(folder: Path, found: dict[str, Tensor], sound: list[i
     ids=str,
 )
 def test_the_mean_is_that_of_the_healthy(tmp_path: Path, bad: float, name: str, delay: int, topology: Topology) -> None:
-    options: dict[str, Any] = {"delay": delay, "topology": topology}
+    options: dict[str, Any] = {"delay": delay, "topology": topology, "heals": 0}
     if delay > 1:
         options["combine"] = Gossip(rate=0.4)
     in_processes(fit, tmp_path, Poison(tmp_path, bad, name, (1,)), options, seconds=90)

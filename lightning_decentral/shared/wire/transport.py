@@ -80,9 +80,8 @@ class Transport(ABC):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
-        return Work(
-            self.group.broadcast([tensor], _root(dist.BroadcastOptions(), source)), f"worker {source}", self.rank
-        )
+        options = _root(dist.BroadcastOptions(), source)
+        return Work(self.group.broadcast([tensor], options), f"worker {source}", self.rank)
 
 
 class GlooTransport(Transport):
