@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.compute.health import FACTOR, bits, sound
+from lightning_decentral.shared.compute.health import FACTOR
 
 # One would be too soon for a round that lands on a second stream, beside the step.
 LAG = 2
@@ -49,57 +49,33 @@ class Verdicts:
         self._open: deque[tuple[int, Sequence[int], AsyncRead]] = deque()
         self._refused_in: dict[int, int] = {}
 
-    def judge(
-        self,
-        round: int,
-        mine: Tensor,
-        headers: Mapping[int, Tensor],
-        heard: Mapping[int, Sequence[Tensor]],
-        message: Sequence[Tensor],
-    ) -> dict[int, Tensor]:
-        """{source: whether what it said is sound}; what isn't becomes this worker's own message. Errors as `add`.
+    def hear(self, round: int, headers: Mapping[int, Tensor], scales: Tensor, sane: Tensor) -> None:
+        """What was said in a round; `complaint` tells why this worker's own message isn't sound, as far as known.
 
         Args:
-            mine: the `header` of this worker's own message.
-        """
-        rows = {j: torch.cat([headers[j], bits(heard[j])]) for j in headers}
-        sane = self.add(round, {self._rank: mine, **rows})
-        healthy = dict(zip(rows, sane[1:], strict=True))
-        for j, tensors in heard.items():
-            refuse(tensors, message, healthy[j])
-        return healthy
-
-    def add(self, round: int, rows: Mapping[int, Tensor]) -> Tensor:
-        """Which messages of a round are sound beside each other, [workers], by the `header` of this worker and each
-        it heard.
-
-        `complaint` says why this worker's own one isn't, as far as the host knows.
+            headers: (round, elements of all buckets), int64 [2], of this worker and each that it heard.
+            scales: `health.scale` of each one's message, [workers].
+            sane: whether each one's is sound beside the others', `health.sound(scales)`.
 
         Raises:
             RuntimeError: a source is in another round, or its model has another size.
         """
-        workers, headers = tuple(rows), torch.stack(list(rows.values()))
-        scales = headers[:, 2].view(torch.float64)
-        sane = sound(scales)
-        flags = torch.cat([headers[:, :2], torch.isfinite(scales).long()[:, None], sane.long()[:, None]], dim=1)
-        self._hear(round, workers, flags)
-        return sane
+        verdicts = torch.stack([torch.isfinite(scales), sane], dim=1).long()
+        flags = torch.cat([torch.stack([*headers.values()]), verdicts], dim=1)
+        if not flags.is_cuda:
+            self._judge([*headers], flags)
+            return
+        while self._open and self._open[0][0] <= round - LAG:
+            _, workers_then, flags_then = self._open.popleft()
+            self._judge(workers_then, flags_then.read())
+        # Copied to pinned memory, and read long after the device passed the verdict.
+        self._open.append((round, [*headers], AsyncRead(flags)))
 
     def refuse_own(self, mixed: Sequence[Tensor]) -> None:
         """After the mixing: `Sick`, with what the neighbours said, where this worker's own message wasn't sound."""
         complaint, self.complaint = self.complaint, ""
         if complaint:
             raise Sick(complaint, mixed)
-
-    def _hear(self, round: int, workers: Sequence[int], flags: Tensor) -> None:
-        if not flags.is_cuda:
-            self._judge(workers, flags)
-            return
-        while self._open and self._open[0][0] <= round - LAG:
-            _, workers_then, flags_then = self._open.popleft()
-            self._judge(workers_then, flags_then.read())
-        # Copied to pinned memory, and read long after the device passed the verdict.
-        self._open.append((round, workers, AsyncRead(flags)))
 
     def _judge(self, workers: Sequence[int], flags: Tensor) -> None:
         rows = dict(zip(workers, flags.tolist(), strict=True))
@@ -146,11 +122,3 @@ def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> N
     for tensor, mine in zip(heard, own, strict=True):
         # Overwritten: NaN times a weight of zero would still be NaN.
         torch.where(healthy, tensor, mine, out=tensor)
-
-
-def header(step: int, elements: int, message: Sequence[Tensor]) -> Tensor:
-    """(round, elements of all buckets, bits of the message's `scale`), int64 [3]; the first two travel with it."""
-    device = message[0].device
-    # filled on the device: copying numbers there would make the host wait
-    numbers = [torch.full((1,), n, dtype=torch.int64, device=device) for n in (step, elements)]
-    return torch.cat([*numbers, bits(message)])

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.integrity import Verdicts, header, refuse
+from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.health import scale, sound
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -78,11 +79,13 @@ class CliqueExchange(Exchange[CliqueMessages]):
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> CliqueMessages:
         """Memory until landed: one copy of the message."""
         clique = self._clique(step)
-        row = header(step, self._elements, message)
+        # Filled on the device: copying numbers there would make the host wait.
+        numbers = [torch.full((1,), n, dtype=torch.int64, device=self.device) for n in (step, self._elements)]
+        row = torch.cat([*numbers, scale(message).view(1).view(torch.int64)])
         # Divided before the sum, which in half precision could overflow.
         totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
         # The sender itself leaves out a message with NaN: nobody could take it out of the sum.
-        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], _finite(row))
+        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], torch.isfinite(_scale(row)))
         return CliqueMessages(self, clique, step, first, row, message, totals)
 
     def depart(self, started: Sequence[CliqueMessages], step: int) -> None:
@@ -96,8 +99,10 @@ class CliqueExchange(Exchange[CliqueMessages]):
     def landed(self, part: CliqueMessages) -> list[Tensor]:
         """The mean of those whose messages were finite; this worker's own where one was absurd."""
         self._tally.land(part.pending, part.departed, part.first)
-        sane = self._verdicts.add(part.step, dict(zip(part.clique, part.rows, strict=True)))
-        finite = _finite(torch.stack(list(part.rows)))
+        headers = {worker: row[:2] for worker, row in zip(part.clique, part.rows, strict=True)}
+        scales = _scale(torch.stack(list(part.rows)))
+        sane, finite = sound(scales), torch.isfinite(scales)
+        self._verdicts.hear(part.step, headers, scales, sane)
         heard = finite.sum()  # all, unless someone's message was refused
         for total in part.totals:
             total.div_((heard.clamp(min=1) / len(part.clique)).to(total.dtype))
@@ -114,5 +119,5 @@ class CliqueExchange(Exchange[CliqueMessages]):
         return self._tally.traffic(self._verdicts.refused)
 
 
-def _finite(headers: Tensor) -> Tensor:
-    return torch.isfinite(headers[..., 2:].view(torch.float64)[..., 0])
+def _scale(rows: Tensor) -> Tensor:
+    return rows[..., 2:].view(torch.float64)[..., 0]

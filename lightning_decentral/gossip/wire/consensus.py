@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, Turn
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -46,6 +46,7 @@ class ControlledMixer(Mixer):
         super().__init__([], control.inner, exchange, delay)
         self._control, self._gauge, self._idle = control, gauge, 0
         self._squares: list[Tensor] = []
+        self._correct = self._measured
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
         # By what all workers were told: they must take equally many rounds.
@@ -58,9 +59,9 @@ class ControlledMixer(Mixer):
             self._gauge.tell(torch.stack([nothing, *self._squares]).sum(0))
             self._squares = []
 
-    def _apply(self, place: int, sent: Tensor, mixed: Tensor, turn: Turn) -> None:
+    def _measured(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         self._squares.append(self._control.measure(sent, mixed, turn))
-        super()._apply(place, sent, mixed, turn)
+        self._combine.apply(x, sent, mixed, state, turn)
 
     def mixing(self) -> dict[str, float]:
         told = {} if isnan(self._gauge.distance) else {"consensus_measured": self._gauge.distance}

@@ -7,7 +7,7 @@ Who launched a round keeps what `start` returned, hands it to `depart`, and land
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
@@ -83,9 +83,8 @@ class Exchange(ABC, Generic[S]):
     coder: Memory
     """What both ends of a link remember of each other, and what of a message travels."""
 
-    @abstractmethod
-    def neighbours(self, step: int) -> Hearing:
-        """Who hears whom."""
+    neighbours: Callable[[int], Hearing]
+    """Who hears whom at a step."""
 
     @abstractmethod
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
@@ -158,10 +157,7 @@ class Tally:
             departed: when they left, by `perf_counter`.
         """
         assert departed, "land only what has departed"
-        self._waited.start()
-        for part in pending:
-            part.wait()
-        self._waited.stop()
+        self._waited.during(part.wait for part in pending)
         # A round counts once, with its first bucket.
         if not first:
             self._in_flight_seconds += perf_counter() - departed

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started, Traffic
+from lightning_decentral.gossip.wire.exchange import Exchange, Started, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
 from lightning_decentral.shared.wire.transport import Transport
@@ -35,13 +36,10 @@ class GatherExchange(Exchange["Parts"]):
     pool: Pool = field(default_factory=Pool, init=False)
 
     def __post_init__(self) -> None:
-        self.coder = self.inner.coder
+        self.coder, self.neighbours = self.inner.coder, self.inner.neighbours
         self._waited = stopwatch(self.device)
         # By NCCL the gather, too, is hidden behind the next step; by gloo it waits for the landing.
         self._order = SideStream(self.device) if self.inside.queued else AtLanding()
-
-    def neighbours(self, step: int) -> Hearing:
-        return self.inner.neighbours(step)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         # No matrices for codecs: a part cuts through them.
@@ -77,12 +75,10 @@ class GatherExchange(Exchange["Parts"]):
 
     def _share(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """wholes <- every device's parts."""
-        self._waited.start()
         pairs = list(zip(wholes, parts, strict=True))
         # All are under way before the first is awaited.
-        for pending in [self.inside.all_gather_into(w, p) for w, p in pairs if self._split(w)]:
-            pending.wait()
-        self._waited.stop()
+        gathers = [self.inside.all_gather_into(w, p) for w, p in pairs if self._split(w)]
+        self._waited.during(pending.wait for pending in gathers)
         for whole, part in pairs:
             if not self._split(whole):
                 whole.copy_(part)
@@ -164,9 +160,7 @@ class SideStream:
 
         def land() -> list[Tensor]:
             caller = torch.cuda.current_stream(self._stream.device)
-            self._waited.start()
-            caller.wait_event(done)
-            self._waited.stop()
+            self._waited.during([partial(caller.wait_event, done)])
             self._in_flight_seconds += perf_counter() - launched
             # Nor these before the caller has: they are this stream's.
             for tensor in mixed:

@@ -68,6 +68,7 @@ class Mixer:
         self.healing = Healing()
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
+        self._correct = combine.apply
         self._states: list[State] = []
         self._flights: deque[Flight] = deque()
         self.extend(buckets)
@@ -86,36 +87,25 @@ class Mixer:
             rounds: to take; those beyond the first block, there is nothing to hide them behind.
         """
         self._learning_rate, self._peak = learning_rate, max(self._peak, learning_rate)
-        # The user's code may have given a parameter another storage.
-        for bucket in self.buckets:
-            bucket.adopt()
-        turn = self.turn(self.round)
-        due, leaving = self._due(self.round - self._delay), self._leaving() if rounds else None
-        # Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that
-        # the links rest for the last bucket's mixing at most and not for that of the whole model.
-        for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
-            self._land(due, place)
-            self._combine.adapt(bucket.flat, state, turn)
-            self._launch(leaving, place, turn)
-        if rounds:
-            self._taken()
-        for _ in range(1, rounds):
-            self._take_another()
+        for nth in range(max(1, rounds)):
+            turn = self.turn(self.round)
+            due, leaving = self._due(self.round - self._delay), self._leaving() if rounds else None
+            # The user's code may have given a parameter another storage.
+            for bucket in self.buckets:
+                bucket.adopt()
+            # Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that
+            # the links rest for the last bucket's mixing at most and not for that of the whole model.
+            for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
+                self._land(due, place)
+                if not nth:  # it corrects an update, of which there is one in a step
+                    self._combine.adapt(bucket.flat, state, turn)
+                if leaving:
+                    self._launch(leaving, place, self._combine.message(bucket.flat, state), turn)
+            if rounds:
+                if not self._delay:
+                    self._land_until(self.round)
+                self.round += 1
         self.steps += 1
-
-    def _take_another(self) -> None:
-        # Without `adapt`: it corrects an update, of which there is one in a step.
-        due, leaving, turn = self._due(self.round - self._delay), self._leaving(), self.turn(self.round)
-        for place in range(len(self.buckets)):
-            self._land(due, place)
-            self._launch(leaving, place, turn)
-        self._taken()
-
-    def _taken(self) -> None:
-        """What was launched is on its way; without a delay it lands at once."""
-        if not self._delay:
-            self._land_until(self.round)
-        self.round += 1
 
     def drain(self) -> None:
         """Land all that is in flight."""
@@ -163,11 +153,7 @@ class Mixer:
         self._flights.append(Flight(self.round, self.steps))
         return self._flights[-1]
 
-    def _launch(self, flight: Flight | None, place: int, turn: Turn) -> None:
-        if flight is None:
-            return
-        x, state = self.buckets[place].flat, self._states[place]
-        message = self._combine.message(x, state)
+    def _launch(self, flight: Flight, place: int, message: Tensor, turn: Turn) -> None:
         # A copy: what was sent is subtracted at the landing, and updates change x until then.
         sent = self.exchange.pool.take(message).copy_(message)
         started = self.exchange.start([sent], flight.round, place)
@@ -177,6 +163,7 @@ class Mixer:
         # take the half of its link.
         go = self.exchange.depart if place == len(self.buckets) - 1 else self.exchange.offer
         go(flight.started, flight.round)
+        x, state = self.buckets[place].flat, self._states[place]
         self._combine.launched(x, partial(_settled, sent, started), state, turn)
 
     def _due(self, last: int) -> list[Flight]:
@@ -193,7 +180,7 @@ class Mixer:
             self.wanted = flight.step + 1
             turn, sent = self.turn(flight.round), flight.sent[place]
             mixed = self._landed(flight, place)
-            self._apply(place, sent, mixed, turn)
+            self._correct(self.buckets[place].flat, sent, mixed, self._states[place], turn)
             self.exchange.pool.give([sent, mixed])
 
     def _landed(self, flight: Flight, place: int) -> Tensor:
@@ -203,9 +190,6 @@ class Mixer:
             x = self.buckets[place].flat
             return self.healing.heal(sick, x, flight.sent[place], self._states[place], flight.round)
         return mixed
-
-    def _apply(self, place: int, sent: Tensor, mixed: Tensor, turn: Turn) -> None:
-        self._combine.apply(self.buckets[place].flat, sent, mixed, self._states[place], turn)
 
     def _land_until(self, last: int) -> None:
         due = self._due(last)

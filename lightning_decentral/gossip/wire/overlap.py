@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started, Traffic
+from lightning_decentral.gossip.wire.exchange import Exchange, Started, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
 from lightning_decentral.shared.compute.device import Future, WorkerThread
 
@@ -39,7 +39,7 @@ class OverlapExchange(Exchange["Overlapped"]):
 
     def __init__(self, inner: Exchange[Any]) -> None:
         self.inner = inner
-        self.pool, self.coder = inner.pool, inner.coder
+        self.pool, self.coder, self.neighbours = inner.pool, inner.coder, inner.neighbours
         # Two threads, since a round is to be encoded while the one before is still awaited. That they are threads
         # costs the training little: torch lets go of the interpreter within its operations.
         self._leaving, self._arriving = WorkerThread("gossip leaves"), WorkerThread("gossip arrives")
@@ -55,9 +55,6 @@ class OverlapExchange(Exchange["Overlapped"]):
         self._admitted += [bucket.numel() * bucket.element_size() for bucket in buckets]
         self._last_overlaps = is_short(self._admitted[-1], sum(self._admitted)) if self._admitted else False
         self.inner.admit(buckets, matrices, combine)
-
-    def neighbours(self, step: int) -> Hearing:
-        return self.inner.neighbours(step)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Overlapped":
         """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""

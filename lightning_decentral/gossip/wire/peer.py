@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.integrity import Verdicts, header
+from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
@@ -22,6 +22,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, T
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.health import scale, sound
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -37,7 +38,8 @@ class PeerMessages(Started):
     step: int
     first: int
     message: Sequence[Tensor]
-    mine: Tensor
+    scale: Tensor
+    header: Tensor
     packets: Mapping[int, Buffers]
     headers: Mapping[int, Tensor]
     buffers: Mapping[int, Buffers]
@@ -47,8 +49,9 @@ class PeerMessages(Started):
 
     def sends(self) -> list[Message]:
         """A header, then the payload."""
-        header = self.mine[:2]
-        return [Message(k, t, tag) for k, packet in self.packets.items() for tag, t in enumerate([header, *packet])]
+        return [
+            Message(k, t, tag) for k, packet in self.packets.items() for tag, t in enumerate([self.header, *packet])
+        ]
 
     def receives(self) -> list[Message]:
         # In the order of the senders' `sends`: NCCL pairs by order, gloo by tag.
@@ -111,11 +114,14 @@ class PeerExchange(Exchange[PeerMessages]):
         """Memory until landed: one copy of the message for each source."""
         at = self.neighbours(step)
         packets = self.coder.encode(message, at.heard_by, step, first)
-        # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
-        mine = header(step, self._elements, message)
-        headers = {j: torch.empty_like(mine[:2]) for j in at.sources}
         buffers = self.coder.buffers(at.sources, message, first)
-        return PeerMessages(self, step, first, message, mine, packets, headers, buffers)
+        # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
+        largest = scale(message)
+        # Filled on the device: copying numbers there would make the host wait.
+        numbers = [torch.full((), n, dtype=torch.int64, device=self.device) for n in (step, self._elements)]
+        header = torch.stack(numbers)
+        headers = {j: torch.empty_like(header) for j in at.sources}
+        return PeerMessages(self, step, first, message, largest, header, packets, headers, buffers)
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
         sends, receives = [part.sends() for part in started], [part.receives() for part in started]
@@ -130,8 +136,13 @@ class PeerExchange(Exchange[PeerMessages]):
     def landed(self, part: PeerMessages) -> list[Tensor]:
         self._tally.land(part.incoming, part.departed, part.first)
         heard = self.coder.decode(part.buffers, part.message, part.first)
+        scales = torch.stack([part.scale, *map(scale, heard.values())])
+        sane = sound(scales)
         # A worker that took another number of steps would pair rounds wrongly without a sign.
-        healthy = self._verdicts.judge(part.step, part.mine, part.headers, heard, part.message)
+        self._verdicts.hear(part.step, {self.transport.rank: part.header, **part.headers}, scales, sane)
+        healthy = dict(zip(heard, sane[1:], strict=True))
+        for j, tensors in heard.items():
+            refuse(tensors, part.message, healthy[j])
         if self.coder.estimates:
             # Before they are mixed, which is done in what was heard.
             self.coder.remember(heard, healthy, part.first)

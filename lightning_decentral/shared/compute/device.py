@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from time import perf_counter
@@ -29,6 +29,13 @@ class HostStopwatch:
 
     def stop(self) -> None:
         self._total += perf_counter() - self._started
+
+    def during(self, waits: Iterable[Callable[[], object]]) -> None:
+        """Adds the seconds of these calls, one after the other."""
+        started = perf_counter()
+        for wait in waits:
+            wait()
+        self._total += perf_counter() - started
 
     def seconds(self) -> float:
         return self._total
@@ -55,6 +62,13 @@ class DeviceStopwatch:
         self._open[-1][1].record()
         if len(self._open) > OPEN:  # nobody may ever ask for the seconds
             self.seconds()
+
+    def during(self, waits: Iterable[Callable[[], object]]) -> None:
+        """Adds the seconds that these calls make the current stream wait."""
+        self.start()
+        for wait in waits:
+            wait()
+        self.stop()
 
     def seconds(self) -> float:
         """All intervals that the device has passed so far."""

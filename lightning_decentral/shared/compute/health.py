@@ -33,11 +33,6 @@ def scale(tensors: Sequence[Tensor]) -> Tensor:
     return torch.maximum(-ends[:, 0], ends[:, 1]).max()
 
 
-def bits(tensors: Sequence[Tensor]) -> Tensor:
-    """`scale` as an integer, to travel with integers: int64 [1]."""
-    return scale(tensors).view(1).view(torch.int64)
-
-
 def extremes(tensor: Tensor) -> Tensor:
     """(smallest, largest) element, float64 [2]; NaN where one is, zeros where there is none."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
