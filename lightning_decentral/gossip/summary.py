@@ -8,7 +8,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import all_reduce_copies, copies_sent, copies_through_card
+from lightning_decentral.gossip.plan.traffic import WorkerBytes, all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
@@ -46,20 +46,19 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     """{what: in words}"""
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
-    model_bytes = sum(bucket.bytes for of in mixers for bucket in of.buckets)
-    # A device sends its part of an island's message.
-    device_bytes = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies
-    message_bytes = device_bytes * plan.island.devices // plan.island.shards
+    packed = sum(bucket.bytes for of in mixers for bucket in of.buckets)
+    said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies
+    of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
     copies = copies_sent(plan.topology, plan.weights, plan.worker, size, peers_only=plan.codec.encodes)
-    sent_bytes = copies * device_bytes
+    sent = copies * of_worker.message
     words = {
         "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
         "topology": describe(plan.topology, size, plan.weights),
         "steps to exact consensus": "never exact" if steps is None else str(steps),
         "order": ORDERS.get(plan.delay, f"landed {plan.delay} updates later"),
         "codec": repr(plan.codec),
-        "bytes per worker and step": f"{sent_bytes:,.0f} ({sent_bytes / max(model_bytes, 1):.3g} x the parameters)",
-        "bytes through a node's card": through_card(plan, message_bytes, model_bytes),
+        "bytes per worker and step": f"{sent:,.0f} ({sent / max(of_worker.model, 1):.3g} x the parameters)",
+        "bytes through a node's card": through_card(plan, of_worker),
         "evaluated": "the mean of the workers" if plan.evaluate == "mean" else "each worker's own model",
     }
     adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
@@ -67,12 +66,12 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 
-def through_card(plan: Planned, message_bytes: float, model_bytes: float) -> str:
+def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
     """What the plan sends out of the busiest node, and what a ring all-reduce of the gradients would."""
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
     steps = copies_through_card(*shape, peers_only=plan.codec.encodes)
-    mean, most = sum(steps) / len(steps) * message_bytes, max(steps) * message_bytes
-    reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * model_bytes
+    mean, most = sum(steps) / len(steps) * of_worker.message, max(steps) * of_worker.message
+    reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * of_worker.model
     return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
+from lightning_decentral.gossip.plan.traffic import WorkerBytes
 from lightning_decentral.gossip.summary import through_card
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.tiny import QUIET, Batches, Net, Record, SizedBatches, in_processes, recorded
@@ -180,7 +181,7 @@ def test_the_summary_says_what_passes_the_network_card(
     strategy.parallel_devices = [torch.device("cpu")] * per_node
     strategy.num_nodes = nodes
     strategy._place()
-    assert through_card(strategy, message_bytes=1000, model_bytes=1000) == said
+    assert through_card(strategy, WorkerBytes(1000, 1000)) == said
 
 
 def test_counters_and_rounds_of_each_device(tmp_path: Path) -> None:
@@ -192,6 +193,11 @@ def test_counters_and_rounds_of_each_device(tmp_path: Path) -> None:
     for rows in sent.values():
         assert [row["rounds"] for row in rows] == [6] * 4
         assert len({row["bytes"] for row in rows}) == 1
+        # An island's devices together send what the plan says of a worker, and rows of 24 bytes about it.
+        said, of_parameters = rows[0]["said"].split(" ", 1)
+        sent = sum(row["bytes"] for row in rows[:2]) / 6
+        assert 0 < sent - float(said.replace(",", "")) <= 2 * 24 * rows[0]["buckets"]
+        assert of_parameters == "(1 x the parameters)"
 
 
 class Counters(Callback):
@@ -201,7 +207,11 @@ class Counters(Callback):
         self._folder = folder
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        traffic, rounds = trainer.strategy.traffic(), trainer.strategy.rounds()
-        torch.save(
-            {"bytes": traffic.bytes_sent, "rounds": rounds[0]}, self._folder / f"traffic-{trainer.global_rank}.pt"
-        )
+        strategy = trainer.strategy
+        row = {
+            "bytes": strategy.traffic().bytes_sent,
+            "rounds": strategy.rounds()[0],
+            "buckets": len(strategy.buckets),
+            "said": strategy.summary()["bytes per worker and step"],
+        }
+        torch.save(row, self._folder / f"traffic-{trainer.global_rank}.pt")

@@ -1,6 +1,6 @@
-"""Traffic of a plan, in copies of a message: what each worker and each node's network card sends; cliques.
+"""Traffic of a plan: copies and bytes that each worker and each node's network card sends; cliques.
 
-`gossip.summary` makes bytes of them; what was sent in fact is counted in `wire.exchange`.
+What was sent in fact is counted in `wire.exchange`.
 
 A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are; in every
 other one peers send each other messages.
@@ -112,6 +112,25 @@ def _cliques(cliques: Partition, size: int, per_node: int) -> tuple[RoundLoad, .
             for rank in clique:
                 loads[rank] = load
     return tuple(loads)
+
+
+@dataclass(frozen=True)
+class WorkerBytes:
+    """Bytes of one worker, a device or an island of several.
+
+    Args:
+        message: of one to another worker, all devices together.
+        model: of its parameters.
+    """
+
+    message: float
+    model: float
+
+    @classmethod
+    def of_devices(cls, message: float, model: float, devices: int, shards: int) -> "WorkerBytes":
+        """Where each of an island's devices sends a part of `message` bytes, and packs `model` bytes: all of the
+        parameters, or one of so many shards of them."""
+        return cls(message * devices, model * shards)
 
 
 def all_reduce_copies(size: int, workers_per_node: int) -> float:

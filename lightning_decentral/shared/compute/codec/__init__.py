@@ -1,6 +1,7 @@
 """Message compression: quantization, sparsification, low rank, difference compression and its error feedback.
 
-`codec` says what a codec is, `link` what a worker's ends of its links do, `error_feedback` what they remember.
+`codec` says what a codec is; the one to copy is `Int8` in `quantize`. What a worker's ends of its links remember stands
+in `gossip/compute`.
 Public: all names below.
 """
 
