@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.wire.island import FullyShard as FullyShard
     from lightning_decentral.gossip.wire.island import Island as Island
     from lightning_decentral.gossip.wire.island import Solo as Solo
-    from lightning_decentral.gossip.wire.replicas import GossipReplicas as GossipReplicas
+    from lightning_decentral.gossip.wire.pipeline_replicas import GossipReplicas as GossipReplicas
     from lightning_decentral.gossip.wire.simulation import MatrixExchange as MatrixExchange
     from lightning_decentral.gossip.wire.simulation import simulate as simulate
     from lightning_decentral.shared.compute.codec import BFloat16 as BFloat16

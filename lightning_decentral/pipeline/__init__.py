@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lightning_decentral.pipeline.plan.slicing import Uniform as Uniform
     from lightning_decentral.pipeline.report import PipelineReport as PipelineReport
     from lightning_decentral.pipeline.strategy import TokenPipelineStrategy as TokenPipelineStrategy
-    from lightning_decentral.shared.wire.replicas import AverageGradients as AverageGradients
-    from lightning_decentral.shared.wire.replicas import Replicas as Replicas
+    from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients as AverageGradients
+    from lightning_decentral.shared.wire.pipeline_replicas import Replicas as Replicas
 
 __getattr__, __all__ = lazy_exports(__name__)

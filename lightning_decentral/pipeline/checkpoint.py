@@ -31,7 +31,7 @@ from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
-from lightning_decentral.shared.wire.replicas import Bond
+from lightning_decentral.shared.wire.pipeline_replicas import Bond
 from lightning_decentral.shared.wire.transport import Wire
 
 STATES = "optimizer_states"

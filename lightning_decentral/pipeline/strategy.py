@@ -32,7 +32,7 @@ from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.replicas import AverageGradients, Bond, Replicas
+from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas
 from lightning_decentral.shared.wire.transport import Wire
 from lightning_decentral.shared.workers import WorkersStrategy
 

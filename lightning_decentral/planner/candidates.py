@@ -29,12 +29,12 @@ from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
 from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
-from lightning_decentral.shared.compute.codec.compress import DifferenceCompression
+from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
 from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8, Plain
 from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import Model, RoundWork
-from lightning_decentral.shared.wire.replicas import AverageGradients
+from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 
 BASELINE = "strategy=ddp"
 WHOLE_THEN_HALF = "the first quarter whole, then half the depth in every other step"

@@ -21,7 +21,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.pipeline import Uniform
 from lightning_decentral.shared.compute.codec import Int8, Plain
-from lightning_decentral.shared.wire.replicas import AverageGradients
+from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.gossip.rules import IRREGULAR
 from tests.pipeline.causal import VOCABULARY, WIDTH, token_mean

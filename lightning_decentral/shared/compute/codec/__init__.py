@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec.codec import MessageLayout as MessageLayout
     from lightning_decentral.shared.compute.codec.codec import Payload as Payload
     from lightning_decentral.shared.compute.codec.codec import PayloadPart as PayloadPart
-    from lightning_decentral.shared.compute.codec.compress import DifferenceCompression as DifferenceCompression
-    from lightning_decentral.shared.compute.codec.compress import TopK as TopK
+    from lightning_decentral.shared.compute.codec.difference import DifferenceCompression as DifferenceCompression
+    from lightning_decentral.shared.compute.codec.difference import TopK as TopK
     from lightning_decentral.shared.compute.codec.low_rank import LowRank as LowRank
     from lightning_decentral.shared.compute.codec.packed import Int2 as Int2
     from lightning_decentral.shared.compute.codec.packed import Int4 as Int4

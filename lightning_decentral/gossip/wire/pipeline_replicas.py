@@ -19,7 +19,7 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.wire.replicas import Bond, Group, Replicas
+from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
 
 
 @checked
