@@ -131,6 +131,7 @@ LOST = {
     "_broadcast_sigterm_tensor": "it may make workers wait for each other before every batch",
     "_sigterm_notifier_fn": "a SIGTERM may not reach every worker",
     "on_advance_end": "unequal numbers of batches may hang",
+    "setup_data": "a worker without a batch isn't named",
 }
 
 
@@ -153,6 +154,7 @@ class LoopPatches:
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         self._replace(loop, "on_advance_end", self._end_batch)
         self._replace(trainer.fit_loop, "on_advance_end", self._end_epoch)
+        self._replace(trainer.fit_loop, "setup_data", self._set_up_data)
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGINT, self._on_interrupt)
             self._undo.append(lambda: self._hand_back(before))
@@ -206,7 +208,25 @@ class LoopPatches:
         loop = self._trainer.fit_loop
         return loop.epoch_loop.batch_progress.is_last_batch or (self._trainer.should_stop and loop._can_stop_early)
 
+    def _set_up_data(self, inner: Callable[[], None]) -> None:
+        try:
+            inner()
+        except RuntimeError as error:
+            if "zero length" in str(error):  # Lightning's words, on this worker alone
+                self._refuse_no_batch(error)
+            raise
+
+    def _refuse_no_batch(self, cause: Exception | None = None) -> None:
+        # Another worker can't be followed through a whole epoch: validation would begin on the others alone.
+        raise ValueError(
+            f"worker {self._trainer.global_rank} has no training batch: give every worker data, or take fewer workers, "
+            "a smaller batch_size or drop_last=False"
+        ) from cause
+
     def _end_epoch(self, inner: Callable[[], None]) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        if not loop.batch_progress.current.ready and not self._trainer.should_stop:
+            self._refuse_no_batch()
         self._call_roll()  # does nothing where a batch was known to be the last
         self._epoch_ended = False
         inner()

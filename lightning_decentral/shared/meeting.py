@@ -70,15 +70,18 @@ class Attendance:
 
     @staticmethod
     def come(
-        environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta, one_node: bool
+        environment: ClusterEnvironment,
+        backend: str,
+        device: torch.device,
+        timeout: timedelta,
+        layout: tuple[int, int],
     ) -> None:
         """As Lightning starts the world, at a store that says who is missing."""
         settings: dict[str, Any] = {"timeout": timeout, "device_id": None if device.type == "cpu" else device}
         rank, size = environment.global_rank(), environment.world_size()
         if size > 1 and not connected():
-            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             place = environment.main_address, environment.main_port
-            settings["store"] = Meeting(*place, rank, size, timeout, hosted, one_node).store()
+            settings["store"] = Meeting(*place, rank, size, timeout, _hosted(), layout).store()
         _init_dist_connection(environment, backend, **settings)
 
     def join(self, rank: int, size: int) -> None:
@@ -87,7 +90,7 @@ class Attendance:
         _meetings += 1
         if connected():
             self._store = own_connection(f"notices/{_meetings}")
-            self._notices = Notices(self._store, rank, size)
+            self._notices = Notices(self._store, rank, size, _hosted())
             self._presence = Presence(self._notices, self.phase)
 
     def stop(self, timeout: timedelta) -> tuple[StopAgreement, Presence]:
@@ -126,10 +129,12 @@ class Attendance:
             time.sleep(0.005)
 
 
-TIMEOUT = timedelta(minutes=5)
+def _hosted() -> bool:
+    """Whether torchrun's agent has the store, not worker 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-_left: list[Wire] = []
-"""Groups of fits that an exception ended: destroying them would wait for the messages that are under way."""
+
+TIMEOUT = timedelta(minutes=5)
 
 
 class MeetingStrategy(UnwrappedStrategy):
@@ -169,7 +174,7 @@ class MeetingStrategy(UnwrappedStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
-        place = self.root_device, self._patience, self.num_nodes == 1
+        place = self.root_device, self._patience, (self.num_nodes, self.num_processes)
         self._attendance.come(self.cluster_environment, self._process_group_backend, *place)
         self._attendance.join(self.global_rank, self.world_size)
 
@@ -229,9 +234,7 @@ class MeetingStrategy(UnwrappedStrategy):
             self._attendance.leave(exception)
 
     def _disconnect(self, alone: bool) -> None:
-        """Give the groups back; where an exception left messages under way, the process does it when it ends."""
-        if self.wire is not None and alone:
-            _left.append(self.wire)  # else its groups would wait for the messages
-        elif self.wire is not None:
-            self.wire.close()
+        """Give the groups back; where an exception may have left messages under way, without waiting for them."""
+        if self.wire is not None:
+            (self.wire.abandon if alone else self.wire.close)()
         self.wire = None

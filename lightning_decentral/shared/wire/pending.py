@@ -1,6 +1,7 @@
 """Handles of transfers under way, and the error that names a lost peer."""
 
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,3 +89,27 @@ class Naming:
                 f"worker {self._rank} lost {self._peer} ({reason}): it ended or its network is cut; "
                 "see that worker's own output"
             ) from error
+
+
+class Opened:
+    """The transports that one worker has opened, to be given back together."""
+
+    def __init__(self) -> None:
+        self._transports: list[Any] = []
+
+    def add(self, transport: Any) -> None:
+        self._transports.append(transport)
+
+    def close(self) -> None:
+        """On every worker, with nothing under way."""
+        while self._transports:
+            self._transports.pop().close()
+
+    def abandon(self) -> None:
+        """On this worker alone, messages under way or not: returns at once, and a thread waits for them instead."""
+        left = [one for one in self._transports if not one.queued]  # NCCL's stay: to end one waits for its kernels
+        groups = [one.group for one in left]  # the last references: gloo waits where a group is deleted
+        for one in left:
+            one.close()
+        self._transports = []
+        threading.Thread(target=groups.clear, name="lightning_decentral-abandoned", daemon=True).start()

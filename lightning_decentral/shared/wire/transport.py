@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
+from lightning_decentral.shared.wire.pending import Naming, Opened, Pending, StagedCopy, Together, Work
 
 _stores: Any = dist  # whose types leave them out
 Call = Callable[[], None]
@@ -228,6 +228,8 @@ class Wire:
     """The same for CPU tensors, by gloo."""
     close: Call
     """Give back the groups, their threads and connections. On every worker, with nothing under way."""
+    abandon: Call
+    """The same alone, messages under way or not: returns at once. NCCL's groups stay until the process ends."""
 
 
 def connect(
@@ -240,7 +242,7 @@ def connect(
         await_all: before each group: making one is a call that only its timeout ends where a worker doesn't come.
     """
     settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    made_here: list[Transport] = []
+    made_here = Opened()
 
     def new(ranks: Sequence[int] | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
         await_all()
@@ -248,7 +250,7 @@ def connect(
             made = dist.new_group(None if ranks is None else list(ranks), backend=by, **settings)
         if made is dist.GroupMember.NON_GROUP_MEMBER:
             return None
-        made_here.append(own := over(made))
+        made_here.add(own := over(made))
         return own
 
     def group(ranks: Sequence[int] | None) -> Transport | None:
@@ -257,17 +259,13 @@ def connect(
             made.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
         return made
 
-    def close() -> None:
-        while made_here:
-            made_here.pop().close()
-
     # A group orders its calls: what may happen in another order on another worker has another group.
     hosts = partial(new, by="gloo", over=GlooTransport)
     world, flags, roll = group(None), hosts(None), hosts(None)
     assert world is not None
     assert flags is not None
     assert roll is not None
-    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts, close)
+    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts, made_here.close, made_here.abandon)
 
 
 def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:

@@ -50,13 +50,14 @@ class Notices:
 
     Args:
         store: with keys of this meeting alone.
+        hosted: another process (torchrun's agent) has the store, not worker 0.
 
     Attributes:
         ignored: values that no worker can have written; they are not believed, only counted.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Any, rank: int, size: int, hosted: bool = False) -> None:
+        self._store, self.rank, self.size, self._hosted = store, rank, size, hosted
         self.ignored = 0
         self._beats = 0
         self._endings: dict[int, Ending] = {}
@@ -109,10 +110,13 @@ class Notices:
 
     def blame(self) -> str | None:
         """One line on who is the cause of a loss; None where nobody knows. Takes up to SILENT_SECONDS."""
-        with suppress(RuntimeError):  # the store is gone, and worker 0 or torchrun's agent with it
+        with suppress(RuntimeError):  # the store is gone, and who had it
             return self._blame()
-        known = _sentence(self._endings)
-        return known or "the store is gone, too: worker 0 (or torchrun's agent) ended; see its output"
+        keeper = "torchrun's agent on the first node" if self._hosted else "worker 0"
+        return _sentence(self._endings) or (
+            f"{keeper}, which has the store, left no word: killed, stopped, or cut off from the network; see its own "
+            "output, then start all workers again from the last checkpoint"
+        )
 
     def _blame(self) -> str | None:
         before, end = self._read_beats(), time.monotonic() + SILENT_SECONDS

@@ -1,6 +1,8 @@
 """The first meeting of all workers, at worker 0's store: who is missing, and who is there though he shouldn't be.
 
     job            worker 0's word: "open <token>", or "closed <digest of the token>"
+    layout         worker 0's number of nodes, and of devices on each
+    differs        one line, of the first worker that has another layout; all end with it
     here/<rank>    whoever claims this rank
 
 A job's keys begin with its token: one of the environment variable LIGHTNING_DECENTRAL_TOKEN, the same on all workers,
@@ -25,6 +27,8 @@ from lightning_decentral.shared.wire.transport import prefixed, tcp_store
 
 TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
 LOOK_SECONDS = 0.05
+LINGER_SECONDS = 2.0
+"""Worker 0 takes the store with it: where nobody will train, the others get so long to find out why."""
 
 _met = 0  # meetings of this process: a second one at the same store has other keys
 
@@ -39,7 +43,7 @@ class Meeting:
 
     Args:
         hosted: another process (torchrun's agent) has the store.
-        one_node: no worker is on another node.
+        layout: (nodes, devices on each) as this worker was told.
     """
 
     address: str
@@ -48,17 +52,26 @@ class Meeting:
     size: int
     timeout: timedelta
     hosted: bool
-    one_node: bool
+    layout: tuple[int, int]
 
     @property
     def place(self) -> str:
         return f"{self.address}:{self.port}"
+
+    @property
+    def _serves(self) -> bool:
+        return self.rank == 0 and not self.hosted
+
+    @property
+    def _keeper(self) -> str:
+        return "torchrun's agent at that address" if self.hosted else "worker 0"
 
     def store(self) -> Any:
         """The store that all workers have come to; its keys are the job's own.
 
         Raises:
             MeetingFailed: one line: who is missing, or who else is at this port.
+            ValueError: a worker was told of other nodes or devices; the same line on all.
         """
         global _met
         _met += 1
@@ -68,16 +81,16 @@ class Meeting:
             reached = self._reach()
             met = prefixed(reached, f"lightning_decentral/{attempt}/{_met}")
             return self._all_here(prefixed(reached, self._token(met, end)), end)
-        except MeetingFailed:
+        except (MeetingFailed, ValueError):
+            time.sleep(LINGER_SECONDS if self._serves else 0.0)
             raise
         except RuntimeError as error:
             raise MeetingFailed(
-                f"worker {self.rank} lost the store at {self.place}: worker 0 or torchrun's agent ended; see its output"
+                f"worker {self.rank} lost the store at {self.place}: {self._keeper} ended; see its output"
             ) from error
 
     def _reach(self) -> Any:
-        serves = self.rank == 0 and not self.hosted
-        listening = self._listen() if serves else None
+        listening = self._listen() if self._serves else None
         found: list[Any] = []
 
         def reach() -> None:
@@ -90,7 +103,7 @@ class Meeting:
         thread.join(self.timeout.total_seconds())
         if not found:
             raise MeetingFailed(
-                f"worker {self.rank} reached no store at {self.place}: worker 0 (or torchrun's agent) didn't start, "
+                f"worker {self.rank} reached no store at {self.place}: {self._keeper} didn't start, "
                 "ended or can't be reached, or another program has the port"
             )
         return found[0]
@@ -99,7 +112,7 @@ class Meeting:
         """The descriptor of a socket that only the given address reaches."""
         family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
         # The own name may stand for loopback here and for the network's address elsewhere.
-        everywhere = not self.one_node and str(address[0]).startswith(("127.", "::1"))
+        everywhere = self.layout[0] > 1 and str(address[0]).startswith(("127.", "::1"))
         for place in [] if everywhere else [address]:
             try:
                 return socket.create_server(place[:2], family=family, backlog=2048).detach()
@@ -132,7 +145,25 @@ class Meeting:
             )
         return _digest("keys", own or found)
 
+    def _compare_layouts(self, store: Any, end: float) -> None:
+        """Before ranks are claimed: workers that count the others in another way have each other's."""
+        mine = "num_nodes={}, devices={}".format(*self.layout)
+        if self.rank == 0:
+            store.set("layout", mine)
+        self._wait(lambda: bool(store.check(["layout"])), end, lambda: "worker 0")
+        first = store.get("layout").decode(errors="replace")
+        if first != mine:
+            line = f"worker {self.rank} has {mine}, worker 0 has {first}: give every worker the same"
+            store.compare_set("differs", "", line)
+        self._refuse_other_layouts(store)
+
+    @staticmethod
+    def _refuse_other_layouts(store: Any) -> None:
+        if store.check(["differs"]):
+            raise ValueError(store.get("differs").decode(errors="replace"))
+
     def _all_here(self, store: Any, end: float) -> Any:
+        self._compare_layouts(store, end)
         mine = secrets.token_hex(8)
         if store.compare_set(f"here/{self.rank}", "", mine).decode() != mine:
             raise MeetingFailed(
@@ -145,6 +176,7 @@ class Meeting:
             return " and ".join(f"worker {rank}" for rank in missing)
 
         def come() -> bool:
+            self._refuse_other_layouts(store)
             missing[:] = [rank for rank in missing if not store.check([f"here/{rank}"])]
             return not missing
 
@@ -153,7 +185,7 @@ class Meeting:
         except RuntimeError as error:
             raise MeetingFailed(
                 f"worker {self.rank} waited at {self.place} for {names()}, and the store is gone: "
-                "worker 0 or torchrun's agent ended; see its output"
+                f"{self._keeper} ended; see its output"
             ) from error
         return store
 

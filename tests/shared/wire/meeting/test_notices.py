@@ -49,7 +49,7 @@ def test_what_was_read_survives_the_store(boards: list[Notices]) -> None:
     boards[0].look()
     boards[2]._store = boards[0]._store = Gone()
     assert boards[0].blame() == "worker 1 ended: ValueError: no luck (in step 6)"
-    assert str(boards[2].blame()).startswith("the store is gone, too: worker 0")
+    assert str(boards[2].blame()).startswith("worker 0, which has the store, left no word")
 
 
 class Gone:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_decentral.shared.wire.meeting import rendezvous
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN, Meeting
 from tests import ports
 from tests.crew import Outcome, crew
@@ -17,10 +18,11 @@ from tests.crew import Outcome, crew
 TIMEOUT = timedelta(seconds=1)
 
 
-def meet(size: int) -> str:
+def meet(size: int, layout: tuple[int, int] = (1, 3)) -> str:
     """What a worker reads of another's word."""
+    rendezvous.LINGER_SECONDS = 0.5
     rank, port = int(os.environ["LOCAL_RANK"]), int(os.environ["MASTER_PORT"])
-    store = Meeting("127.0.0.1", port, rank, size, TIMEOUT, hosted=False, one_node=True).store()
+    store = Meeting("127.0.0.1", port, rank, size, TIMEOUT, hosted=False, layout=layout).store()
     store.set(f"word/{rank}", f"of {rank}")
     word: str = store.get(f"word/{(rank + 1) % size}").decode()
     store.set(f"read/{rank}", "yes")
@@ -41,7 +43,7 @@ def test_all_meet(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("absent", [0, 1])
 def test_who_is_missing_is_said_in_time(absent: int) -> None:
     outcomes = [o for rank, o in enumerate(crew(3, meet, 3, absent=(absent,))) if rank != absent]
-    waited = r"waited .*at .* for worker 1(: not started|, and the store is gone)"
+    waited = r"waited .*at .* for worker 1: not started"
     line = waited if absent else r"reached no store at 127.0.0.1:\d+: worker 0"
     for outcome in outcomes:
         assert outcome.error.startswith("MeetingFailed: worker")
@@ -72,9 +74,40 @@ def test_a_job_with_another_token_is_another_job(first: str) -> None:
     assert "for worker 1" in one.error
 
 
+def meet_as_told() -> str:
+    """A node's worker, by what that node was told: its place in the world follows from it."""
+    nodes, devices = (int(os.environ[name]) for name in ("NODES", "DEVICES"))
+    os.environ["LOCAL_RANK"] = str(int(os.environ["NODE_RANK"]) * devices + int(os.environ["LOCAL_RANK"]))
+    return meet(nodes * devices, (nodes, devices))
+
+
+@pytest.mark.parametrize(("first", "second"), [((2, 2), (2, 3)), ((2, 2), (2, 1)), ((2, 1), (3, 2))])
+def test_nodes_that_were_told_other_numbers_of_devices_or_nodes_all_say_so(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    """Their ranks overlap or leave gaps: to wait for them, or to take them for another job's, would mislead."""
+    places = [(0, local) for local in range(first[1])] + [(1, local) for local in range(second[1])]
+    told = {0: first, 1: second}
+    own = {
+        index: {
+            "NODE_RANK": str(node),
+            "LOCAL_RANK": str(local),
+            "NODES": str(told[node][0]),
+            "DEVICES": str(told[node][1]),
+        }
+        for index, (node, local) in enumerate(places)
+    }
+    outcomes = crew(len(places), meet_as_told, own=own)
+    line = rf"ValueError: worker \d has num_nodes={second[0]}, devices={second[1]}, worker 0 has num_nodes={first[0]}, "
+    for outcome in outcomes:
+        assert re.fullmatch(rf"{line}devices={first[1]}: give every worker the same", outcome.error), outcome
+        assert outcome.seconds < 10
+    assert len({outcome.error for outcome in outcomes}) == 1
+
+
 def test_only_the_address_asked_for_reaches_the_store() -> None:
     """torch's own store listens on all of a machine's addresses."""
-    place = Meeting("127.0.0.1", ports.free(), 0, 2, TIMEOUT, hosted=False, one_node=True)
+    place = Meeting("127.0.0.1", ports.free(), 0, 2, TIMEOUT, hosted=False, layout=(1, 2))
     with closing(socket.socket(fileno=place._listen())) as listening:
         assert listening.getsockname() == ("127.0.0.1", place.port)
         rows = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -82,10 +115,10 @@ def test_only_the_address_asked_for_reaches_the_store() -> None:
         assert f"00000000:{place.port:04X}" not in rows
 
 
-@pytest.mark.parametrize(("address", "one_node"), [("127.0.0.1", False), ("192.0.2.1", True)])
+@pytest.mark.parametrize(("address", "nodes"), [("127.0.0.1", 2), ("192.0.2.1", 1)])
 def test_an_address_that_others_cant_use_or_this_machine_hasnt_is_listened_for_everywhere(
-    address: str, one_node: bool
+    address: str, nodes: int
 ) -> None:
-    place = Meeting(address, ports.free(), 0, 2, TIMEOUT, hosted=False, one_node=one_node)
+    place = Meeting(address, ports.free(), 0, 2, TIMEOUT, hosted=False, layout=(nodes, 2))
     with closing(socket.socket(fileno=place._listen())) as listening:
         assert listening.getsockname() == ("0.0.0.0", place.port)
