@@ -209,12 +209,17 @@ class LoopPatches:
         return loop.epoch_loop.batch_progress.is_last_batch or (self._trainer.should_stop and loop._can_stop_early)
 
     def _set_up_data(self, inner: Callable[[], None]) -> None:
+        loop = self._trainer.fit_loop
+        before = loop._combined_loader
         try:
             inner()
         except RuntimeError as error:
             if "zero length" in str(error):  # Lightning's words, on this worker alone
                 self._refuse_no_batch(error)
             raise
+        # Where a module allows it, Lightning ends this worker's training alone; that of all, if nobody has a batch.
+        if loop._combined_loader is not before and self._roll.anyone(loop.max_batches > 0) and not loop.max_batches:
+            self._refuse_no_batch()
 
     def _refuse_no_batch(self, cause: Exception | None = None) -> None:
         # Another worker can't be followed through a whole epoch: validation would begin on the others alone.

@@ -12,15 +12,22 @@ import pytest
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_decentral import GossipStrategy, PartialBackpropStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
+from lightning_decentral.pipeline import Uniform
+from lightning_decentral.pipeline.wire.executor import Executor
 from lightning_decentral.shared import replica
-from lightning_decentral.shared.wire import transport
-from lightning_decentral.shared.wire.meeting import notices
+from lightning_decentral.shared.wire import replicas, transport
+from lightning_decentral.shared.wire.meeting import notices, rendezvous
 from tests.crew import crew
+from tests.pipeline.training import Language
 from tests.tiny import QUIET, Net, SizedBatches
 
 TIMEOUT = timedelta(seconds=2)
-NO_WORD = "worker 1 left no word: killed, stopped, or cut off from the network; see its own output"
+NO_WORD = {
+    1: "worker 1 left no word: killed, stopped, or cut off from the network; see its own output",
+    0: "worker 0, which has the store, left no word: killed, stopped, or cut off from the network; see its own output, "
+    "then start all workers again from the last checkpoint",
+}
 
 
 def fault(kind: str) -> None:
@@ -31,14 +38,14 @@ def fault(kind: str) -> None:
 
 
 class Unlucky(Net):
-    """Worker 1 comes to its fault at a place of that name."""
+    """One worker comes to its fault at a place of that name."""
 
-    def __init__(self, where: str, kind: str) -> None:
+    def __init__(self, where: str, kind: str, victim: int) -> None:
         super().__init__()
-        self.where, self.kind = where, kind
+        self.where, self.kind, self.victim = where, kind, victim
 
     def come_to(self, where: str) -> None:
-        if self.where == where and self.global_rank == 1:
+        if self.where == where and self.global_rank == self.victim:
             fault(self.kind)
 
     def configure_model(self) -> None:
@@ -68,41 +75,106 @@ def meet_faults_in_set_up(module: Unlucky) -> None:
     replica.check_same_model = lambda *a: (module.come_to("model check"), checked(*a))[1]
 
 
-def fit(strategy: Any, where: str, kind: str) -> None:
-    notices.BEAT_SECONDS, notices.SILENT_SECONDS, notices.LINGER_SECONDS = 0.1, 0.8, 0.4
-    module = Unlucky(where, kind)
-    trainer = Trainer(**QUIET, max_steps=4 if where == "checkpoint" else 100_000, devices=3, strategy=strategy)
+def meet_faults_in_a_stage(module: Language, where: str, kind: str, victim: int) -> None:
+    """In the second step: before a chunk's forward or backward, or the gradients' average over the replicas."""
+    owner, name = {
+        "forward": (Executor, "_forward"),
+        "backward": (Executor, "_backward"),
+        "averaging": (replicas._Averaging, "gradients"),
+    }[where]
+    inner = getattr(owner, name)
+
+    def unlucky(*args: Any) -> Any:
+        if module.global_rank == victim and module.global_step == 1:
+            fault(kind)
+        return inner(*args)
+
+    setattr(owner, name, unlucky)
+
+
+def be_quick() -> None:
+    notices.BEAT_SECONDS, notices.SILENT_SECONDS, notices.LINGER_SECONDS = 0.1, 0.6, 0.4
+    rendezvous.LINGER_SECONDS = 0.4
+
+
+def fit(strategy: Any, where: str, kind: str, size: int, victim: int) -> None:
+    be_quick()
+    module = Unlucky(where, kind, victim)
+    trainer = Trainer(**QUIET, max_steps=4 if where == "checkpoint" else 100_000, devices=size, strategy=strategy)
     meet_faults_in_set_up(module)
     trainer.fit(module, SizedBatches(3 if where == "validation" else 100_000), SizedBatches(1))
     trainer.save_checkpoint(f"/tmp/never-{os.getpid()}.ckpt")
+
+
+def fit_stages(strategy: Any, where: str, kind: str, size: int, victim: int) -> None:
+    be_quick()
+    module = Language(sgd=True)
+    meet_faults_in_a_stage(module, where, kind, victim)
+    quiet = {**QUIET, "use_distributed_sampler": False}
+    Trainer(**quiet, max_steps=100_000, devices=size, strategy=strategy).fit(module)
 
 
 def gossip() -> GossipStrategy:
     return GossipStrategy(timeout=TIMEOUT)
 
 
+def compressed() -> CompressedStrategy:
+    return CompressedStrategy(timeout=TIMEOUT)
+
+
 def partial() -> PartialBackpropStrategy:
     return PartialBackpropStrategy(cuts=["second"], timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize(("make", "where", "kind", "phase"), [
-    (gossip, "configure_model", "raises", "set-up"),
-    (gossip, "groups", "raises", "set-up"),
-    (gossip, "groups", "dies", "set-up"),
-    (gossip, "model check", "stops", "set-up"),
-    (gossip, "configure_optimizers", "raises", "set-up"),
-    (gossip, "step", "raises", "step [45678]"),
-    (gossip, "step", "dies", "step [45678]"),
-    (gossip, "step", "stops", "step [45678]"),
-    (gossip, "validation", "raises", "validation"),
-    (partial, "step", "raises", "step [45]"),
-    (partial, "step", "dies", "step [45]"),
-])  # fmt: skip
-def test_whoever_loses_a_worker_says_whom_where_and_why(make: Any, where: str, kind: str, phase: str) -> None:
-    first, lost, third = crew(3, fit, make(), where, kind)
-    assert (lost.killed, lost.error.startswith("ValueError: out of luck")) == (kind != "raises", kind == "raises")
-    why = rf"worker 1 ended: ValueError: out of luck \(in {phase}\)" if kind == "raises" else re.escape(NO_WORD)
-    for rank, other in ((0, first), (2, third)):
-        assert re.search(rf"worker {rank} lost (neighbour|worker|the others).* in {phase}: .*{why}", other.error), other
+def stages() -> TokenPipelineStrategy:
+    return TokenPipelineStrategy(stages=2, slicing=Uniform(2), timeout=TIMEOUT)
+
+
+def check_ends(run: Any, make: Any, where: str, kind: str, phase: str, size: int, victim: int) -> None:
+    outcomes = crew(size, run, make(), where, kind, size, victim)
+    lost = outcomes.pop(victim)
+    assert (lost.killed, lost.error.startswith("ValueError: out of luck")) == (kind != "raises", kind == "raises"), lost
+    said = rf"worker {victim} ended: ValueError: out of luck \(in {phase}\)"
+    why = said if kind == "raises" else re.escape(NO_WORD[victim])
+    for rank, other in zip((r for r in range(size) if r != victim), outcomes, strict=True):
+        who = rf"(worker {rank} lost (neighbour|worker|the others)|stage {rank % 2} lost stage {1 - rank % 2}).*"
+        assert re.search(rf"{who} in {phase}: .*{why}", other.error), other
         assert len(other.error.splitlines()) == 1
         assert other.seconds < 20  # not Lightning's half hour: the timeout, and some seconds to find out why
+
+
+@pytest.mark.parametrize(("make", "where", "kind", "phase", "size"), [
+    (gossip, "configure_model", "raises", "set-up", 2),
+    (gossip, "groups", "raises", "set-up", 3),
+    (gossip, "groups", "dies", "set-up", 2),
+    (gossip, "model check", "stops", "set-up", 2),
+    (gossip, "configure_optimizers", "raises", "set-up", 2),
+    (gossip, "step", "raises", "step [45678]", 3),
+    (gossip, "step", "dies", "step [45678]", 3),
+    (gossip, "step", "stops", "step [45678]", 2),
+    (gossip, "validation", "raises", "validation", 2),
+    (compressed, "step", "dies", "step [45]", 2),
+    (partial, "step", "raises", "step [45]", 2),
+    (partial, "step", "dies", "step [45]", 3),
+])  # fmt: skip
+def test_whoever_loses_a_worker_says_whom_where_and_why(
+    make: Any, where: str, kind: str, phase: str, size: int
+) -> None:
+    check_ends(fit, make, where, kind, phase, size, victim=1)
+
+
+@pytest.mark.parametrize(("where", "kind", "size"), [
+    ("forward", "dies", 2),
+    ("backward", "dies", 2),
+    ("backward", "raises", 2),
+    ("averaging", "dies", 4),
+])  # fmt: skip
+def test_whoever_loses_a_stage_says_so(where: str, kind: str, size: int) -> None:
+    """Of the other pipeline, too, in the average over the replicas."""
+    check_ends(fit_stages, stages, where, kind, "step [123]", size, victim=1)
+
+
+@pytest.mark.parametrize(("where", "phase"), [("model check", "set-up"), ("step", "step [45678]")])
+def test_who_had_the_store_is_named(where: str, phase: str) -> None:
+    """Nobody can ask it any more who is silent."""
+    check_ends(fit, gossip, where, "dies", phase, 3, victim=0)

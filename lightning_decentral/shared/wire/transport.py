@@ -43,6 +43,9 @@ class Transport(ABC):
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
+        # What errors name: numbers in the world. A world of threads is registered nowhere.
+        self._workers = list(_stores.distributed_c10d._world.pg_group_ranks.get(group, range(self.size)))
+        self._own: int = self._workers[self.rank]
 
     def close(self) -> None:
         """Destroy the group, whoever still holds this transport."""
@@ -51,37 +54,33 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """Start all transfers of a round; both sides list the messages of a pair in the same order.
-
-        Returns:
-            (pending of each send, of each receive), in order.
-        """
+        """(pending of each send, of each receive) of a round; both sides list the messages of a pair in one order."""
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """tensor <- sum over workers of tensor, in place."""
-        return Work(self.group.allreduce([tensor]), "the others", self.rank)
+        return Work(self.group.allreduce([tensor]), "the others", self._own)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards isn't said."""
-        return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "the others", self.rank)
+        return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "the others", self._own)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         """One tensor from every worker, in order of rank, valid after the wait."""
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        return Work(self.group.allgather([rows], [tensor]), "the others", self.rank), rows
+        return Work(self.group.allgather([rows], [tensor]), "the others", self._own), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         """whole <- the parts of all workers, one behind the other in order of rank."""
-        return Work(self.group._allgather_base(whole, part), "the others", self.rank)
+        return Work(self.group._allgather_base(whole, part), "the others", self._own)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
         """part <- this worker's part of the sum over workers of whole, the parts one behind the other by rank."""
-        return Work(self.group._reduce_scatter_base(part, whole), "the others", self.rank)
+        return Work(self.group._reduce_scatter_base(part, whole), "the others", self._own)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
         options = _root(dist.BroadcastOptions(), source)
-        return Work(self.group.broadcast([tensor], options), f"worker {source}", self.rank)
+        return Work(self.group.broadcast([tensor], options), f"worker {self._workers[source]}", self._own)
 
 
 class GlooTransport(Transport):
@@ -93,13 +92,13 @@ class GlooTransport(Transport):
         incoming = [self._post(self.group.recv, m) for m in receives]
         outgoing = [self._post(self.group.send, m) for m in sends]
         return (
-            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(outgoing, sends, strict=True)],
-            [Work(w, f"neighbour {m.peer}", self.rank) for w, m in zip(incoming, receives, strict=True)],
+            [Work(w, f"neighbour {self._workers[m.peer]}", self._own) for w, m in zip(outgoing, sends, strict=True)],
+            [Work(w, f"neighbour {self._workers[m.peer]}", self._own) for w, m in zip(incoming, receives, strict=True)],
         )
 
     def _post(self, start: Callable[..., Any], message: Message) -> Any:
         # A broken connection may show here already.
-        with Naming(f"neighbour {message.peer}", self.rank):
+        with Naming(f"neighbour {self._workers[message.peer]}", self._own):
             return start([message.tensor], message.peer, message.tag)
 
 
@@ -113,7 +112,7 @@ class NcclTransport(Transport):
         operations = [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
         operations += [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
-        launch = Together([Work(work, "a neighbour", self.rank) for work in works])
+        launch = Together([Work(work, "a neighbour", self._own) for work in works])
         return [launch for _ in sends], [launch for _ in receives]
 
 
