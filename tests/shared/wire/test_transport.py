@@ -11,9 +11,15 @@ from lightning_decentral.shared.wire.transport import GlooTransport, NcclTranspo
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+class Group(SimpleNamespace):
+    """A key, as groups are."""
+
+    __hash__ = object.__hash__
+
+
 def group(name: str, coalesces: bool = True) -> Any:
     backend = SimpleNamespace(supports_coalescing=coalesces)
-    return SimpleNamespace(name=lambda: name, rank=lambda: 0, size=lambda: 2, _get_backend=lambda device: backend)
+    return Group(name=lambda: name, rank=lambda: 0, size=lambda: 2, _get_backend=lambda device: backend)
 
 
 def test_a_transport_for_each_backend() -> None:
