@@ -16,7 +16,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.pipeline import Uniform
 from lightning_decentral.pipeline.wire.executor import Executor
 from lightning_decentral.shared import replica
-from lightning_decentral.shared.wire import replicas, transport
+from lightning_decentral.shared.wire import transport
 from lightning_decentral.shared.wire.meeting import notices, rendezvous
 from tests.crew import crew
 from tests.pipeline.training import Language
@@ -80,7 +80,7 @@ def meet_faults_in_a_stage(module: Language, where: str, kind: str, victim: int)
     owner, name = {
         "forward": (Executor, "_forward"),
         "backward": (Executor, "_backward"),
-        "averaging": (replicas._Averaging, "gradients"),
+        "averaging": (pipeline_replicas._Averaging, "gradients"),
     }[where]
     inner = getattr(owner, name)
 
