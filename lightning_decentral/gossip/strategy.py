@@ -146,7 +146,7 @@ class GossipStrategy(ReplicaStrategy):
 
     def prepare(self, wire: Wire | None) -> None:
         self.island.refuse(self.optimizers)
-        self._mixers, self.left_out = self._no_mixers(), 0
+        self._mixers, self.health.left_out = self._no_mixers(), 0
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.of(optimizer).adopt()
@@ -276,7 +276,7 @@ class GossipStrategy(ReplicaStrategy):
         """
         return sum(
             (of.mixer.exchange.traffic() for of in self._mixers),
-            Traffic(left_out=self.left_out, healed=sum(of.mixer.healing.healed for of in self._mixers)),
+            Traffic(left_out=self.health.left_out, healed=sum(of.mixer.healing.healed for of in self._mixers)),
         )
 
     def mixing(self) -> dict[str, float]:

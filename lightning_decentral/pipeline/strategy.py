@@ -33,7 +33,7 @@ from lightning_decentral.shared.wire.agreement import check_same_model, start_fr
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Transport, Wire
 from lightning_decentral.shared.workers import WorkersStrategy
 
 
@@ -197,9 +197,8 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
 
     def prepare(self, wire: Wire | None) -> None:
-        assert self._stage is not None
-        self._updates = 0
-        stage, layout = self._stage, self.layout
+        stage, layout, self._updates = self._stage, self.layout, 0
+        assert stage is not None
         self._norm = GlobalNorm(stage.pipe, stage.holdings, self.precision_plugin, self.optimizers, self.root_device)
         if self._groups is not None and layout.pipelines > 1:
             self.bond = self.replicas.join(self._groups.replica_group, self.root_device, layout.pipelines_per_node)
@@ -239,8 +238,6 @@ class TokenPipelineStrategy(WorkersStrategy):
         assert self._stage is not None
         return evaluated(self._stage.pipe, self.plans, lambda: step(*args, **kwargs))
 
-    # ---- rounds: all pipelines take the same updates ----------------------------------------------------------------
-
     def plan(self) -> dict[str, str]:
         return {"replicas": repr(self.replicas)}
 
@@ -255,6 +252,9 @@ class TokenPipelineStrategy(WorkersStrategy):
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         assert self._groups is not None
         return mean(tensors, self._groups.replicas, self.bond.share())  # other stages have other tensors
+
+    def replica_group(self) -> Transport | None:
+        return None if self._groups is None else self._groups.replicas
 
     def settle(self) -> None:
         self.bond.settle()

@@ -11,16 +11,15 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.pruning import PrunedTogether
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
-from lightning_decentral.shared.wire.fsdp import local, refuse_sharded
-from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, mend, refuse_nobody
-from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
+from lightning_decentral.shared.wire.fsdp import refuse_sharded
+from lightning_decentral.shared.wire.mean import floating, mean
+from lightning_decentral.shared.wire.transport import Transport
 from lightning_decentral.shared.workers import WorkersStrategy
 
 Evaluate = Literal["mean", "own"]
@@ -32,20 +31,13 @@ class ReplicaStrategy(WorkersStrategy):
     evaluate: Evaluate = "mean"
     """What is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
 
-    devices_per_worker: int = 1
-
     starts_on_host: bool = False
     """Whether `arrange` brings the model to the device, part by part."""
-
-    heals: int = 0
-    """How often a worker may be healed by the others; with any, also by their mean where that is taken."""
 
     checkpoints: ReplicaCheckpoints
 
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)
-        self.mean_model = MeanModel(self.mean_of_sound)
-        self.left_out = 0  # workers, once for each mean that was taken without them
         self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
         self._pruned: PrunedTogether | None = None
 
@@ -157,34 +149,9 @@ class ReplicaStrategy(WorkersStrategy):
         world, share = wire.world, self.share()
         return self._together.meet(lambda: mean(tensors, world, share))
 
-    def mean_of_sound(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As `mean_of`, bit for bit, where all are sound; otherwise the mean of the others, and worker 0 says so.
-
-        Raises:
-            FloatingPointError: nobody is sound.
-        """
-        wire, devices = self.join_groups(), self.devices_per_worker
-        assert wire is not None
-        world = wire.world
-        sick = self._together.meet(lambda: ailing(tensors, world, devices))
-        if not sick:
-            return self.mean_of(tensors)
-        refuse_nobody(sick, self.world_size // devices)
-        self._say_left_out(tensors, sick)
-        left_out = self.global_rank // devices in sick
-        means = mean_of_others(tensors, self.mean_of, left_out)
-        if left_out and self.heals:
-            mend(tensors, means)
-        return means
-
-    def _say_left_out(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment]) -> None:
-        self.left_out += len(sick)
-        module = self._module
-        names = {local(t).data_ptr(): name for name, t in (*module.named_buffers(), *module.named_parameters())}
-        for worker, ailment in sick.items():
-            tensor = local(tensors[ailment.tensor])
-            name = names.get(tensor.data_ptr(), f"a tensor of shape {tuple(tensor.shape)}")
-            rank_zero_warn(f"worker {worker} is left out of the mean model: its {name} {ailment}")
+    def replica_group(self) -> Transport | None:
+        wire = self.join_groups()
+        return None if wire is None else wire.world
 
     @property
     def shows_mean(self) -> bool:

@@ -1,6 +1,6 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
-What is common to all is in parts: `SameSettings` (agreeing before they train), `MeanModel` (workers that drift apart),
+What is common to all is in parts: `SameSettings` (agreeing before they train), `MeanModel` (workers that drift apart), `ReplicaHealth` (poison),
 `Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together), `Attendance` (who is there).
 """
 
@@ -20,9 +20,10 @@ from lightning_decentral.shared.coordination import Coordination
 from lightning_decentral.shared.gradient_check import Unchecked
 from lightning_decentral.shared.meeting import MeetingStrategy
 from lightning_decentral.shared.registration import refuse_sync_batch_norm
+from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class WorkersStrategy(MeetingStrategy):
@@ -38,11 +39,17 @@ class WorkersStrategy(MeetingStrategy):
     gradient_check = Unchecked()
     own: ClassVar[Sequence[str]] = ()
 
+    devices_per_worker: int = 1
+
+    heals: int = 0
+    """How often a worker may be healed by the others; with any, also by their mean where that is taken."""
+
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)
         self._fits = 0
         self._same = SameSettings(self)
-        self.mean_model = MeanModel(self.mean_of)  # a method: a spawned process gets the strategy pickled
+        self.health = ReplicaHealth(self)
+        self.mean_model = MeanModel(self.health.mean)  # a method: a spawned process gets the strategy pickled
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
@@ -90,6 +97,10 @@ class WorkersStrategy(MeetingStrategy):
     @abstractmethod
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The exact mean over the workers; all must call it."""
+
+    def replica_group(self) -> Transport | None:
+        """The group of those that hold what this worker holds, itself included; None: there are none. Collective."""
+        return None
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -175,6 +186,7 @@ class WorkersStrategy(MeetingStrategy):
         return floating([self._module])
 
     def on_validation_start(self) -> None:
+        self.health.check_equal()
         if self.shows_mean:
             self.mean_model.show(self.averaged())
 
@@ -193,6 +205,7 @@ class WorkersStrategy(MeetingStrategy):
 
     def arrive(self) -> None:
         """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
+        self.health.check_equal()
         if self.mean_model.apart:
             self.settle()
             if self.ends_at_mean:
@@ -202,6 +215,7 @@ class WorkersStrategy(MeetingStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         between, self._attendance.saving = self.wire is None, True
+        self.health.check_equal()
         self.checkpoints.save(checkpoint, filepath, storage_options)
         self._attendance.saving = False  # after an error it stays: that is where this worker ends
         if between:  # two fits, or after the last: groups made for this checkpoint alone

@@ -177,6 +177,35 @@ def test_resume_is_exact_and_the_file_is_the_mean(tmp_path):
     assert from_mean != losses[3:4]
 
 
+class Poison(Callback):
+    """Worker 3, the second stage of the second pipeline, holds a bad number after the last update."""
+
+    def __init__(self, bad):
+        self._bad = bad
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 3:
+            with torch.no_grad():
+                next(pl_module.parameters()).view(-1)[0] = self._bad
+
+
+def poisoned(folder, bad, replicas):
+    options = {"limit_train_batches": 3, "max_steps": 3, "gradient_clip_val": CLIP, "enable_checkpointing": True}
+    forked(Language(ordered=False), pipelines(replicas), folder, callbacks=[Keeping(folder), Poison(bad)], **options)
+    return torch.load(folder / "step=3.ckpt", weights_only=True)["state_dict"]
+
+
+def test_a_poisoned_pipeline_stays_out_of_the_mean(tmp_path):
+    saved = poisoned(tmp_path, float("nan"), GossipReplicas(topology=Complete(), delay=0))
+    assert distance(saved, by_hand(delay=0, steps=3)) < 1e-9
+
+
+def test_pipelines_that_must_be_equal_and_are_not_save_nothing(tmp_path):
+    with pytest.raises(RuntimeError, match=r"FloatingPointError: worker 3's .* worker 1's .* they must be equal"):
+        poisoned(tmp_path, 30.0, AverageGradients())
+    assert not (tmp_path / "step=3.ckpt").exists()
+
+
 # ---- the bond alone -------------------------------------------------------------------------------------------------
 
 

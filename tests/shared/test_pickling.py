@@ -21,4 +21,6 @@ def test_a_strategy_is_pickled_whole(strategy: object) -> None:
     again = pickle.loads(pickle.dumps(strategy))
     assert vars(again).keys() == vars(strategy).keys()
     if isinstance(again, GossipStrategy):
-        assert again.mean_model.mean_of.__self__ is again  # of itself, not of the one that was pickled
+        # Of itself, not of the one that was pickled.
+        assert again.mean_model.mean_of.__self__ is again.health
+        assert again.health._of is again

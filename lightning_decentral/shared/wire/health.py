@@ -1,4 +1,4 @@
-"""Which workers stay out of the mean model: those whose replica holds NaN, infinity or an absurd number."""
+"""Which replicas are sick (NaN, infinity, an absurd number) or, where all must be equal, differ from the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,10 @@ from torch import Tensor
 from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, sound
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
+
+TOLERANCE = 1e-2
+"""Of replicas that take the same updates, of a tensor's largest magnitude: rounding stays far below, a wrong update or
+a flipped exponent doesn't."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,77 @@ def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
             local(own).copy_(local(of_others))
 
 
-def refuse_nobody(sick: Mapping[int, Ailment], workers: int) -> None:
-    """FloatingPointError, alike on all workers, where nobody is left.
+def none_sound(sick: Mapping[int, Ailment], workers: int) -> str:
+    """Why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is."""
+    if len(sick) < workers:
+        return ""
+    worker, ailment = next(iter(sick.items()))
+    return (
+        f"none of the {workers} workers has a sound model (worker {worker} {ailment}), so there is no mean to validate or "
+        "save; earlier checkpoints stay. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
+        "operation with detect_anomaly=True"
+    )
 
-    The sum over no workers is neither validated nor saved: what was saved before stays.
+
+@dataclass(frozen=True)
+class Unequal:
+    """Two replicas that should be the same: (replica, its smallest, largest and mean value) of one tensor, by number.
+
+    The second is the one that stands out.
     """
-    if len(sick) == workers:
-        raise FloatingPointError(
-            f"none of the {workers} workers has a sound model (worker 0 {sick[0]}), so there is no mean to validate or "
-            "save; earlier checkpoints stay. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
-            "operation with detect_anomaly=True"
+
+    tensor: int
+    usual: tuple[int, tuple[float, float, float]]
+    other: tuple[int, tuple[float, float, float]]
+
+    def said(self, name: str, number_of: Callable[[int], int]) -> str:
+        """One line.
+
+        Args:
+            number_of: the worker that a replica is.
+        """
+        (one, a), (two, b) = self.usual, self.other
+        return (
+            f"worker {number_of(two)}'s {name} is from {b[0]:.4g} to {b[1]:.4g} with mean {b[2]:.4g}, worker "
+            f"{number_of(one)}'s from {a[0]:.4g} to {a[1]:.4g} with mean {a[2]:.4g}, and they must be equal: nothing is "
+            "validated or saved, earlier checkpoints stay. Resume from the last one, and look at the worker's memory "
+            "and at what writes to its parameters"
         )
+
+
+@torch.no_grad()
+def unequal(tensors: Sequence[Tensor], over: Transport) -> Unequal | None:
+    """The first tensor that isn't the same on all workers; None: all are. The same answer on all.
+
+        |p_i - p_j| > TOLERANCE max(1e-3, s)     for p = smallest, largest or mean value, s the usual largest magnitude
+
+    Collective: gathers three numbers for each tensor. Not their bits: workers of different hardware may honestly differ
+    by rounding.
+    """
+    rows = [torch.cat([extremes(t.detach()), _mean(t.detach())]) for t in tensors if real(t)]
+    if over.size == 1 or not rows:
+        return None
+    pending, gathered = over.all_gather(torch.stack(rows))
+    pending.wait()
+    values = torch.stack(list(gathered)).cpu()  # [workers, tensors, 3]
+    scales = values[..., :2].abs().amax(-1).nan_to_num(torch.inf)
+    order = scales.argsort(dim=0, stable=True)
+    usual = order[(over.size - 1) // 2]  # the lower median, so that of two workers the larger one stands out
+    middle = values.gather(0, usual.view(1, -1, 1).expand(1, -1, 3))
+    apart = (values - middle).abs().masked_fill((values == middle) | (values.isnan() & middle.isnan()), 0.0)
+    apart = apart.nan_to_num(torch.inf, torch.inf).amax(-1)
+    allowed = TOLERANCE * scales.gather(0, usual[None])[0].clamp(min=1e-3)
+    columns = (apart > allowed).any(0).nonzero().flatten().tolist()
+    if not columns:
+        return None
+    column, places = columns[0], [place for place, tensor in enumerate(tensors) if real(tensor)]
+    pair = [int(usual[column]), int(apart[:, column].argmax())]
+    said = [(worker, tuple(values[worker, column].tolist())) for worker in pair]
+    return Unequal(places[column], *said)
+
+
+def _mean(tensor: Tensor) -> Tensor:
+    """Float64 [1]; of complex numbers that of both parts."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    wide = parts.float() if parts.element_size() == 1 else parts
+    return (wide.sum(dtype=torch.float64) / max(1, wide.numel())).view(1)

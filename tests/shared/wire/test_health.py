@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.wire.health import ailing, mean_of_others, refuse_nobody
+from lightning_decentral.shared.wire.health import Unequal, ailing, mean_of_others, none_sound, unequal
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend
@@ -69,12 +69,38 @@ def test_a_worker_ails_as_a_whole() -> None:
 
 
 def test_a_mean_of_nobody_is_refused_in_one_line() -> None:
-    def all_ail(over: Transport) -> str:
+    def all_ail(over: Transport) -> tuple[str, str]:
         found = ailing([torch.full((2,), NAN)], over)
-        with pytest.raises(FloatingPointError) as error:
-            refuse_nobody(found, over.size)
-        return str(error.value)
+        return none_sound(found, over.size), none_sound(dict(list(found.items())[1:]), over.size)
 
-    for said in CPU.world(2, all_ail):
+    for said, of_one_less in CPU.world(2, all_ail):
         assert said.startswith("none of the 2 workers has a sound model (worker 0 holds NaN)")
         assert "\n" not in said
+        assert of_one_less == ""
+
+
+def other(value: float, size: int, over: Transport) -> Unequal | None:
+    """Replicas are equal but for rounding; the last worker's second tensor has one other number."""
+    tensors = [torch.full((4,), 2.0) + 1e-7 * over.rank, torch.tensor([-1.0, 3.0, 0.5, 0.25]), torch.tensor(over.rank)]
+    if over.rank == size - 1:
+        tensors[1][3] = value
+    return unequal(tensors, over)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, -1e30, 7.0, -2.5])
+def test_a_replica_that_is_not_equal_is_found_by_worker_and_tensor(size: int, value: float) -> None:
+    for found in CPU.world(size, partial(other, value, size)):
+        assert found is not None
+        assert (found.tensor, found.usual[0] < size - 1, found.other[0]) == (1, True, size - 1)
+        assert f"worker {size - 1}'s w is from" in found.said("w", lambda replica: replica)
+
+
+@pytest.mark.parametrize("value", [0.25, 0.2501])
+def test_equal_replicas_may_differ_by_rounding(value: float) -> None:
+    assert CPU.world(3, partial(other, value, 3)) == [None] * 3
+
+
+def test_replicas_that_hold_the_same_nan_are_equal() -> None:
+    tensors = [torch.tensor([NAN, 1.0]), torch.tensor([INF, -INF]), torch.empty(0)]
+    assert CPU.world(2, partial(unequal, tensors)) == [None] * 2
