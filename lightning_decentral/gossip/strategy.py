@@ -33,6 +33,7 @@ from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -164,8 +165,11 @@ class GossipStrategy(ReplicaStrategy):
         mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
         # Not where both ends of a link remember what was said, nor where a worker's devices would heal by themselves.
         most = 0 if self.codec.remembers or self.island.devices > 1 else self.heals
-        mixer.healing = Healing(most, lambda: first_poisoned(self._module.named_parameters()))
+        mixer.healing = Healing(most, self._poisoned, partial(self.combine.incurable, self.topology, self.workers, self.weights))
         return mixer
+
+    def _poisoned(self) -> str:
+        return first_poisoned((name, local(p)) for name, p in self._module.named_parameters())
 
     # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
 

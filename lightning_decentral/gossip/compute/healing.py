@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import State
+from lightning_decentral.gossip.compute.combine.combine import Combine, State
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.shared.compute.health import scale, sound
 
@@ -27,52 +27,59 @@ class Healing:
     Args:
         most: times; 0 ends the training at once.
         poisoned: names the first parameter that isn't sound, and what it holds.
+        incurable: why no worker can be healed here; empty: it can.
 
     Attributes:
         healed: times so far.
     """
 
-    def __init__(self, most: int = 0, poisoned: Callable[[], str] = str) -> None:
+    def __init__(self, most: int = 0, poisoned: Callable[[], str] = str, incurable: Callable[[], str] = str) -> None:
         self.healed = 0
-        self._most, self._poisoned = most, poisoned
+        self._most, self._poisoned, self._incurable = most, poisoned, incurable
         self._round = -1  # of the last healing: a round's buckets are one
+        self._left: dict[int, int] = {}  # by bucket, the last round that had left when it was healed
         self._sick_since: int | None = None
 
-    def heal(self, sick: Sick, x: Tensor, sent: Tensor, state: State, round: int) -> Tensor:
-        """What stands for the mixture of this landing, equal to `sent`: it corrects nothing; x is sound, or all NaN.
+    def heal(self, sick: Sick, bucket: int, left: int, combine: Combine, x: Tensor, state: State) -> None:
+        """x and its state <- the neighbours', or NaN where none is sound. A message that left before the last healing
+        changes nothing.
+
+        Args:
+            left: the last round in which this bucket left.
 
         Raises:
-            FloatingPointError: it has been healed too often, or the rule keeps what no neighbour could give.
+            FloatingPointError: it has been healed too often, or can't be: the rule says why.
         """
         if not self._most:
             raise FloatingPointError(str(sick)) from None
+        if sick.round <= self._left.get(bucket, -1):
+            return
+        if reason := self._incurable():
+            raise FloatingPointError(f"{sick}. It can't go on from its neighbours': {reason}; Gossip() can") from None
         (mixed,) = sick.mixed
-        if not _sound(x, mixed):
-            if state:
-                raise FloatingPointError(
-                    f"{sick}. A rule that keeps {', '.join(state)} can't heal: Gossip() can"
-                ) from None
-            if bool(torch.isfinite(scale([mixed]))):
-                self._count(sick, round)
-                x.copy_(mixed)
-            else:
-                self._wait(sick, round)
-                x.fill_(torch.nan)
-        sent.zero_()
-        return mixed.zero_()
+        if not bool(torch.isfinite(scale([mixed]))):
+            self._wait(sick)
+            x.fill_(torch.nan)
+            return
+        for name in combine.lasting:
+            if not _sound(state[name]):
+                raise FloatingPointError(f"{sick}. Its {name} are poisoned, too, and no neighbour has them") from None
+        self._count(sick)
+        self._left[bucket] = left
+        combine.heal(x, mixed, state)
 
-    def _wait(self, sick: Sick, round: int) -> None:
-        self._sick_since = self._sick_since if self._sick_since is not None else round
-        if round - self._sick_since >= PATIENCE:
+    def _wait(self, sick: Sick) -> None:
+        self._sick_since = self._sick_since if self._sick_since is not None else sick.round
+        if sick.round - self._sick_since >= PATIENCE:
             raise FloatingPointError(f"{sick} (no neighbour that is sound was heard in {PATIENCE} rounds)") from None
 
-    def _count(self, sick: Sick, round: int) -> None:
+    def _count(self, sick: Sick) -> None:
         self._sick_since = None
-        if round == self._round:
+        if sick.round == self._round:
             return
         if self.healed == self._most:
             raise FloatingPointError(f"{sick} (healed {self.healed} times, as often as `heals` allows)") from None
-        self._round, self.healed = round, self.healed + 1
+        self._round, self.healed = sick.round, self.healed + 1
         warnings.warn(
             f"{str(sick).partition(';')[0]}: {self._poisoned()}. It takes its neighbours' parameters and goes on "
             f"({self.healed} of at most {self._most} times)",
@@ -80,10 +87,10 @@ class Healing:
         )
 
 
-def _sound(x: Tensor, beside: Tensor) -> bool:
-    """x is finite, and not absurd beside the other, or beside 1 where that isn't finite."""
-    other = scale([beside])
-    return bool(sound(torch.stack([scale([x]), torch.where(torch.isfinite(other), other, torch.ones_like(other))]))[0])
+def _sound(x: Tensor) -> bool:
+    """x is finite, and not absurd beside 1."""
+    own = scale([x])
+    return bool(sound(torch.stack([own, torch.ones_like(own)]))[0])
 
 
 def first_poisoned(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -97,9 +104,13 @@ def first_poisoned(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 @torch.no_grad()
-def forget_poison(optimizer: Optimizer) -> None:
-    """Moments with NaN, infinity or absurd numbers begin anew."""
+def forget_poison(optimizer: Optimizer, local: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> None:
+    """Moments with NaN, infinity or absurd numbers begin anew.
+
+    Args:
+        local: what this device holds of one.
+    """
     for state in optimizer.state.values():
         for value in state.values():
-            if isinstance(value, Tensor) and value.is_floating_point() and not _sound(value, torch.ones(1)):
-                value.zero_()
+            if isinstance(value, Tensor) and value.is_floating_point() and not _sound(local(value)):
+                local(value).zero_()

@@ -23,11 +23,12 @@ class Sick(FloatingPointError):
 
     Attributes:
         mixed: what its neighbours' sound messages make without its own; what isn't sound where there was none.
+        round: in which it left; a device hears of it `LAG` rounds later.
     """
 
-    def __init__(self, complaint: str, mixed: Sequence[Tensor]) -> None:
+    def __init__(self, complaint: str, mixed: Sequence[Tensor], round: int) -> None:
         super().__init__(complaint)
-        self.mixed = list(mixed)
+        self.mixed, self.round = list(mixed), round
 
 
 class Verdicts:
@@ -46,6 +47,7 @@ class Verdicts:
         self._rank = rank
         self._beyond = f", or more than {codec} can express," if codec else ""
         self.complaint = ""
+        self._sick_round = 0
         self._open: deque[tuple[int, Sequence[int], AsyncRead]] = deque()
         self._refused_in: dict[int, int] = {}
 
@@ -75,7 +77,7 @@ class Verdicts:
         """After the mixing: `Sick`, with what the neighbours said, where this worker's own message wasn't sound."""
         complaint, self.complaint = self.complaint, ""
         if complaint:
-            raise Sick(complaint, mixed)
+            raise Sick(complaint, mixed, self._sick_round)
 
     def _judge(self, workers: Sequence[int], flags: Tensor) -> None:
         rows = dict(zip(workers, flags.tolist(), strict=True))
@@ -95,6 +97,7 @@ class Verdicts:
                 self._count(source, step, _ABSURD if healthy[0] else "NaN or infinity")
         if not sane:
             held = _ABSURD if finite else f"NaN or infinity{self._beyond}"
+            self._sick_round = step
             self.complaint = (
                 f"worker {self._rank}: its parameters hold {held} in round {step}; its "
                 "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "

@@ -180,16 +180,19 @@ class Mixer:
             self.wanted = flight.step + 1
             turn, sent = self.turn(flight.round), flight.sent[place]
             mixed = self._landed(flight, place)
-            self._correct(self.buckets[place].flat, sent, mixed, self._states[place], turn)
-            self.exchange.pool.give([sent, mixed])
+            for tensor in mixed:
+                self._correct(self.buckets[place].flat, sent, tensor, self._states[place], turn)
+            self.exchange.pool.give([sent, *mixed])
 
-    def _landed(self, flight: Flight, place: int) -> Tensor:
+    def _landed(self, flight: Flight, place: int) -> list[Tensor]:
+        """What came back for one bucket; nothing where its own message was refused, which corrects nothing."""
         try:
-            (mixed,) = flight.started[place].land()
+            return flight.started[place].land()
         except Sick as sick:
-            x = self.buckets[place].flat
-            return self.healing.heal(sick, x, flight.sent[place], self._states[place], flight.round)
-        return mixed
+            left = max(f.round for f in (flight, *self._flights) if len(f.started) > place)
+            self.healing.heal(sick, place, left, self._combine, self.buckets[place].flat, self._states[place])
+            self.exchange.pool.give(sick.mixed)
+            return []
 
     def _land_until(self, last: int) -> None:
         due = self._due(last)
@@ -202,7 +205,7 @@ class Mixer:
         for flight in self._flights:
             # A round lands once, so what it brought stands in for what was started.
             mixed = [self._landed(flight, place) for place in range(len(flight.started))]
-            flight.started = [Landed([tensor]) for tensor in mixed]
+            flight.started = [Landed(tensors) for tensors in mixed]
             flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": mixed})
         return {
             "round": self.round,
@@ -232,7 +235,7 @@ class Mixer:
         self.round, self.steps, self._peak = (state[k] for k in ("round", "steps", "peak"))
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
         self._flights = deque(
-            Flight(f["round"], f["step"], _copies(f["sent"], like), [Landed([m]) for m in _copies(f["mixed"], like)])
+            Flight(f["round"], f["step"], _copies(f["sent"], like), _landings(f["mixed"], like))
             for f in state["flights"]
         )
 
@@ -240,6 +243,10 @@ class Mixer:
 def _settled(sent: Tensor, started: Started) -> Tensor:
     started.settle()
     return sent
+
+
+def _landings(mixed: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Started]:
+    return [Landed(_copies(tensors, [x] * len(tensors))) for tensors, x in zip(mixed, like, strict=False)]
 
 
 def _copies(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

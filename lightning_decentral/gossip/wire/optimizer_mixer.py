@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.healing import forget_poison
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
+from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 
 Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
@@ -48,7 +49,7 @@ class OptimizerMixer:
         healed = self.mixer.healing.healed
         self.mixer.step(float(self.optimizer.param_groups[0].get("lr", 1.0)))
         if self.mixer.healing.healed > healed:
-            forget_poison(self.optimizer)
+            forget_poison(self.optimizer, local)
         self._store()
 
     def drain(self) -> None:

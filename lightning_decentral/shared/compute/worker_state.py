@@ -14,7 +14,7 @@ import torch
 from lightning_decentral.shared.compute.digest import digest
 
 KEY = "lightning_decentral"
-VERSION = 2
+VERSION = 3
 
 
 def sealed(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -407,7 +407,7 @@ def test_translation(rule: Combine) -> None:
     results = []
     for moved in (x0, x0 + d):
         x, state = moved.clone(), {k: v.clone() for k, v in mixer.state_dict()["states"][0].items()}
-        rule.apply(x, flight["sent"][0].clone(), flight["mixed"][0].clone(), state, mixer.turn(3))
+        rule.apply(x, flight["sent"][0].clone(), flight["mixed"][0][0].clone(), state, mixer.turn(3))
         results.append(x)
     assert not torch.equal(results[0], x0)
     torch.testing.assert_close(results[1], results[0] + d, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,9 @@ of the gradient, so that a rule knows neither.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.plan.checks import check
@@ -78,6 +80,9 @@ class Combine(ABC):
     In every step: the user's update; what lands is applied; `adapt`; `message` leaves. At delay 0 it lands at once.
     """
 
+    lasting: ClassVar[tuple[str, ...]] = ()
+    """What a healed worker keeps of its state, for sums over all workers that never change."""
+
     @property
     def weights(self) -> Weights:
         """Of what is heard, where the user names none."""
@@ -129,6 +134,23 @@ class Combine(ABC):
     @abstractmethod
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """Correct x in place by what landed. `mixed` is the rule's to overwrite."""
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        """Why a worker whose parameters were poisoned can't go on from its neighbours' by `heal`; empty: it can.
+
+        By default so where the rule keeps anything: what begins anew on one worker may break a sum over all.
+        """
+        kept = self.init(torch.zeros(1))
+        return f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
+
+    def heal(self, x: Tensor, mixed: Tensor, state: State) -> None:
+        """x <- what a mixture of sound messages stands for, in place; the state begins anew there, but for `lasting`.
+
+        Args:
+            mixed: a mean of messages that neighbours sent; weights sum to one.
+        """
+        x.copy_(self.values(mixed))
+        state.update({name: value for name, value in self.init(x).items() if name not in self.lasting})
 
     def mixing(self, turn: Turn) -> dict[str, float]:
         """What users watch of a round, by name: only what the rule has."""

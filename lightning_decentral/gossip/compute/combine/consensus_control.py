@@ -68,6 +68,9 @@ class ConsensusControl:
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         self.inner.check(topology, size, weights, delay)
 
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return self.inner.incurable(topology, size, weights)
+
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
         """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""
         # Who heard nobody would only make the distance look smaller.

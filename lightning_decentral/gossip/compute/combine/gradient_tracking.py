@@ -1,13 +1,14 @@
 """Gradient tracking and exact diffusion (D2): the exact optimum, however much the workers' data differ."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, State, Turn, at, largest
 from lightning_decentral.gossip.compute.combine.rate import check_echo, check_rate, check_stable
-from lightning_decentral.gossip.plan.checks import check_symmetric
+from lightning_decentral.gossip.plan.checks import check_symmetric, symmetric
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -28,7 +29,8 @@ class ExactDiffusion(Combine):
     rate=0.5 is exact diffusion, rate=1 is D2. Overlapped (delay 1), rate=0.5 is EXTRA: x+ = x + u + (W - I) x +
     (1/2) sum over the past of (W - I) x.
 
-    State: c, a copy of the parameters. Bytes: the parameters.
+    State: c, a copy of the parameters. Bytes: the parameters. A healed worker keeps c, which no refused message has
+    touched, on either end, so that sum_i c_i = 0 keeps.
 
     Args:
         rate: D2 needs every eigenvalue of W above -1/3, 0.5 none.
@@ -40,6 +42,8 @@ class ExactDiffusion(Combine):
 
     Source: Yuan et al. 1702.05122 (exact diffusion), Tang et al. 1803.07068 (D2), Shi et al. 1404.6264 (EXTRA).
     """
+
+    lasting: ClassVar[tuple[str, ...]] = ("corrections",)
 
     rate: float = 0.5
     memory: float = 1.0
@@ -58,6 +62,9 @@ class ExactDiffusion(Combine):
         check_symmetric("ExactDiffusion", topology, size, weights, "combine=GradientTracking()")
         echo = RepeatedCorrection(gain=self.memory, keep=1.0)
         check_echo("ExactDiffusion", echo, self.rate, topology, size, weights, delay)
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return ""
 
     def init(self, x: Tensor) -> State:
         return {"corrections": torch.zeros_like(x)}
@@ -82,7 +89,9 @@ class GradientTracking(Combine):
     In displacements: v+ = W v + u+ - u, x+ = W x + v (delay 1) or W (x + v) (delay 0). sum_i v_i = sum_i u_i keeps,
     also when the learning rate changes, with any optimizer and on any doubly stochastic sequence of matrices.
 
-    State: x after the last update, u and v, three copies of the parameters. Bytes: twice the parameters.
+    State: x after the last update, u and what mixing made of it, e = v - u, three copies of the parameters. Bytes: twice
+    the parameters. A healed worker keeps e, so that sum_i e_i = 0 keeps, where each hears those that hear it: only then
+    both ends leave out the same.
 
     Args:
         rate: towards what was heard, as in `Gossip`.
@@ -92,6 +101,8 @@ class GradientTracking(Combine):
 
     Source: Di Lorenzo and Scutari 1602.00591; Nedic, Olshevsky and Shi 1607.03218 (DIGing, which delay 1 is).
     """
+
+    lasting: ClassVar[tuple[str, ...]] = ("exchanged",)
 
     rate: Rate = 1.0
 
@@ -111,20 +122,22 @@ class GradientTracking(Combine):
         # As for Gossip: v mixes as x does and doesn't depend on it.
         check_stable("GradientTracking", self.rate, topology, size, weights, delay)
 
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        if symmetric(topology, size, weights):
+            return ""
+        return "where another hears it than it hears, a refused message changes the sum of what all track"
+
     def init(self, x: Tensor) -> State:
-        return {"last": x.detach().clone(), "update": torch.zeros_like(x), "tracked": torch.zeros_like(x)}
+        return {"last": x.detach().clone(), "update": torch.zeros_like(x), "exchanged": torch.zeros_like(x)}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        """v += u - u_prev; x = last + v."""
-        last, before, tracked = state["last"], state["update"], state["tracked"]
-        update = x - last
-        tracked.add_(update).sub_(before)
-        before.copy_(update)
-        torch.add(last, tracked, out=x.detach())
-        last.copy_(x)
+        """v = u + e; x = last + v, which is x + e."""
+        torch.sub(x.detach(), state["last"], out=state["update"])
+        x.add_(state["exchanged"])
+        state["last"].copy_(x)
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        return torch.cat((x.detach(), state["tracked"]), dim=-1)
+        return torch.cat((x.detach(), state["update"] + state["exchanged"]), dim=-1)
 
     def values(self, message: Tensor) -> Tensor:
         return message.tensor_split(2, dim=-1)[0]
@@ -137,4 +150,4 @@ class GradientTracking(Combine):
         x.add_(correction)
         # Else the correction would be taken for an update.
         state["last"].add_(correction)
-        state["tracked"].add_(tracked)
+        state["exchanged"].add_(tracked)

@@ -24,7 +24,8 @@ class Outer(Combine):
     `Every(H, RandomMatching())` this is NoLoCo (with its gamma = beta = lr, as in its published code). Overlapped, x
     keeps what it learnt while the message was under way. A worker without a partner takes no outer step.
 
-    State: anchor and m, two copies of the parameters. Bytes: the parameters, in every H-th step.
+    State: anchor and m, two copies of the parameters. Bytes: the parameters, in every H-th step. A healed worker begins
+    at its neighbours' parameters, with that anchor and without momentum: no sum over the workers depends on either.
 
     Args:
         lr: of the outer step, in (0, 1].
@@ -48,6 +49,9 @@ class Outer(Combine):
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         super().check(topology, size, weights, delay)
         check_one_flight(type(self).__name__, topology, size, delay)
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return ""
 
     def init(self, x: Tensor) -> State:
         return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
@@ -93,7 +97,8 @@ class QuasiGlobalMomentum(Combine):
     the same momentum carries Adam's direction. QG-DAdam, whose second moment is one of displacements too, is an
     optimizer: `optim.QuasiGlobalAdam` under `Gossip()`.
 
-    State: x after the last update and m, two copies of the parameters. Bytes: the parameters.
+    State: x after the last update and m, two copies of the parameters. Bytes: the parameters. A healed worker begins
+    with m = 0, as all did: its momentum is back after 1 / (1 - mu) steps.
 
     Args:
         momentum: mu, in [0, 1).
@@ -122,6 +127,9 @@ class QuasiGlobalMomentum(Combine):
         mu = self.momentum
         echo = RepeatedCorrection(gain=mu * (1 - mu), keep=mu * (2 - mu))
         check_echo("QuasiGlobalMomentum", echo, self.rate, topology, size, weights, delay)
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return ""
 
     def init(self, x: Tensor) -> State:
         return {"last": x.detach().clone(), "momentum": torch.zeros_like(x)}

@@ -25,6 +25,10 @@ class PushSum(Combine):
     State: z after the last update (a copy of the parameters) and w, which begins at 1. Bytes: the parameters and a
     number. Where P is doubly stochastic w stays 1, and at delays 0 and 1 it is Gossip().
 
+    A healed worker takes z and w of its neighbours' mixture. Then sum_i w_i = n keeps where all w are 1; elsewhere it is
+    off by as much as w_i is from its neighbours', and updates of the mean are n / sum_i w_i times as large. z still
+    reaches one value.
+
     Raises:
         ValueError: at set-up, where parameters have half precision: w would be rounded, and scale all of them.
 
@@ -74,6 +78,13 @@ class PushSum(Combine):
 
     def share(self, state: State) -> Tensor:
         return state["weight"]
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return ""
+
+    def heal(self, x: Tensor, mixed: Tensor, state: State) -> None:
+        super().heal(x, mixed, state)
+        state["weight"] = mixed[..., -1:].clone()
 
     def _add(self, x: Tensor, mass: Tensor, state: State) -> None:
         """last <- (last w + X) / (w + v) for a mass (X, v); x gets the same correction and keeps what it learnt."""

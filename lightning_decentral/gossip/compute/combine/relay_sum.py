@@ -27,6 +27,8 @@ class RelaySum(Combine):
     All sums begin anew after `restart` rounds; for as many rounds as the diameter a worker then averages what it has
     heard so far.
 
+    A poisoned worker can't be healed: its neighbours subtract what they sent it from what it relays.
+
     Mixing does not keep the mean step by step. State: S and S(t-2) - d T(t-1), two copies of the parameters. Bytes: the
     parameters and a number.
 
@@ -59,6 +61,9 @@ class RelaySum(Combine):
         check_tree("RelaySum", topology, size, weights)
         # S_i(t) is made of S_i(t-1) and S_i(t-2), which must have landed.
         check_one_flight("RelaySum", topology, size, delay)
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return "its neighbours subtract what they sent it from the sums that it relays"
 
     def init(self, x: Tensor) -> State:
         if x.dtype.itemsize < 4:
