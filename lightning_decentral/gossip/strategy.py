@@ -163,8 +163,8 @@ class GossipStrategy(ReplicaStrategy):
         plan = self.topology, self.weights, self.workers
         exchange = assembled(*plan, self.worker, self.member, self.root_device, self.codec, self.delay)
         mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
-        # Not where both ends of a link remember what was said, nor where a worker's devices would heal by themselves.
-        most = 0 if self.codec.remembers or self.island.devices > 1 else self.heals
+        # Not where a worker's devices would heal by themselves.
+        most = 0 if self.island.devices > 1 else self.heals
         mixer.healing = Healing(most, self._poisoned, partial(self.combine.incurable, self.topology, self.workers, self.weights))
         return mixer
 

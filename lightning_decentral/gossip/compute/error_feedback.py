@@ -15,6 +15,7 @@ from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.compute.health import scale, sound
 from lightning_decentral.shared.compute.norms import squared_norm
 
 
@@ -80,6 +81,15 @@ class BucketCodec:
         elif bool(healthy):
             estimate.copy_(coded)
 
+    def spoil(self, message: Tensor, links: Sequence[str]) -> None:
+        """message <- NaN where it is not sound beside what is known of it: then its hearers refuse it for certain, and
+        the estimates stay as they were on both ends."""
+        coded = self._split(message)[0]
+        known = [scale([e]) for link in links if (e := self._frame(link, coded, 0).estimate) is not None]
+        good = sound(torch.stack([scale([coded]), *known]))[0]
+        if good.is_cuda or not bool(good):
+            message.masked_fill_(~good, torch.nan)
+
     def load(self, estimates: Mapping[str, Tensor]) -> None:
         device = self._reference.device
         self.estimates = {link: estimate.to(device, copy=True) for link, estimate in estimates.items()}
@@ -134,8 +144,6 @@ class Coded(Coder):
         self._open: tuple[AsyncRead, int] | None = None
         self._sums: list[Tensor] = []
         self._warned = False
-        # One's own message is what the others decode, whatever it holds.
-        self._healthy = torch.ones((), dtype=torch.bool)
 
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         self._rate = combine.largest_rate
@@ -205,14 +213,15 @@ class Coded(Coder):
         self, channel: BucketCodec, message: Tensor, keys: Mapping[int, int], shares: Mapping[int, float]
     ) -> dict[int, Buffers]:
         """{audience: payload};  message <- sum over audiences of share * what it decodes."""
+        if self.estimates:
+            channel.spoil(message, [f"to {audience}" for audience in keys])
         layout = channel.parts(message)
         parts = {audience: self._taken(layout, message.device) for audience in keys}
         # For one audience in place, without a copy of the message.
         if len(parts) == 1:
             ((audience, payload),) = parts.items()
             channel.replace(message, payload, f"to {audience}", keys[audience])
-            if self.estimates:
-                channel.remember(message, f"to {audience}", self._healthy)
+            self._remember_own(channel, message, audience)
         elif parts:
             for audience, payload in parts.items():
                 channel.encode(message, payload, f"to {audience}", keys[audience])
@@ -233,8 +242,11 @@ class Coded(Coder):
 
     def _decode_own(self, channel: BucketCodec, payload: Buffers, out: Tensor, audience: int) -> None:
         channel.decode(payload, out, f"to {audience}")
-        if self.estimates:
-            channel.remember(out, f"to {audience}", self._healthy)
+        self._remember_own(channel, out, audience)
+
+    def _remember_own(self, channel: BucketCodec, decoded: Tensor, audience: int) -> None:
+        if self.estimates:  # as its hearers do, who refuse what isn't finite
+            channel.remember(decoded, f"to {audience}", torch.isfinite(scale([decoded])))
 
     def _taken(self, parts: Sequence[PayloadPart], device: torch.device) -> Buffers:
         return [self._pool.take_new(torch.Size([p.elements]), p.dtype, device) for p in parts]

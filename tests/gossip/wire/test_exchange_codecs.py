@@ -33,6 +33,7 @@ from lightning_decentral.gossip import (
     Turn,
     simulate,
 )
+from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.plan.topology.topology import audiences
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
@@ -322,6 +323,36 @@ def test_an_absurd_message_never_enters_a_healthy_worker(codec: Codec) -> None:
         assert float(x.abs().max()) <= 3
         assert (refused, error, changed) == (1, "", [])
     assert second[2].startswith("worker 1: its parameters hold")
+
+
+def healed(bad: float, topology: Topology, codec: Codec, delay: int, transport: Transport) -> tuple[Tensor, int, Any]:
+    """Worker 1 is poisoned and healed, then all go on: (parameters, times healed, estimates) at the end."""
+    x = torch.linspace(-1, 1, DIM) * (transport.rank + 1)
+    mixer = mixer_of(transport, torch.device("cpu"), topology, codec, x, delay, Gossip(rate=0.3))
+    mixer.healing = Healing(3)
+    for step in range(40):
+        if step == 5 and transport.rank == 1:
+            x[33] = bad
+        mixer.step()
+    mixer.drain()
+    return x, mixer.healing.healed, mixer.exchange.coder.state_dict()["estimates"]
+
+
+@pytest.mark.filterwarnings("ignore:worker .")
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("codec", [c for c in usable() if c.remembers], ids=str)
+def test_both_ends_of_a_link_agree_after_a_refused_message(codec: Codec, delay: int, bad: float) -> None:
+    rows = CPU.world(3, partial(healed, bad, Complete(), codec, delay))
+    assert [times for _, times, _ in rows] == [0, 1, 0]
+    for rank, (x, _, buckets) in enumerate(rows):
+        assert float((x - rows[0][0]).abs().max()) < 0.3  # they were 1 to 2 apart
+        for place, links in enumerate(buckets):
+            for link, estimate in links.items():
+                assert bool(estimate.isfinite().all())
+                direction, _, other = link.partition(" ")
+                if direction == "from":  # of its one audience
+                    torch.testing.assert_close(estimate, rows[int(other)][2][place]["to 0"], rtol=0, atol=0)
 
 
 def overflow(transport: Transport) -> str:
