@@ -60,7 +60,7 @@ class GossipStrategy(ReplicaStrategy):
         bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
         heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
-            on; 0 ends the training instead, as do codecs of differences, islands of several devices and other rules.
+            on; 0 ends the training instead, as do rules whose sums over all workers would break, and `AllReduce` by NCCL.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
@@ -163,8 +163,7 @@ class GossipStrategy(ReplicaStrategy):
         plan = self.topology, self.weights, self.workers
         exchange = assembled(*plan, self.worker, self.member, self.root_device, self.codec, self.delay)
         mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
-        # Not where a worker's devices would heal by themselves.
-        most = 0 if self.island.devices > 1 else self.heals
+        most = self.heals if self.member.heals else 0
         mixer.healing = Healing(most, self._poisoned, partial(self.combine.incurable, self.topology, self.workers, self.weights))
         return mixer
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_decentral import GossipStrategy
@@ -32,6 +32,7 @@ from lightning_decentral.gossip import (
     Topology,
     simulate,
 )
+from lightning_decentral.shared.wire.fsdp import local
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 7
@@ -154,3 +155,41 @@ def test_bad_plans_of_islands_are_refused_before_any_device_talks(
 def test_islands_of_two(devices: int, per_node: int, workers: int) -> None:
     assert AllReduce(2).workers(devices, per_node) == workers
     assert Solo().workers(devices, per_node) == devices
+
+
+class Poison(Callback):
+    """These devices of worker 1 hold NaN after the second update."""
+
+    def __init__(self, devices: tuple[int, ...]) -> None:
+        self._devices = devices
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank in self._devices:
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    local(parameter).view(-1)[0] = torch.nan
+
+
+def fit_poisoned(folder: Path, options: dict[str, Any], devices: tuple[int, ...]) -> None:
+    strategy = GossipStrategy(start_method="fork", topology=Complete(), **options)
+    callbacks = [Record(folder), Poison(devices)]
+    Trainer(**QUIET, max_steps=30, devices=6, strategy=strategy, callbacks=callbacks).fit(Quadratic(dim=6))
+
+
+@pytest.mark.parametrize(
+    ("island", "devices", "combine"),
+    [
+        (AllReduce(2), (2, 3), Gossip()),
+        (AllReduce(2), (3,), PushSum()),  # on one device alone, and a message that isn't split
+        (FullyShard(2), (2,), Gossip()),
+    ],
+    ids=str,
+)
+def test_an_island_is_healed_as_one_worker(
+    tmp_path: Path, island: Island, devices: tuple[int, ...], combine: Combine
+) -> None:
+    in_processes(fit_poisoned, tmp_path, {"island": island, "combine": combine}, devices)
+    rows = recorded(tmp_path, 6)[-1]
+    assert bool(rows.isfinite().all())
+    assert torch.equal(rows[0::2], rows[1::2])  # the devices of each island
+    assert float((rows - rows.mean(0)).abs().max()) < 1  # their minima are 5 apart

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
@@ -58,10 +59,13 @@ class GatherExchange(Exchange["Parts"]):
             self._share(message, [self._part(m).clone() for m in message])
 
         def gather() -> list[Tensor]:
-            parts = started.land()
+            parts, sick = self._order.land(started, self.inside)
             mixed = [self.pool.take(m) for m in message]
             self._share(mixed, parts)
             self.inner.pool.give(parts)
+            if sick is not None:
+                self._take_one(mixed, sick)
+                raise Sick(str(sick), mixed, sick.round)
             return mixed
 
         return Parts([started], gather)
@@ -82,6 +86,12 @@ class GatherExchange(Exchange["Parts"]):
         for whole, part in pairs:
             if not self._split(whole):
                 whole.copy_(part)
+
+    def _take_one(self, mixed: Sequence[Tensor], sick: "SickPart") -> None:
+        """What every device mixed for itself is that of the device whose message was refused."""
+        for whole in mixed:
+            if not self._split(whole):
+                self.inside.broadcast(whole, sick.place).wait()
 
     def _part(self, message: Tensor) -> Tensor:
         return message.view(self.inside.size, -1)[self.inside.rank] if self._split(message) else message
@@ -112,8 +122,37 @@ class Parts(Started):
         return self.finish()
 
 
+class SickPart(Sick):
+    """A part of this island's message was refused; all its devices know.
+
+    Args:
+        place: the first device whose part it was.
+    """
+
+    def __init__(self, complaint: str, round: int, place: int) -> None:
+        super().__init__(complaint, [], round)
+        self.place = place
+
+
 class AtLanding:
     """The gather happens where the round lands: the wait of its transport is the host's, so sooner would block."""
+
+    def land(self, started: Started, inside: Transport) -> tuple[list[Tensor], SickPart | None]:
+        """This device's parts, and whether any device's message was refused: the devices of an island are healed, or
+        end, together. Collective inside."""
+        try:
+            parts, sick = started.land(), None
+        except Sick as found:
+            parts, sick = found.mixed, found
+        mine = torch.tensor([-1 if sick is None else sick.round], device=parts[0].device)
+        pending, rounds = inside.all_gather(mine)
+        pending.wait()
+        told = [int(round) for round in rounds]
+        place = max(range(inside.size), key=told.__getitem__)
+        if told[place] < 0:
+            return parts, None
+        others = f"another device of this island was refused by its neighbours in round {told[place]}; see its output"
+        return parts, SickPart(others if sick is None else str(sick), told[place], place)
 
     def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
         """Start it; it departs with the others."""
@@ -137,6 +176,10 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
         self._waited = DeviceStopwatch()
         self._in_flight_seconds = 0.0
+
+    def land(self, started: Started, inside: Transport) -> tuple[list[Tensor], SickPart | None]:
+        # To ask the others would make the host wait: whoever is refused ends.
+        return started.land(), None
 
     def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
         """Start, send and land it on this stream."""

@@ -35,6 +35,9 @@ class IslandMember:
     shards = 1
     """Devices that a worker's parameters are spread over."""
 
+    heals = True
+    """Whether its devices know of each other's refused messages, or have nothing in common that could be poisoned."""
+
     def __init__(self, wire: Wire | None, devices: int, meet: Meet) -> None:
         self._wire, self.devices, self._meet = wire, devices, meet
 
@@ -106,6 +109,7 @@ class Averaging(IslandMember):
         super().__init__(wire, devices, meet)
         size = wire.world.size
         self._device, self._gathering = device, _inside(wire.group, size, devices)
+        self.heals = not self._gathering.queued
         # A group of their own: gradients mustn't queue behind a gather of parameters.
         average = mean_by(codec, partial(_inside, wire.group, size, devices), device)
         self._gradients = GradientAverage(average, _inside(wire.hosts, size, devices), meet, bucket_bytes)
