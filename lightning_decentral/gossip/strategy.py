@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
 from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refuse_unsharded, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -26,14 +25,13 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, healing
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
-from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -60,7 +58,7 @@ class GossipStrategy(ReplicaStrategy):
         bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
         heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
-            on; 0 ends the training instead, as do rules whose sums over all workers would break, and `AllReduce` by NCCL.
+            on; 0 ends the training instead, as do rules whose sums over workers would break, and `AllReduce` by NCCL.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
@@ -163,12 +161,9 @@ class GossipStrategy(ReplicaStrategy):
         plan = self.topology, self.weights, self.workers
         exchange = assembled(*plan, self.worker, self.member, self.root_device, self.codec, self.delay)
         mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
-        most = self.heals if self.member.heals else 0
-        mixer.healing = Healing(most, self._poisoned, partial(self.combine.incurable, self.topology, self.workers, self.weights))
+        incurable = partial(self.combine.incurable, self.topology, self.workers, self.weights)
+        mixer.healing = healing(self.heals if self.member.heals else 0, self._module, incurable)
         return mixer
-
-    def _poisoned(self) -> str:
-        return first_poisoned((name, local(p)) for name, p in self._module.named_parameters())
 
     # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
 
@@ -252,7 +247,12 @@ class GossipStrategy(ReplicaStrategy):
         self._mixers.load_state_dict(state, self.optimizers)
 
     def plan(self) -> dict[str, str]:
-        return {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
+        fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
+        # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
+        return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.of_links else fixed
+
+    def changeable(self) -> dict[str, str]:
+        return {"topology": repr(self.topology), "weights": repr(self.weights)}
 
     def restart(self) -> None:
         self._mixers.release()
@@ -264,8 +264,6 @@ class GossipStrategy(ReplicaStrategy):
             states = [sharded_state(optimizer, state, self.checkpoints.resuming) for optimizer, state in pairs]
             checkpoint = {**checkpoint, "optimizer_states": states}
         super().restore_optimizers(checkpoint)
-
-    # ---- what users watch -------------------------------------------------------------------------------------------
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -78,9 +78,8 @@ class ReplicaHealth:
         self.left_out += len(sick)
         # Where nobody is left, all end alike.
         reports = self._of.gather([none_sound(sick, workers), self._said(tensors, sick)])
-        for problem, lines in reports:
-            if problem:
-                raise FloatingPointError(problem)
+        if problems := [problem for problem, _ in reports if problem]:
+            raise FloatingPointError(problems[0])
         for line in dict.fromkeys(line for _, lines in reports for line in lines):
             rank_zero_warn(line)
 

@@ -1,7 +1,8 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
-What is common to all is in parts: `SameSettings` (agreeing before they train), `MeanModel` (workers that drift apart), `ReplicaHealth` (poison),
-`Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together), `Attendance` (who is there).
+What is common to all is in parts: `SameSettings` (agreeing before they train), `MeanModel` (workers that drift apart),
+`ReplicaHealth` (poison), `Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together),
+`Attendance` (who is there).
 """
 
 from abc import abstractmethod
@@ -101,6 +102,10 @@ class WorkersStrategy(MeetingStrategy):
     def replica_group(self) -> Transport | None:
         """The group of those that hold what this worker holds, itself included; None: there are none. Collective."""
         return None
+
+    def changeable(self) -> dict[str, str]:
+        """What a run may have other than the one that it goes on from, in words: that is said."""
+        return {}
 
     def settle(self) -> None:
         """Land what is in flight."""

@@ -363,9 +363,9 @@ def test_a_worker_killed_while_saving_leaves_the_save_before_on_two_disks(tmp_pa
         assert [k for k, v in whole.items() if not torch.equal(v, state[k])] == []
 
 
-def resume_otherwise(path: Path, net: dict[str, Any], options: dict[str, Any]) -> None:
+def resume_otherwise(path: Path, net: dict[str, Any], options: dict[str, Any], at_mean: bool = True) -> None:
     strategy = GossipStrategy(start_method="fork", **options)
-    trainer = Trainer(**{**QUIET, "max_steps": 6}, devices=2, strategy=strategy, callbacks=[ModelAtStart()])
+    trainer = Trainer(**{**QUIET, "max_steps": 6}, devices=2, strategy=strategy, callbacks=[ModelAtStart()] * at_mean)
     trainer.fit(Net(**net), SizedBatches(6), ckpt_path=path)
 
 
@@ -384,6 +384,21 @@ def test_what_does_not_fit_is_named_and_all_start_from_the_mean(tmp_path: Path, 
     ):
         in_processes(resume_otherwise, path, net, options)
         assert said in capfd.readouterr().err
+
+
+def test_another_topology_goes_on_where_no_state_is_of_a_link(tmp_path: Path, capfd: Any) -> None:
+    difference = {"codec": DifferenceCompression(Int8()), "combine": Gossip(rate=0.5)}
+    for number, (options, said) in enumerate((
+        ({}, "this run goes on with OnePeerExponential()"),
+        (difference, "this run has OnePeerExponential(); all workers start from the mean"),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        in_processes(fit, folder, 2, 4, {**options, "topology": Ring()}, {}, {}, 4, None, False)
+        other = {**options, "topology": OnePeerExponential()}
+        in_processes(resume_otherwise, folder / "at-step=4.ckpt", {}, other, bool(options))
+        printed = capfd.readouterr().err
+        assert f"saved with topology Ring(), {said}" in printed
+        assert ("start from the mean" in printed) == bool(options)
 
 
 def fit_from_last(folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.healing import forget_poison
+from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.wire.fsdp import local
@@ -15,6 +15,11 @@ from lightning_decentral.shared.wire.transport import Transport
 
 Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 """Parameters as buckets, as their island packs them."""
+
+
+def healing(most: int, module: nn.Module, incurable: Callable[[], str]) -> Healing:
+    """Of a worker that trains this module; as `Healing`."""
+    return Healing(most, lambda: first_poisoned((name, local(p)) for name, p in module.named_parameters()), incurable)
 
 
 class OptimizerMixer:

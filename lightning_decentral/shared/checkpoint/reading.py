@@ -109,6 +109,9 @@ class Reading:
         if problems:
             rank_zero_warn(f"resuming {os.fspath(path)}: {problems[0]}; all workers start from the mean")
             return None
+        for key, now in self._worker.changeable().items():
+            if (saved := mark.get("changeable", {}).get(key, now)) != now:
+                rank_zero_warn(f"resuming {os.fspath(path)}: saved with {key} {saved}, this run goes on with {now}")
         rank_zero_info(f"every worker goes on from its own state in {os.path.dirname(file)}")
         return own
 

@@ -43,6 +43,7 @@ class Worker(Protocol):
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
     def gather(self, value: Any) -> list[Any]: ...
     def plan(self) -> dict[str, str]: ...
+    def changeable(self) -> dict[str, str]: ...
 
 
 def store_of(worker: Worker, path: str | Path, storage_options: Any = None) -> Store:
@@ -104,6 +105,7 @@ class Saving:
             "package": metadata.version("lightning-decentral"),
             "strategy": type(self._worker).__name__,
             "plan": self._worker.plan(),
+            "changeable": self._worker.changeable(),
             "optimizers": [type(optimizer).__name__ for optimizer in self._worker.optimizers],
             "rank": 0,
             "size": self._worker.world_size,

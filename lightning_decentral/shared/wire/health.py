@@ -86,8 +86,8 @@ def none_sound(sick: Mapping[int, Ailment], workers: int) -> str:
         return ""
     worker, ailment = next(iter(sick.items()))
     return (
-        f"none of the {workers} workers has a sound model (worker {worker} {ailment}), so there is no mean to validate or "
-        "save; earlier checkpoints stay. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
+        f"none of the {workers} workers has a sound model (worker {worker} {ailment}), so there is no mean to validate "
+        "or save; earlier checkpoints stay. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
         "operation with detect_anomaly=True"
     )
 
@@ -122,7 +122,7 @@ class Unequal:
 def unequal(tensors: Sequence[Tensor], over: Transport) -> Unequal | None:
     """The first tensor that isn't the same on all workers; None: all are. The same answer on all.
 
-        |p_i - p_j| > TOLERANCE max(1e-3, s)     for p = smallest, largest or mean value, s the usual largest magnitude
+        |p_i - p_j| > TOLERANCE max(1e-3, s)     p: smallest, largest or mean value; s: the usual largest magnitude
 
     Collective: gathers three numbers for each tensor. Not their bits: workers of different hardware may honestly differ
     by rounding.

@@ -344,7 +344,7 @@ def healed(bad: float, topology: Topology, codec: Codec, delay: int, transport: 
 def test_both_ends_of_a_link_agree_after_a_refused_message(codec: Codec, delay: int, bad: float) -> None:
     rows = CPU.world(3, partial(healed, bad, Complete(), codec, delay))
     assert [times for _, times, _ in rows] == [0, 1, 0]
-    for rank, (x, _, buckets) in enumerate(rows):
+    for x, _, buckets in rows:
         assert float((x - rows[0][0]).abs().max()) < 0.3  # they were 1 to 2 apart
         for place, links in enumerate(buckets):
             for link, estimate in links.items():

@@ -83,6 +83,9 @@ class Combine(ABC):
     lasting: ClassVar[tuple[str, ...]] = ()
     """What a healed worker keeps of its state, for sums over all workers that never change."""
 
+    of_links: ClassVar[bool] = False
+    """Whether its state is about certain links: then another topology can't go on from it."""
+
     @property
     def weights(self) -> Weights:
         """Of what is heard, where the user names none."""

@@ -68,6 +68,10 @@ class ConsensusControl:
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         self.inner.check(topology, size, weights, delay)
 
+    @property
+    def of_links(self) -> bool:
+        return self.inner.of_links
+
     def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
         return self.inner.incurable(topology, size, weights)
 

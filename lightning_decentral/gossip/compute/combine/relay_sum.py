@@ -1,6 +1,7 @@
 """RelaySum (RelaySGD): exact sums, relayed along a spanning tree."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class RelaySum(Combine):
 
     Source: Vogels et al. 2110.04175, algorithm 1, normalized by counts.
     """
+
+    of_links: ClassVar[bool] = True
 
     restart: int = 200
 
