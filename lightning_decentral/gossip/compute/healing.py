@@ -2,9 +2,9 @@
 
     x_i <- sum_j w_ij x_j / sum_j w_ij        over the sources j that are sound, where x_i isn't
 
-What it sent while it was sick was refused by all, and corrects nothing when it lands; what its rule keeps begins anew, as
-the rule says. Where nobody sound is heard it
-stays sick, says nothing that could be averaged, and takes what comes next.
+What it sent while it was sick was refused by all, and corrects nothing when it lands; what its rule keeps begins anew,
+as the rule says. Where nobody sound is heard it stays sick, says nothing that could be averaged, and takes what comes
+next.
 """
 
 import warnings

@@ -122,7 +122,7 @@ class Unequal:
 def unequal(tensors: Sequence[Tensor], over: Transport) -> Unequal | None:
     """The first tensor that isn't the same on all workers; None: all are. The same answer on all.
 
-        |p_i - p_j| > TOLERANCE max(1e-3, s)     p: smallest, largest or mean value; s: the usual largest magnitude
+        |p_i - p_j| > TOLERANCE max(1e-3, s)    p: smallest, largest or mean; s: the usual largest magnitude
 
     Collective: gathers three numbers for each tensor. Not their bits: workers of different hardware may honestly differ
     by rounding.
