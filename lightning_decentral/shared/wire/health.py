@@ -112,8 +112,8 @@ class Unequal:
         (one, a), (two, b) = self.usual, self.other
         return (
             f"worker {number_of(two)}'s {name} is from {b[0]:.4g} to {b[1]:.4g} with mean {b[2]:.4g}, worker "
-            f"{number_of(one)}'s from {a[0]:.4g} to {a[1]:.4g} with mean {a[2]:.4g}, and they must be equal: nothing is "
-            "validated or saved, earlier checkpoints stay. Resume from the last one, and look at the worker's memory "
+            f"{number_of(one)}'s from {a[0]:.4g} to {a[1]:.4g} with mean {a[2]:.4g}, and they must be equal: nothing "
+            "is validated or saved, earlier checkpoints stay. Resume from the last one, and look at the worker's memory "
             "and at what writes to its parameters"
         )
 
@@ -122,7 +122,7 @@ class Unequal:
 def unequal(tensors: Sequence[Tensor], over: Transport) -> Unequal | None:
     """The first tensor that isn't the same on all workers; None: all are. The same answer on all.
 
-        |p_i - p_j| > TOLERANCE max(1e-3, s)    p: smallest, largest or mean; s: the usual largest magnitude
+        |p_i - p_j| > TOLERANCE max(1e-3, s)    p: smallest, largest, mean; s: the usual largest magnitude
 
     Collective: gathers three numbers for each tensor. Not their bits: workers of different hardware may honestly differ
     by rounding.

@@ -89,9 +89,9 @@ class GradientTracking(Combine):
     In displacements: v+ = W v + u+ - u, x+ = W x + v (delay 1) or W (x + v) (delay 0). sum_i v_i = sum_i u_i keeps,
     also when the learning rate changes, with any optimizer and on any doubly stochastic sequence of matrices.
 
-    State: x after the last update, u and what mixing made of it, e = v - u, three copies of the parameters. Bytes: twice
-    the parameters. A healed worker keeps e, so that sum_i e_i = 0 keeps, where each hears those that hear it: only then
-    both ends leave out the same.
+    State: x after the last update, u and what mixing made of it, e = v - u, three copies of the parameters. Bytes:
+    twice the parameters. A healed worker keeps e, so that sum_i e_i = 0 keeps, where each hears those that hear it:
+    only then both ends leave out the same.
 
     Args:
         rate: towards what was heard, as in `Gossip`.

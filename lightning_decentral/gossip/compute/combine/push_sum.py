@@ -25,7 +25,7 @@ class PushSum(Combine):
     State: z after the last update (a copy of the parameters) and w, which begins at 1. Bytes: the parameters and a
     number. Where P is doubly stochastic w stays 1, and at delays 0 and 1 it is Gossip().
 
-    A healed worker takes z and w of its neighbours' mixture. Then sum_i w_i = n keeps where all w are 1; elsewhere it is
+    A healed worker takes z and w of its neighbours' mixture. sum_i w_i = n keeps where all w are 1; elsewhere it is
     off by as much as w_i is from its neighbours', and updates of the mean are n / sum_i w_i times as large. z still
     reaches one value.
 
