@@ -113,8 +113,8 @@ class Unequal:
         return (
             f"worker {number_of(two)}'s {name} is from {b[0]:.4g} to {b[1]:.4g} with mean {b[2]:.4g}, worker "
             f"{number_of(one)}'s from {a[0]:.4g} to {a[1]:.4g} with mean {a[2]:.4g}, and they must be equal: nothing "
-            "is validated or saved, earlier checkpoints stay. Resume from the last one, and look at the worker's memory "
-            "and at what writes to its parameters"
+            "is validated or saved, earlier checkpoints stay. Resume from the last one, and look at the worker's memory"
+            " and at what writes to its parameters"
         )
 
 
