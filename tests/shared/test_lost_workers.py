@@ -16,7 +16,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.pipeline import Uniform
 from lightning_decentral.pipeline.wire.executor import Executor
 from lightning_decentral.shared import replica
-from lightning_decentral.shared.wire import transport
+from lightning_decentral.shared.wire import pipeline_replicas, transport
 from lightning_decentral.shared.wire.meeting import notices, rendezvous
 from tests.crew import crew
 from tests.pipeline.training import Language
