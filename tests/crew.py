@@ -34,7 +34,7 @@ def crew(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    seconds: float = 40.0,
+    seconds: float = 150.0,
     environment: Mapping[str, str] | None = None,
     own: Mapping[int, Mapping[str, str]] | None = None,
     absent: tuple[int, ...] = (),

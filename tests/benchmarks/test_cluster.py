@@ -175,10 +175,10 @@ def test_torchrun_starts_islands_of_two_processes_on_each_host(two: clusters.Clu
 def test_a_failing_host_ends_the_others(two: clusters.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "GRACE_SECONDS", 0.5)
     start = time.monotonic()
-    codes = two.run(["sh", "-c", "test $NODE_RANK = 0 && exit 3; exec sleep 60"], seconds=50)
+    codes = two.run(["sh", "-c", "test $NODE_RANK = 0 && exit 3; exec sleep 600"], seconds=300)
     assert codes[0] == 3
     assert codes[1] < 0, "ended by a signal"
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 200
 
 
 @needs_cluster
@@ -198,7 +198,7 @@ def test_what_a_killed_run_left_is_ended_and_removed() -> None:
     while not clusters._ip("netns", "pids", f"{NAME}-2").strip():
         time.sleep(0.01)
     clusters.Cluster(NAME, 1).up("50mbit")
-    assert orphan.wait(timeout=10) < 0
+    assert orphan.wait(timeout=100) < 0
     assert sorted(clusters.existing(NAME)) == [f"{NAME}-0", f"{NAME}-switch"]
     assert clusters.find(NAME).hosts == 1
     assert clusters.main(["--name", NAME, "down"]) == 0

@@ -155,7 +155,7 @@ def test_bash_completes_commands_and_options(line: str, word: str, capsys: pytes
     script = capsys.readouterr().out
     words = ["lightning-decentral", *line.split()]
     ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _lightning_decentral; echo ${{COMPREPLY[@]}}"
-    bash = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=20, check=True)
+    bash = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=200, check=True)
     assert word in bash.stdout.split()
     assert not bash.stderr
 

@@ -48,7 +48,7 @@ def read_by(statement: str) -> list[str]:
     """Files of the package, faces not counted, that a new process reads for this statement."""
     told = f"import sys; {statement}; print(*(m for m in sys.modules if m.startswith('lightning_decentral.')))"
     output = subprocess.run(
-        [sys.executable, "-c", told], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", told], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
     ).stdout
     faces = {name_of(face) for face in FACES}
     return sorted(set(output.split()) - faces)

@@ -48,7 +48,7 @@ def test_who_is_missing_is_said_in_time(absent: int) -> None:
     for outcome in outcomes:
         assert outcome.error.startswith("MeetingFailed: worker")
         assert re.search(line, outcome.error), outcome
-        assert outcome.seconds < 10
+        assert outcome.seconds < 60
 
 
 def test_a_program_that_has_the_port_is_no_store() -> None:
@@ -101,7 +101,7 @@ def test_nodes_that_were_told_other_numbers_of_devices_or_nodes_all_say_so(
     line = rf"ValueError: worker \d has num_nodes={second[0]}, devices={second[1]}, worker 0 has num_nodes={first[0]}, "
     for outcome in outcomes:
         assert re.fullmatch(rf"{line}devices={first[1]}: give every worker the same", outcome.error), outcome
-        assert outcome.seconds < 10
+        assert outcome.seconds < 60
     assert len({outcome.error for outcome in outcomes}) == 1
 
 
