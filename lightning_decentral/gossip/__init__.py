@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import LinearRate as LinearRate
     from lightning_decentral.gossip.compute.combine import Outer as Outer
     from lightning_decentral.gossip.compute.combine import OuterNesterov as OuterNesterov
+    from lightning_decentral.gossip.compute.combine import PseudoGradient as PseudoGradient
     from lightning_decentral.gossip.compute.combine import PushSum as PushSum
     from lightning_decentral.gossip.compute.combine import QuasiGlobalMomentum as QuasiGlobalMomentum
     from lightning_decentral.gossip.compute.combine import Rate as Rate
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import RelaySum as RelaySum
     from lightning_decentral.gossip.compute.combine import State as State
     from lightning_decentral.gossip.compute.combine import Turn as Turn
+    from lightning_decentral.gossip.compute.travel import Travel as Travel
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
     from lightning_decentral.gossip.plan.stability import largest_stable_rate as largest_stable_rate
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.topology import RandomMatching as RandomMatching
     from lightning_decentral.gossip.plan.topology import Ring as Ring
     from lightning_decentral.gossip.plan.topology import Star as Star
+    from lightning_decentral.gossip.plan.topology import Stream as Stream
     from lightning_decentral.gossip.plan.topology import Topology as Topology
     from lightning_decentral.gossip.plan.topology import Torus as Torus
     from lightning_decentral.gossip.plan.topology import Tree as Tree

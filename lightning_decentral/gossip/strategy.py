@@ -14,24 +14,25 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refuse_unsharded, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.rounds import Rounds, check, refuse_lossy
 from lightning_decentral.gossip.summary import described
-from lightning_decentral.gossip.wire.assembly import assembled
-from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of, spread
+from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, healing
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -49,6 +50,7 @@ class GossipStrategy(ReplicaStrategy):
         weights: of what is heard; by default the rule's: the topology's own, or column-stochastic ones for push-sum.
         codec: how messages are encoded; `Plain()`, the default, sends parameters in their own type. Any other is for
             peers: where `Plain()` all-reduces in groups, each pair of a group exchanges encoded messages.
+        states: of every optimizer, by name, that are mixed beside the parameters: `{"momentum_buffer": Travel()}`.
         island: what one worker is: a single device, or several (`AllReduce`, `FullyShard`).
         delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining),
             k serves slow links and stragglers. Delayed mixing is stable only for small rates
@@ -59,6 +61,7 @@ class GossipStrategy(ReplicaStrategy):
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
         heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
             on; 0 ends the training instead, as do rules whose sums over workers would break, and `AllReduce` by NCCL.
+        exact_steps: first updates, after which all workers are averaged exactly, and wait; then the rule begins.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
@@ -77,33 +80,34 @@ class GossipStrategy(ReplicaStrategy):
         combine: Combine | ConsensusControl | None = None,
         weights: Weights | None = None,
         codec: Codec | None = None,
+        states: Mapping[str, Travel] | None = None,
         island: Island | None = None,
         delay: int = 1,
         evaluate: Evaluate = "mean",
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int | None = None,
         heals: int = 3,
+        exact_steps: int = 0,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
         at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
         at_least(0, "3 is the default, 0 ends the training", heals=heals)
+        at_least(0, "0 begins with the rule", exact_steps=exact_steps)
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
-        if codec is not None and not codec.complete:
-            raise ValueError(
-                f"{codec} by itself would lose too much: use DifferenceCompression({codec}), a smaller rate"
-            )
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
         self.weights = weights or self.combine.weights
         self.codec = codec or Plain()
+        refuse_lossy(self.codec, self.combine)
+        self.states: Mapping[str, Travel] = states or {}
         self.island = island or Solo()
         self.starts_on_host = self.island.shards > 1  # the whole model may not fit on one device
         self.delay, self.evaluate = delay, evaluate
-        self.bucket_bytes, self.heals = bucket_bytes, heals
+        self.bucket_bytes, self.heals, self.exact_steps = bucket_bytes, heals, exact_steps
         self.member = IslandMember(None, 1, self._meet)
-        self._mixers = self._no_mixers()
+        self._mixers = Mixers(self._making)
         self._matrices = WholeMatrices([], self.member)
         self.checkpoints.held = IslandModel(self.island, self)
 
@@ -129,11 +133,12 @@ class GossipStrategy(ReplicaStrategy):
     def setup_environment(self) -> None:
         self._place()
         # Before any worker talks, and with the nodes, which the topology may ask for.
-        self.combine.check(self.topology, self.workers, self.weights, self.delay)
+        check(self)
         super().setup_environment()
 
     def _place(self) -> None:
         self.topology = self.topology.placed(self.workers_per_node)
+        self.combine = self.combine.placed(self.topology.fragments[0], self.workers)
 
     def arrange(self) -> None:
         if self.wire is not None:
@@ -145,25 +150,19 @@ class GossipStrategy(ReplicaStrategy):
 
     def prepare(self, wire: Wire | None) -> None:
         self.island.refuse(self.optimizers)
-        self._mixers, self.health.left_out = self._no_mixers(), 0
+        self._mixers, self.health.left_out = Mixers(self._making), 0
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:
-            self._mixers.of(optimizer).adopt()
+            self._mixers.adopt(optimizer)
 
-    def _no_mixers(self) -> Mixers:
-        return Mixers(self._mixer, self._packed)
+    def _making(self) -> Making:
+        rounds, exact = Rounds(self, self._module), (self.exact_steps, self._mean_of_flat)
+        return Making(rounds.mixers, rounds.pack, rounds.of_states, *exact)
 
-    def _packed(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        return self.member.pack(parameters, self.bucket_bytes)
-
-    def _mixer(self) -> Mixer:
+    def _mean_of_flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         assert self.wire is not None
-        plan = self.topology, self.weights, self.workers
-        exchange = assembled(*plan, self.worker, self.member, self.root_device, self.codec, self.delay)
-        mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
-        incurable = partial(self.combine.incurable, self.topology, self.workers, self.weights)
-        mixer.healing = healing(self.heals if self.member.heals else 0, self._module, incurable)
-        return mixer
+        # Not by `mean_of`, which counts as one of Lightning's collectives: this one is a round.
+        return self.member.mean_of_buckets(tensors, partial(mean, over=self.wire.world))
 
     # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
 
@@ -236,6 +235,11 @@ class GossipStrategy(ReplicaStrategy):
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.member.mean(tensors, super().mean_of)
 
+    def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The rule's anchors, where it has some; of shards it shows the parameters themselves."""
+        anchors = self._mixers.shown() if self.member.shards == 1 else {}
+        return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors] if anchors else tensors
+
     def averaged(self) -> list[Tensor]:
         self.member.rest()
         return super().averaged()
@@ -248,6 +252,8 @@ class GossipStrategy(ReplicaStrategy):
 
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
+        fixed |= {"states": repr(self.states)} if self.states else {}
+        fixed |= {"fragments": str(n)} if (n := len(self.topology.fragments)) > 1 else {}
         # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
         return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.of_links else fixed
 
@@ -271,14 +277,8 @@ class GossipStrategy(ReplicaStrategy):
         return [bucket for of in self._mixers for bucket in of.buckets]
 
     def traffic(self) -> Traffic:
-        """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages since fit began.
-
-        No communication.
-        """
-        return sum(
-            (of.mixer.exchange.traffic() for of in self._mixers),
-            Traffic(left_out=self.health.left_out, healed=sum(of.mixer.healing.healed for of in self._mixers)),
-        )
+        """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
+        return sum((of.traffic() for of in self._mixers), Traffic(left_out=self.health.left_out))
 
     def mixing(self) -> dict[str, float]:
         """How this worker mixes now, by its first optimizer. No communication."""

@@ -50,7 +50,9 @@ class WorkersStrategy(MeetingStrategy):
         self._fits = 0
         self._same = SameSettings(self)
         self.health = ReplicaHealth(self)
-        self.mean_model = MeanModel(self.health.mean)  # a method: a spawned process gets the strategy pickled
+        self.mean_model = MeanModel(
+            self.health.mean, self.shown
+        )  # a method: a spawned process gets the strategy pickled
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
@@ -176,6 +178,10 @@ class WorkersStrategy(MeetingStrategy):
         return output
 
     # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
+
+    def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What stands for these tensors of the module in the mean of the workers."""
+        return tensors
 
     @property
     def shows_mean(self) -> bool:

@@ -8,6 +8,7 @@ import networkx as nx
 from lightning_decentral.gossip import (
     BaseGraph,
     Combine,
+    Complete,
     ConsensusControl,
     Every,
     ExactDiffusion,
@@ -16,7 +17,9 @@ from lightning_decentral.gossip import (
     LearningRatePower,
     LinearRate,
     OnePeerExponential,
+    Outer,
     PeriodicAverage,
+    PseudoGradient,
     PushSum,
     QuasiGlobalMomentum,
     RandomMatching,
@@ -37,6 +40,7 @@ PLANS: list[tuple[Topology, int]] = [
     (BaseGraph(), 5),
     (RandomMatching(rounds=4), 5),
     (Every(2, Ring()), 4),
+    (Every(2, Complete()), 3),
     (PeriodicAverage(3, Ring()), 4),
     (Tree(), 5),
     (Every(2, Tree(children=1)), 4),
@@ -52,6 +56,8 @@ INSTANCES: dict[type[Rule], list[Rule]] = {
         ConsensusControl(target=0.3, probe=3),
         ConsensusControl(target=0.2, most=2, probe=1, lag=1, inner=PushSum()),
     ],
+    Outer: [Outer(), Outer(lr=LearningRatePower(), momentum=LinearRate(first=0.2, last=0.6, rounds=6))],
+    PseudoGradient: [PseudoGradient(), PseudoGradient(lr=LearningRatePower(rate=0.5), momentum=0.3)],
     QuasiGlobalMomentum: [QuasiGlobalMomentum(), QuasiGlobalMomentum(momentum=0.5, rate=0.3)],
 }
 

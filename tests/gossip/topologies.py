@@ -15,6 +15,7 @@ from lightning_decentral.gossip import (
     PeriodicAverage,
     RandomMatching,
     Ring,
+    Stream,
     Topology,
     Torus,
 )
@@ -36,6 +37,7 @@ INSTANCES: dict[type[Topology], list[Topology]] = {
     Torus: [Torus(), Torus(rows=2)],
     RandomMatching: [RandomMatching(), RandomMatching(seed=3, rounds=8)],
     Every: [Every(3, OnePeerExponential())],
+    Stream: [Stream(4, 2, OnePeerExponential())],
     PeriodicAverage: [PeriodicAverage(3, Ring()), PeriodicAverage(4, OnePeerExponential())],
     FromGraph: [
         FromGraph(nx.path_graph(4)),

@@ -58,6 +58,18 @@ def check_one_flight(rule: str, topology: Topology, size: int, delay: int) -> No
         )
 
 
+def check_equals(rule: str, topology: Topology, size: int, weights: Weights) -> None:
+    """ValueError unless in every step that talks everybody hears all, with equal weights."""
+    for step in talking_steps(topology, size):
+        for rank in range(size):
+            row = weights.row(topology, rank, size, step)
+            if len(row) < size or max(row.values()) - min(row.values()) > 1e-9:
+                raise ValueError(
+                    f"{rule} needs all workers to hear all with equal weights, but on {topology.label(size)} worker "
+                    f"{rank} hears {len(row) - 1} of {size - 1}: use topology=Every(8, Complete()), or OuterNesterov()"
+                )
+
+
 def check_tree(rule: str, topology: Topology, size: int, weights: Weights) -> None:
     """ValueError unless all steps that talk have one graph, a tree on all workers, and the weights are `Dyadic`."""
     graphs = {step_graph(topology, size, step) for step in talking_steps(topology, size)}

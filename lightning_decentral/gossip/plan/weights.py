@@ -219,6 +219,11 @@ def talking_steps(topology: Topology, size: int) -> list[int]:
     return [step for step in range(topology.period(size)) if step_graph(topology, size, step).degree]
 
 
+def local_steps(topology: Topology, size: int) -> int:
+    """Steps of a period for each in which anybody talks, rounded; at least 1."""
+    return max(1, round(topology.period(size) / max(1, len(talking_steps(topology, size)))))
+
+
 def most_in_flight(topology: Topology, size: int, delay: int) -> int:
     """The largest number of steps in which anybody talks among `delay` consecutive ones; at least 1."""
     period, talking = topology.period(size), talking_steps(topology, size)

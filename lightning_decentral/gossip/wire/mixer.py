@@ -1,7 +1,7 @@
 """Mixer: when rounds of gossip are launched and landed, bucket by bucket: buckets x combine x exchange."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -110,6 +110,25 @@ class Mixer:
     def drain(self) -> None:
         """Land all that is in flight."""
         self._land_until(self.round)
+
+    def restart(self, mean: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
+        """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
+
+        Args:
+            mean: of flat tensors over the workers; collective.
+        """
+        for bucket in self.buckets:
+            bucket.adopt()
+        self.wanted = self.steps + 1
+        for bucket, value in zip(self.buckets, mean([bucket.flat for bucket in self.buckets]), strict=True):
+            bucket.flat.copy_(value)
+        self._states = [self._combine.init(bucket.flat) for bucket in self.buckets]
+        self.round, self.steps = self.round + 1, self.steps + 1
+
+    def shown(self) -> list[Tensor]:
+        """What is evaluated in the place of each bucket; empty: the parameters themselves."""
+        shown = map(self._combine.shown, self._states)
+        return [tensor for tensor in shown if tensor is not None]
 
     def shares(self) -> list[Tensor]:
         """The rule's weight of this worker in the mean, by bucket; empty: all workers are equal."""

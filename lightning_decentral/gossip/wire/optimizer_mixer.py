@@ -1,15 +1,21 @@
-"""The mixers of all optimizers: which parameters each mixes, in which buckets, saved and restored together."""
+"""The mixers of all optimizers: which parameters and states each mixes, in which buckets, saved and restored together.
+
+An optimizer has a mixer for each fragment of the model that travels by itself (one, mostly), and the first of them has
+the mixers of states that travel beside.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
+from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.shared.compute.buckets import Bucket, with_tail
+from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -17,66 +23,176 @@ Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
 """Parameters as buckets, as their island packs them."""
 
 
+class Beside(Protocol):
+    """A state of an optimizer that is mixed beside the parameters: `rounds.StateMixer`."""
+
+    name: str
+    mixer: Mixer
+    buckets: list[Bucket]
+
+    def adopt(self, trained: set[nn.Parameter]) -> None: ...
+    def drain(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
+    """Parameters alone."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Making:
+    """How the mixers of a run are made, and what they ask of it.
+
+    Args:
+        mixers: new ones over groups of their own, one for each fragment of the model; collective.
+        pack: of parameters.
+        states: of an optimizer, those that travel; collective.
+        exact_steps: first steps, in which all workers are averaged instead.
+        mean: of flat tensors over the workers; collective.
+    """
+
+    mixers: Callable[[], Sequence[Mixer]]
+    pack: Pack
+    states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
+    exact_steps: int = 0
+    mean: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
+
+
 def healing(most: int, module: nn.Module, incurable: Callable[[], str]) -> Healing:
     """Of a worker that trains this module; as `Healing`."""
     return Healing(most, lambda: first_poisoned((name, local(p)) for name, p in module.named_parameters()), incurable)
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """In order, each once."""
+    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+
+
 class OptimizerMixer:
-    """What one optimizer trains, and the mixer that mixes it.
+    """What one optimizer trains, or a fragment of it, and the mixer that mixes it.
 
     Args:
         taken: parameters that an optimizer mixes already; a parameter of several is mixed by the first.
+        fragment: (which one, of how many).
+        states: of the optimizer, mixed beside.
     """
 
-    def __init__(self, optimizer: Optimizer, mixer: Mixer, pack: Pack, taken: set[nn.Parameter]) -> None:
-        self.optimizer, self.mixer = optimizer, mixer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        mixer: Mixer,
+        making: Making,
+        taken: set[nn.Parameter],
+        fragment: tuple[int, int] = (0, 1),
+        states: Sequence[Beside] = (),
+    ) -> None:
+        self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
         self.buckets: list[Bucket] = []
         self.packs: list[int] = []
-        self._pack, self._taken = pack, taken
+        self._making, self._taken, self._fragment = making, taken, fragment
+        self._own: set[nn.Parameter] = set()
 
     def adopt(self, number: int | None = None) -> None:
         """Take in what the optimizer got since the last look (gradual unfreezing adds groups); with a number, the next
         so many, frozen or not."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # With a number a run is resumed, which may not have unfrozen yet what a message in flight holds.
-        new = [p for p in dict.fromkeys(parameters) if p not in self._taken and (number or p.requires_grad)][:number]
+        new = [p for p in parameters_of(self.optimizer) if p not in self._taken and (number or p.requires_grad)]
+        if new:
+            self._pack(self._of_fragment(new)[:number])
+
+    def _of_fragment(self, new: list[nn.Parameter]) -> list[nn.Parameter]:
+        which, count = self._fragment
+        if count == 1:
+            return new
+        # Of all that it has, frozen or not: so whose turn it is doesn't depend on when something is unfrozen.
+        mine = set(dealt(parameters_of(self.optimizer), count)[which])
+        return [p for p in new if p in mine]
+
+    def _pack(self, new: list[nn.Parameter]) -> None:
         if new:
             self._taken.update(new)
-            buckets = self._pack(new)
+            self._own.update(new)
+            buckets = self._making.pack(new)
             self.buckets += buckets
             self.packs.append(len(new))
             mixed = with_tail(buckets)
             self.mixer.extend(mixed, [span.matrices for span in mixed])
 
+    def adopt_states(self) -> None:
+        """Take in the states that the optimizer has for them since its last update."""
+        for state in self.states:
+            state.adopt(self._own)
+
     def step(self) -> None:
         # Of the first group: schedules change all groups alike.
+        learning_rate = float(self.optimizer.param_groups[0].get("lr", 1.0))
         healed = self.mixer.healing.healed
-        self.mixer.step(float(self.optimizer.param_groups[0].get("lr", 1.0)))
+        if self.mixer.steps < self._making.exact_steps:
+            self.mixer.restart(self._making.mean)
+        else:
+            self.mixer.step(learning_rate)
         if self.mixer.healing.healed > healed:
             forget_poison(self.optimizer, local)
+        for state in self.states:
+            state.mixer.step(learning_rate)
         self._store()
 
     def drain(self) -> None:
         for bucket in self.buckets:
             bucket.adopt()
         self.mixer.drain()
+        for state in self.states:
+            state.drain()
         self._store()
 
     def _store(self) -> None:
         for bucket in self.buckets:
             bucket.store()
 
+    def all_buckets(self) -> list[Bucket]:
+        """Of parameters and of states."""
+        return [*self.buckets, *(bucket for state in self.states for bucket in state.buckets)]
+
+    def shown(self) -> Iterator[tuple[int, Tensor]]:
+        """(address of a parameter, what is evaluated in its place)."""
+        flats = self.mixer.shown()
+        for bucket in self.buckets if flats else ():
+            # A bucket is mixed as one flat tensor or as two.
+            flat, missing = [], bucket.flat.numel()
+            while missing:
+                flat.append(flats.pop(0))
+                missing -= len(flat[-1])
+            yield from bucket.views(torch.cat(flat))
+
+    def traffic(self) -> Traffic:
+        """Of the parameters and the states; the rounds are the parameters'."""
+        beside = (state.mixer.exchange.traffic() for state in self.states)
+        own = self.mixer.exchange.traffic() + Traffic(healed=self.mixer.healing.healed)
+        return sum((replace(traffic, rounds=0) for traffic in beside), own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.mixer.state_dict() | (
+            {"beside": {state.name: state.state_dict() for state in self.states}} if self.states else {}
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Errors as `Mixer.load_state_dict`."""
+        self.mixer.load_state_dict(state)
+        for own in self.states:
+            own.load_state_dict(state["beside"][own.name])
+
 
 class Mixers:
-    """One for each optimizer.
+    """Of each optimizer as many as the model has fragments.
 
     Args:
-        make: a new mixer over a group of its own; collective.
+        making: asked when an optimizer's are made.
     """
 
-    def __init__(self, make: Callable[[], Mixer], pack: Pack) -> None:
-        self._make, self._pack = make, pack
+    def __init__(self, making: Callable[[], Making]) -> None:
+        self._making = making
         self._all: list[OptimizerMixer] = []
         self._taken: set[nn.Parameter] = set()
 
@@ -86,19 +202,29 @@ class Mixers:
     def __getitem__(self, index: int) -> OptimizerMixer:
         return self._all[index]
 
-    def of(self, optimizer: Optimizer) -> OptimizerMixer:
-        """Of this optimizer; a new one where the optimizers were replaced, on all workers in the same step."""
-        for mixer in self._all:
-            if mixer.optimizer is optimizer:
-                return mixer
-        self._all.append(OptimizerMixer(optimizer, self._make(), self._pack, self._taken))
-        return self._all[-1]
+    def of(self, optimizer: Optimizer) -> list[OptimizerMixer]:
+        """Of this optimizer; new ones where the optimizers were replaced, on all workers in the same step."""
+        found = [mixer for mixer in self._all if mixer.optimizer is optimizer]
+        if found:
+            return found
+        making = self._making()
+        made, states = making.mixers(), making.states(optimizer)
+        for place, mixer in enumerate(made):
+            fragment, beside = (place, len(made)), () if place else states
+            self._all.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside))
+        return self._all[-len(made) :]
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take in what this optimizer trains."""
+        for mixer in self.of(optimizer):
+            mixer.adopt()
 
     def step(self, optimizer: Optimizer) -> None:
         """One round after an update of this optimizer."""
-        mixer = self.of(optimizer)
-        mixer.adopt()
-        mixer.step()
+        for mixer in self.of(optimizer):
+            mixer.adopt()
+            mixer.adopt_states()
+            mixer.step()
 
     def share(self, over: Transport, device: torch.device, meet: Callable[[Callable[[], Any]], Any]) -> float | None:
         """w_i / sum_j w_j of push-sum (the first optimizer's where there are several); None: all equal. Collective."""
@@ -111,14 +237,19 @@ class Mixers:
         meet(lambda: over.all_reduce(total).wait())
         return float(own / total)
 
+    def shown(self) -> Mapping[int, Tensor]:
+        """{address of a parameter: what is evaluated in its place}, where the rule has something else than its mean."""
+        pairs = (pair for mixer in self._all for pair in mixer.shown())
+        return dict(pairs)
+
     def settle(self) -> None:
         for mixer in self._all:
             mixer.drain()
 
     def release(self) -> None:
-        """Give every parameter a storage of its own again."""
+        """Give every parameter and state a storage of its own again."""
         for mixer in self._all:
-            for bucket in mixer.buckets:
+            for bucket in mixer.all_buckets():
                 bucket.release()
         self._all = []
         self._taken.clear()
@@ -126,7 +257,7 @@ class Mixers:
     def state_dict(self) -> dict[str, Any]:
         """The mixers' states, and how many parameters were packed at a time."""
         return {
-            "mixers": [mixer.mixer.state_dict() for mixer in self._all],
+            "mixers": [mixer.state_dict() for mixer in self._all],
             "packs": [list(mixer.packs) for mixer in self._all],
         }
 
@@ -136,15 +267,16 @@ class Mixers:
         Raises:
             ValueError: it was taken with another number of optimizers, or with other buckets.
         """
-        if len(optimizers) != len(state["mixers"]):
-            raise ValueError(
-                f"the checkpoint has {len(state['mixers'])} optimizers, this run has {len(optimizers)}: "
-                "resume with the same configure_optimizers"
-            )
         self.release()
-        for optimizer, packs, saved in zip(optimizers, state["packs"], state["mixers"], strict=True):
-            mixer = self.of(optimizer)
-            # Packed as they were: a message in flight has the layout of its buckets.
+        mixers = [mixer for optimizer in optimizers for mixer in self.of(optimizer)]
+        if len(mixers) != len(state["mixers"]):
+            each = len(mixers) // max(1, len(optimizers))
+            raise ValueError(
+                f"the checkpoint has {len(state['mixers']) // each} optimizers, this run has {len(optimizers)}: "
+                "resume with the same configure_optimizers and topology"
+            )
+        # Fragment by fragment, each packed as it was: a message in flight has the layout of its buckets.
+        for mixer, packs, saved in zip(mixers, state["packs"], state["mixers"], strict=True):
             for number in packs:
                 mixer.adopt(number)
-            mixer.mixer.load_state_dict(saved)
+            mixer.load_state_dict(saved)

@@ -14,7 +14,7 @@ from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
@@ -62,7 +62,10 @@ class GossipReplicas(Replicas):
                 f"{self.combine} counts rounds by a distance that each stage would measure for itself, so copies of "
                 f"one parameter on two stages would part: use a rule without a distance, such as {Gossip()}"
             )
-        self.combine.check(self.topology.placed(per_node), size, self._weights, self.delay)
+        topology = self.topology.placed(per_node)
+        if len(topology.fragments) > 1:
+            raise ValueError(f"{topology} sends parts of a model, which stages have already: use Every(8, Complete())")
+        self.combine.placed(topology, size).check(topology, size, self._weights, self.delay)
 
     @property
     def _weights(self) -> Weights:
@@ -74,21 +77,23 @@ class GossipReplicas(Replicas):
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:
         """One optimizer's, over a group of its own. Collective."""
         # No all-reduce in cliques, which would round copies of one parameter on two stages differently.
-        exchange = PeerExchange(self.topology.placed(per_node), self._weights, group(), device)
+        topology, over = self.topology.placed(per_node), group()
+        exchange = PeerExchange(topology, self._weights, over, device)
         assert isinstance(self.combine, Combine)
-        return Mixer([], self.combine, overlapped(exchange, device, self.delay), self.delay)
+        combine = self.combine.placed(topology, over.size)
+        return Mixer([], combine, overlapped(exchange, device, self.delay), self.delay)
 
 
 class _Mixing(Bond):
     def __init__(self, how: GossipReplicas, group: Group, device: torch.device, per_node: int) -> None:
         self._device, self._over = device, group()
         self._optimizers: list[Optimizer] = []
-        self._mixers = Mixers(lambda: how.mixer(group, device, per_node), pack)
+        self._mixers = Mixers(lambda: Making(lambda: [how.mixer(group, device, per_node)], pack))
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            self._mixers.of(optimizer).adopt()
+            self._mixers.adopt(optimizer)
 
     def updated(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)

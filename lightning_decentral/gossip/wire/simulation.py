@@ -46,12 +46,13 @@ def simulate(
     codec: Codec | None = None,
     matrices: Sequence[Matrix] = (),
     every: int = 1,
+    exact_steps: int = 0,
 ) -> Tensor:
     """x_i <- x_i - learning_rate * gradient(x, step)_i, then one round of the mixer, `steps` times.
 
     Args:
         gradient: (x [size, dim], step) -> [size, dim], row i the gradient of worker i at its own x_i.
-        x0: [size, dim], row i where worker i starts.
+        x0: [size, dim], row i where worker i starts; of a `Stream` each fragment has a run of columns.
         steps: updates to take.
         learning_rate: a number, or of the step.
         delay: updates between launch and landing, as in `Mixer`.
@@ -59,6 +60,7 @@ def simulate(
         codec: of every message; they travel as they are where None.
         matrices: those in a row of x0, for codecs that see them.
         every: keep the parameters after every so many steps only; `every=steps` keeps the last alone.
+        exact_steps: first steps, in which the mean of the workers takes the place of a round.
 
     Returns:
         [steps // every + 1, size, dim]: x0 and the parameters after each step, or after each `every`-th.
@@ -67,19 +69,28 @@ def simulate(
         ValueError: `every` below 1.
     """
     at_least_one("every", every, "1 keeps the parameters after each step, k after each k-th")
-    size = x0.shape[0]
-    rows = _Rows(x0.detach().clone())
-    exchange = _exchange(topology, weights or combine.weights, size, codec or Plain())
-    mixer = mixer_of(combine, exchange, delay, lambda: None)
-    mixer.extend([rows], [matrices])
+    size, rows = x0.shape[0], x0.detach().clone()
+    mixers = []
+    for part, columns in zip(topology.fragments, rows.chunk(len(topology.fragments), dim=1), strict=True):
+        exchange = _exchange(part, weights or combine.weights, size, codec or Plain())
+        mixers.append(mixer_of(combine.placed(part, size), exchange, delay, lambda: None))
+        mixers[-1].extend([_Rows(columns)], [matrices])
     trajectory = [x0.detach().clone()]
     for step in range(steps):
         rate = learning_rate(step) if callable(learning_rate) else learning_rate
-        rows.flat.sub_(gradient(rows.flat, step), alpha=rate)
-        mixer.step(rate)
+        rows.sub_(gradient(rows, step), alpha=rate)
+        for mixer in mixers:
+            if step < exact_steps:
+                mixer.restart(_mean_of_rows)
+            else:
+                mixer.step(rate)
         if (step + 1) % every == 0:
-            trajectory.append(rows.flat.clone())
+            trajectory.append(rows.clone())
     return torch.stack(trajectory)
+
+
+def _mean_of_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.mean(0, keepdim=True).expand_as(tensor).clone() for tensor in tensors]
 
 
 def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec) -> Exchange[Any]:

@@ -83,7 +83,7 @@ class ReplicaCheckpoints(Checkpoints):
     def _save_own(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
         # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
         states = {key: self._mean_model.own(checkpoint[key]) for key in _OF_MODELS if key in checkpoint}
-        apart = states if self._worker.drifts else {}
+        apart = self._given(states) if self._worker.drifts else {}
         means = {key: mean_of_states(state, self._mean_model.mean_of) for key, state in apart.items()}
         if not self._full(checkpoint):
             self._saving.commit(self.held.whole({**checkpoint, **means}), None, path, identity, storage_options)
@@ -92,6 +92,14 @@ class ReplicaCheckpoints(Checkpoints):
         of_all = self.held.whole({**checkpoint, **means, KEY: mark})
         own = self.held.part({**checkpoint, **states, KEY: {**mark, **self._own_state()}})
         self._saving.commit(of_all, own, path, identity, storage_options)
+
+    def _given(self, states: dict[str, Any]) -> dict[str, Any]:
+        """What of these is averaged: the last is the model's, one before an average of it that a callback keeps."""
+        *others, model = states
+        return {
+            **{key: states[key] for key in others},
+            model: self._mean_model.given(states[model], self._module.state_dict()),
+        }
 
     def _own_state(self) -> dict[str, Any]:
         return {

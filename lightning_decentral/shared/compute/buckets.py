@@ -78,6 +78,11 @@ class Bucket:
             view.copy_(parameter)
             parameter.data = view
 
+    def views(self, flat: Tensor) -> list[tuple[int, Tensor]]:
+        """(address of a parameter, what stands at its place in another flat tensor), in its shape."""
+        pairs = zip(self.parameters, self._offsets, strict=True)
+        return [(p.data_ptr(), _view_like(flat, offset, p)) for p, offset in pairs]
+
     def border(self, least: int, most: int) -> int | None:
         """An aligned place with `least` to `most` elements behind it, where a parameter begins or, if none does,
         between two rows of a matrix."""
@@ -165,6 +170,17 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
         if place is None
         else [*others, BucketSpan(last, 0, place), BucketSpan(last, place, last.flat.numel())]
     )
+
+
+def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parameter]]:
+    """In order, each to the hand that has the fewest bytes by then: strided over the model, and about equal."""
+    found: list[list[nn.Parameter]] = [[] for _ in range(hands)]
+    held = [0] * hands
+    for parameter in parameters:
+        least = held.index(min(held))
+        found[least].append(parameter)
+        held[least] += parameter.numel() * parameter.element_size()
+    return found
 
 
 def is_short(last_bytes: int, whole_bytes: int) -> bool:

@@ -11,6 +11,8 @@ from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.gradients import pack, parts
 from lightning_decentral.shared.wire.transport import Transport
 
+Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""What stands in the mean for a worker's own tensors, in their order; mostly they themselves."""
 CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
 
 
@@ -115,19 +117,20 @@ class MeanModel:
 
     Args:
         mean_of: the exact mean over the workers; collective.
+        shown: what a worker gives to it for its tensors.
 
     Attributes:
         apart: whether the workers differ.
     """
 
-    def __init__(self, mean_of: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-        self.mean_of = mean_of
+    def __init__(self, mean_of: Callable[[Sequence[Tensor]], list[Tensor]], shown: Shown = list) -> None:
+        self.mean_of, self._shown = mean_of, shown
         self.apart = False
         self._swap: Swap | None = None
 
     def show(self, tensors: Sequence[Tensor]) -> None:
         """Put the mean in the place of these tensors until `hide`. Collective."""
-        self._swap = Swap(tensors, self.mean_of(tensors))
+        self._swap = Swap(tensors, self.mean_of(self._shown(tensors)))
 
     def hide(self) -> None:
         """Put back, bit for bit, what `show` found."""
@@ -154,9 +157,16 @@ class MeanModel:
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """x_i <- mean, on all workers. Collective."""
-        Swap(tensors, self.mean_of(tensors))  # never undone
+        Swap(tensors, self.mean_of(self._shown(tensors)))  # never undone
         self.apart = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
         """This worker's own part of a state_dict, also while the mean is shown."""
         return state if self._swap is None else self._swap.paused(state)
+
+    def given(self, own: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's own state_dict with what stands for it in the mean; `model`: the state_dict of the model as it
+        is now, whose tensors tell which those are."""
+        tensors = {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
+        pairs = zip(tensors.items(), self._shown([*tensors.values()]), strict=True)
+        return {**own, **{name: shown for (name, tensor), shown in pairs if shown is not tensor and name in own}}

@@ -27,6 +27,7 @@ from lightning_decentral.gossip import (
     OuterNesterov,
     Own,
     PeriodicAverage,
+    PseudoGradient,
     PushSum,
     QuasiGlobalMomentum,
     RandomMatching,
@@ -425,7 +426,11 @@ def keeps_the_mean(rule: Rule, topology: Topology, size: int) -> bool:
     return not isinstance(rule, RelaySum) and not (isinstance(rule, Outer) and alone)
 
 
-@pytest.mark.parametrize(("rule", "topology", "size", "delay"), every_rule((0, 1, 3)), ids=str)
+# Ways from anchors say nothing of these: workers that begin apart stay so.
+REACHING = [case for case in every_rule((0, 1, 3)) if not isinstance(case[0], PseudoGradient)]
+
+
+@pytest.mark.parametrize(("rule", "topology", "size", "delay"), REACHING, ids=str)
 def test_mixing_alone_keeps_the_mean_and_reaches_it(rule: Rule, topology: Topology, size: int, delay: int) -> None:
     """Within 800 steps. Push-sum: the mean of what all have and of what is under way, sum_i w_i z_i / n once all has
     landed."""

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine.gossip import Gossip as Gossip
     from lightning_decentral.gossip.compute.combine.gradient_tracking import ExactDiffusion as ExactDiffusion
     from lightning_decentral.gossip.compute.combine.gradient_tracking import GradientTracking as GradientTracking
-    from lightning_decentral.gossip.compute.combine.momentum import Outer as Outer
-    from lightning_decentral.gossip.compute.combine.momentum import OuterNesterov as OuterNesterov
     from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
+    from lightning_decentral.gossip.compute.combine.outer import Outer as Outer
+    from lightning_decentral.gossip.compute.combine.outer import OuterNesterov as OuterNesterov
+    from lightning_decentral.gossip.compute.combine.outer import PseudoGradient as PseudoGradient
     from lightning_decentral.gossip.compute.combine.push_sum import PushSum as PushSum
     from lightning_decentral.gossip.compute.combine.rate import LearningRatePower as LearningRatePower
     from lightning_decentral.gossip.compute.combine.rate import LinearRate as LinearRate

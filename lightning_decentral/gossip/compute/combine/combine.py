@@ -106,6 +106,15 @@ class Combine(ABC):
         """Elements at the end of every message that no codec may round, as push-sum's weight."""
         return 0
 
+    @property
+    def of_differences(self) -> bool:
+        """Whether messages are differences, of which a coarse codec may lose a part: it is sent later."""
+        return False
+
+    def placed(self, topology: Topology, size: int) -> "Combine":
+        """The same rule, told how many workers there are and when they talk, where it asks."""
+        return self
+
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         """See that the rule works with this plan, before any worker talks.
 
@@ -158,6 +167,10 @@ class Combine(ABC):
     def mixing(self, turn: Turn) -> dict[str, float]:
         """What users watch of a round, by name: only what the rule has."""
         return {}
+
+    def shown(self, state: State) -> Tensor | None:
+        """What is validated and saved, averaged over the workers, in the place of x; None: x itself."""
+        return None
 
     def share(self, state: State) -> Tensor | None:
         """This worker's weight in the mean of the workers; None: all equal."""

@@ -1,6 +1,6 @@
 """Consensus control: as many rounds in a step as the distance between the workers asks for."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,13 @@ class ConsensusControl:
     @property
     def copies(self) -> int:
         return self.inner.copies
+
+    @property
+    def of_differences(self) -> bool:
+        return self.inner.of_differences
+
+    def placed(self, topology: Topology, size: int) -> "ConsensusControl":
+        return replace(self, inner=self.inner.placed(topology, size))
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         self.inner.check(topology, size, weights, delay)

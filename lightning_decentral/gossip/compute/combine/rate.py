@@ -44,28 +44,30 @@ class LinearRate(RateSchedule):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class LearningRatePower(RateSchedule):
-    """gamma = (lr / lr_max)^power, lr_max the largest learning rate so far: 1 while it warms up, then falling with it.
+    """gamma = rate (lr / lr_max)^power, lr_max the largest learning rate so far: `rate` in a warm-up, then falling.
 
     Mixing is with gamma W + (1 - gamma) I. Every worker must have the same learning rate.
 
     Raises:
-        ValueError: power is not positive.
+        ValueError: power is not positive, or rate not in (0, 1].
 
     Source: 2602.02899.
     """
 
     power: float = 1.0
+    rate: float = 1.0
 
     def __post_init__(self) -> None:
+        check_rate(self.rate, "LearningRatePower's rate")
         if self.power <= 0:
             raise ValueError(f"LearningRatePower's power must be positive, got {self.power}: 1 falls as the rate does")
 
     @property
     def largest(self) -> float:
-        return 1.0
+        return self.rate
 
     def __call__(self, turn: Turn) -> float:
-        return (turn.learning_rate / turn.peak) ** self.power if turn.peak > 0 else 1.0
+        return self.rate * (turn.learning_rate / turn.peak) ** self.power if turn.peak > 0 else self.rate
 
 
 def check_rate(rate: Rate, name: str = "rate") -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.topology.combined import Auto as Auto
     from lightning_decentral.gossip.plan.topology.combined import Every as Every
     from lightning_decentral.gossip.plan.topology.combined import PeriodicAverage as PeriodicAverage
+    from lightning_decentral.gossip.plan.topology.combined import Stream as Stream
     from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing as AlternatingExponentialRing
     from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph as BaseGraph
     from lightning_decentral.gossip.plan.topology.one_peer import Hypercube as Hypercube

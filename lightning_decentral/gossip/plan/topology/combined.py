@@ -1,4 +1,4 @@
-"""Topologies made of others: `Every` k-th step, `PeriodicAverage`, and `Auto`, the default."""
+"""Topologies made of others: `Every` k-th step, `Stream` by fragments, `PeriodicAverage`, and `Auto`, the default."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -40,6 +40,69 @@ class Every(Topology):
 
     def _talks(self, step: int) -> bool:
         return (step + 1) % self.steps == 0
+
+
+@checked
+@dataclass(frozen=True)
+class Stream(Topology):
+    """`Every(steps, inner)` for each of `fragments` parts of the model, steps / parts apart.
+
+    Each talk carries one part of the model, so that what a worker sends is small and about the same all the time. Part
+    p talks at steps t with (t + 1) % steps == (p + 1) steps / parts % steps, in the graph of `inner`'s step t // steps.
+    Parameters are dealt out in order, each to the part that has the fewest bytes by then, so that a part has some of
+    every depth. As a plan (`sources`, drawings) it is the talks of all parts.
+
+    Raises:
+        ValueError: a number below 1, or parts that don't divide the steps.
+
+    Source: Streaming DiLoCo, Douillard et al. 2501.18512, section 3.1, strided fragments.
+    """
+
+    steps: int
+    parts: int
+    inner: Topology
+
+    def __post_init__(self) -> None:
+        at_least_one("Stream's steps", self.steps, "30 sends each part in every 30th step")
+        at_least_one("Stream's parts", self.parts, "1 is Every(steps, inner)")
+        if self.steps % self.parts:
+            raise ValueError(
+                f"Stream's parts must divide its steps, got {self.parts} and {self.steps}: one is sent in every "
+                f"steps / parts steps; use steps={-(-self.steps // self.parts) * self.parts}"
+            )
+
+    @property
+    def fragments(self) -> tuple[Topology, ...]:
+        apart = self.steps // self.parts
+        return tuple(_Part(self.steps, self.inner, self.steps - (p + 1) * apart) for p in range(self.parts))
+
+    def period(self, size: int) -> int:
+        return self.steps * self.inner.period(size)
+
+    def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
+        return self.inner.sources(rank, size, step // self.steps) if self._talks(step) else ()
+
+    def row(self, rank: int, size: int, step: int) -> dict[int, float]:
+        return self.inner.row(rank, size, step // self.steps) if self._talks(step) else {rank: 1.0}
+
+    def placed(self, workers_per_node: int) -> Topology:
+        return Stream(self.steps, self.parts, self.inner.placed(workers_per_node))
+
+    def label(self, size: int) -> str:
+        return f"{self.inner.label(size)} every {self.steps} steps, in {self.parts} parts"
+
+    def _talks(self, step: int) -> bool:
+        return (step + 1) % (self.steps // self.parts) == 0
+
+
+@dataclass(frozen=True)
+class _Part(Every):
+    """When one part of a `Stream` talks: `ahead` steps before `Every` would."""
+
+    ahead: int
+
+    def _talks(self, step: int) -> bool:
+        return (step + 1 + self.ahead) % self.steps == 0
 
 
 @checked

@@ -40,6 +40,11 @@ class Topology(ABC):
         graph = step_graph(self, size, step)
         return graph.metropolis_hastings(rank) if graph.symmetric else graph.max_degree(rank)
 
+    @property
+    def fragments(self) -> "tuple[Topology, ...]":
+        """When each fragment of the model is sent, and to whom; one where all of it is one message."""
+        return (self,)
+
     def placed(self, workers_per_node: int) -> "Topology":
         """The same plan, told how many workers share a node and its network card, where it asks."""
         return self

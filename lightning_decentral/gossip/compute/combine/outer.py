@@ -1,0 +1,181 @@
+"""Outer steps after local ones (DiLoCo, its streaming form, MuLoCo, NoLoCo): an anchor moves where all went together.
+
+The anchor is where the workers last began, and what is validated and saved.
+"""
+
+from dataclasses import dataclass, replace
+from math import log
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, State, Turn, at, largest
+from lightning_decentral.gossip.compute.combine.rate import LinearRate, check_rate
+from lightning_decentral.gossip.plan.checks import check_equals, check_one_flight
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights, local_steps
+from lightning_decentral.shared.plan.arguments import checked
+
+WARM_UP = 10
+"""Outer steps over which a momentum that suits the local steps rises from its half."""
+
+
+def suited_lr(workers: int) -> float:
+    """0.6 for up to 4 workers, 0.2 more for each doubling, at most 1: the more go together, the less noise in the way.
+
+    Source: rounded, after 2503.09799 and 2505.23725.
+    """
+    return min(1.0, max(0.6, 0.6 + 0.2 * log(workers / 4, 2)))
+
+
+def suited_momentum(steps: int) -> float:
+    """0.55 for up to 10 local steps, 0.85 from 30 on, by their logarithm between.
+
+    Short ways are much alike one after the other, and momentum lengthens what is alike: the gain of aligned ways is
+    lr (1 + mu / (1 - mu rho)), with rho the correlation of one with the next.
+    """
+    share = log(max(steps, 1) / 10) / log(3)
+    return 0.55 + 0.3 * min(1.0, max(0.0, share))
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Outer(Combine):
+    """m <- momentum m + (mixed - anchor);  anchor <- anchor + lr m;  x <- x + (anchor - sent).
+
+    anchor_i is where worker i last began; mixed - anchor_i = mean of (x_j - anchor_j) - (anchor_i - mean of anchor_j):
+    the way that the ones heard went together, and the pull towards them. Local steps come from the topology: over
+    `Every(H, RandomMatching())` this is NoLoCo (with its gamma = beta = lr, as in its published code). Overlapped, x
+    keeps what it learnt while the message was under way. A worker without a partner takes no outer step.
+
+    Validated and saved is the mean of the anchors: what workers learnt since they last talked is not in it, so end a
+    training with a talk.
+
+    State: anchor and m, two copies of the parameters. Bytes: the parameters, in every H-th step. A healed worker begins
+    at its neighbours' parameters, with that anchor and without momentum: no sum over the workers depends on either.
+
+    Args:
+        lr: of the outer step, in (0, 1]; a number, a `RateSchedule`, or None: `suited_lr` of the workers.
+        momentum: of the outer step, in [0, 1), likewise; None: `suited_momentum` of the local steps, warmed up.
+
+    Raises:
+        ValueError: lr or momentum outside of its range; at set-up, where a message would leave before the last landed.
+
+    Source: Kolehmainen et al. 2506.10911.
+    """
+
+    lr: Rate | None = 0.7
+    momentum: Rate | None = 0.5
+
+    def __post_init__(self) -> None:
+        if self.lr is not None:
+            check_rate(self.lr, "the outer lr")
+        if self.momentum is not None and not 0 <= largest(self.momentum) < 1:
+            raise ValueError(
+                f"the outer momentum must be in [0, 1), got {largest(self.momentum)}: 0 is Gossip(rate=lr)"
+            )
+
+    def placed(self, topology: Topology, size: int) -> "Outer":
+        steps = local_steps(topology, size)
+        mu = suited_momentum(steps)
+        warmed = LinearRate(first=mu / 2, last=mu, rounds=WARM_UP * steps)
+        lr = suited_lr(size) if self.lr is None else self.lr
+        return replace(self, lr=lr, momentum=warmed if self.momentum is None else self.momentum)
+
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        super().check(topology, size, weights, delay)
+        check_one_flight(type(self).__name__, topology, size, delay)
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return ""
+
+    def init(self, x: Tensor) -> State:
+        return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
+
+    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        anchor, m = state["anchor"], state["momentum"]
+        lr, momentum = self._now(turn)
+        # 0 for who heard itself only and takes no outer step: a factor serves a worker and the rows of a
+        # simulation.
+        together = (turn.own() < 1).to(x)
+        way = mixed.sub_(anchor).mul_(together)
+        m.mul_(1 - together * (1 - momentum)).add_(way)
+        anchor.add_(self._step(m, way, momentum).mul_(together), alpha=lr)
+        x.add_((anchor - sent).mul_(together))
+
+    def shown(self, state: State) -> Tensor:
+        return state["anchor"]
+
+    def mixing(self, turn: Turn) -> dict[str, float]:
+        lr, momentum = self._now(turn)
+        return {"outer_lr": lr, "outer_momentum": momentum}
+
+    def _now(self, turn: Turn) -> tuple[float, float]:
+        assert self.lr is not None
+        assert self.momentum is not None, "placed before it is used"
+        return at(self.lr, turn), at(self.momentum, turn)
+
+    def _step(self, m: Tensor, way: Tensor, momentum: float) -> Tensor:
+        # A copy: the caller scales it in place.
+        return m.clone()
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class OuterNesterov(Outer):
+    """m <- momentum m + (mixed - anchor);  anchor <- anchor + lr (mixed - anchor + momentum m);  x as in `Outer`.
+
+    Over `Every(H, Complete())` all anchors are one and this is DiLoCo, Nesterov's momentum as torch's SGD has it; over
+    `Stream(H, parts, Complete())` it is Streaming DiLoCo, and with Muon as the workers' optimizer MuLoCo.
+
+    Source: Douillard et al. 2311.08105, algorithm 1; 2501.18512; Therien et al. 2505.23725.
+    """
+
+    momentum: Rate | None = 0.9
+
+    def _step(self, m: Tensor, way: Tensor, momentum: float) -> Tensor:
+        return way.add(m, alpha=momentum)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class PseudoGradient(OuterNesterov):
+    """`OuterNesterov` whose messages are the ways from the anchor, which a coarse codec may round:
+
+        way_i = x_i - anchor;  sent_i = Q(way_i);  d = sum_j w_ij sent_j
+        m <- momentum m + d;   anchor <- anchor + lr (d + momentum m) =: anchor + s;   x_i <- x_i + s - sent_i
+
+    What the codec loses stays in x_i - anchor and is sent with the next way: error feedback without the buffer that the
+    source keeps for it beside x_i = anchor. All workers must hear all with equal weights, so that their anchors stay
+    one, up to rounding where they add up in another order. With messages as they are it is `OuterNesterov`; `Int4()`
+    takes an eighth of the bytes of float32 for each link.
+
+    State: as `Outer`. Bytes: the parameters, encoded, in every H-th step.
+
+    Raises:
+        ValueError: as `Outer`; at set-up, on a graph where not all hear all.
+
+    Source: outer gradients of 4 bits, 2501.18512; with error feedback, 2505.23725.
+    """
+
+    @property
+    def of_differences(self) -> bool:
+        return True
+
+    def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
+        super().check(topology, size, weights, delay)
+        check_equals("PseudoGradient", topology, size, weights)
+
+    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+        return "it hears ways from an anchor, and no parameters"
+
+    def message(self, x: Tensor, state: State) -> Tensor:
+        return x.detach() - state["anchor"]
+
+    def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        anchor, m = state["anchor"], state["momentum"]
+        lr, momentum = self._now(turn)
+        m.mul_(momentum).add_(mixed)
+        step = self._step(m, mixed, momentum).mul_(lr)
+        anchor.add_(step)
+        x.add_(step.sub_(sent))

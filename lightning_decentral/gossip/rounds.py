@@ -1,0 +1,172 @@
+"""Rounds of a gossip run: the mixers of its optimizers, for each fragment of the model and each state that travels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.travel import Travel, having, pack_states
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.wire.assembly import assembled
+from lightning_decentral.gossip.wire.consensus import mixer_of
+from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import healing, parameters_of
+from lightning_decentral.shared.compute.buckets import Bucket, with_tail
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.wire.transport import Wire
+
+
+class Planned(Protocol):
+    """The constructor's values of a strategy, and the size of the run."""
+
+    topology: Topology
+    combine: Combine | ConsensusControl
+    weights: Weights
+    codec: Codec
+    states: Mapping[str, Travel]
+    island: Island
+    delay: int
+    bucket_bytes: int | None
+    heals: int
+    member: IslandMember
+    wire: Wire | None
+
+    @property
+    def workers(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
+    @property
+    def root_device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What `optimizer_mixer.Making` asks of a run.
+
+    Args:
+        module: whose parameters are mixed.
+    """
+
+    plan: Planned
+    module: nn.Module
+
+    def mixers(self) -> list[Mixer]:
+        """Of one optimizer, one for each fragment. Collective."""
+        return [self._mixer(part, self.plan.combine, self.plan.codec) for part in self.plan.topology.fragments]
+
+    def of_states(self, optimizer: Optimizer) -> "list[StateMixer]":
+        """Of those that travel. Collective."""
+        along, states = self.plan.topology, self.plan.states.items()
+        mixers = [self._mixer(travel.along(along), travel.combine, travel.codec) for _, travel in states]
+        return [StateMixer(optimizer, name, m, self.pack_state) for (name, _), m in zip(states, mixers, strict=True)]
+
+    def pack(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        return self.plan.member.pack(parameters, self.plan.bucket_bytes)
+
+    def pack_state(self, optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        return pack_states(optimizer, name, parameters, self.plan.bucket_bytes, self.plan.island.devices)
+
+    def _mixer(self, topology: Topology, combine: Combine | ConsensusControl, codec: Codec) -> Mixer:
+        plan = self.plan
+        assert plan.wire is not None
+        where = plan.workers, plan.worker, plan.member, plan.root_device
+        exchange = assembled(topology, plan.weights, *where, codec, plan.delay)
+        mixer = mixer_of(combine, exchange, plan.delay, partial(plan.wire.group, None))
+        incurable = partial(combine.incurable, topology, plan.workers, plan.weights)
+        mixer.healing = healing(plan.heals if plan.member.heals else 0, self.module, incurable)
+        return mixer
+
+
+PackState = Callable[[Optimizer, str, Sequence[nn.Parameter]], list[Bucket]]
+"""One state of these parameters, as their island packs parameters."""
+
+
+def whole_states(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+    """In buckets of the default size, in one part."""
+    return pack_states(optimizer, name, parameters, None, 1)
+
+
+class StateMixer:
+    """One state of an optimizer, mixed beside the parameters; it is taken in when the optimizer has it.
+
+    Attributes:
+        packs: of the parameters, by their places in the optimizer, those whose state was packed at a time.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str, mixer: Mixer, pack: PackState) -> None:
+        self.name, self.mixer = name, mixer
+        self.buckets: list[Bucket] = []
+        self.packs: list[list[int]] = []
+        self._optimizer, self._pack = optimizer, pack
+        self._taken: set[nn.Parameter] = set()
+
+    def adopt(self, trained: set[nn.Parameter]) -> None:
+        """Take in the states of these parameters that are new. Errors as `having`."""
+        parameters = parameters_of(self._optimizer)
+        if trained <= self._taken:
+            return
+        there = set(having(self._optimizer, self.name, [p for p in parameters if p in trained]))
+        self._take([place for place, p in enumerate(parameters) if p in there - self._taken])
+
+    def _take(self, places: list[int]) -> None:
+        if not places:
+            return
+        parameters = parameters_of(self._optimizer)
+        new = [parameters[place] for place in places]
+        self._taken.update(new)
+        self.packs.append(places)
+        buckets = self._pack(self._optimizer, self.name, new)
+        self.buckets += buckets
+        mixed = with_tail(buckets)
+        self.mixer.extend(mixed, [span.matrices for span in mixed])
+
+    def drain(self) -> None:
+        for bucket in self.buckets:
+            bucket.adopt()
+        self.mixer.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"packs": [list(places) for places in self.packs], "mixer": self.mixer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; the optimizer has its states again."""
+        # Packed as they were: a message in flight has the layout of its buckets.
+        for places in state["packs"]:
+            self._take(places)
+        self.mixer.load_state_dict(state["mixer"])
+
+
+def refuse_lossy(codec: Codec, combine: Combine | ConsensusControl) -> None:
+    """ValueError for a codec that loses too much of what the rule sends."""
+    if not (codec.complete or combine.of_differences):
+        remedy = f"use DifferenceCompression({codec}), a smaller rate; or PseudoGradient()"
+        raise ValueError(f"{codec} by itself would lose too much: {remedy}")
+
+
+def check(plan: Planned) -> None:
+    """See that rule, topology and states go together, before any worker talks.
+
+    Raises:
+        ValueError: they don't, with the remedy.
+    """
+    fragments = plan.topology.fragments
+    for fragment in fragments:
+        plan.combine.check(fragment, plan.workers, plan.weights, plan.delay)
+    for name, travel in plan.states.items():
+        if plan.island.shards > 1 or len(fragments) > 1:
+            where = f"an island that shards ({plan.island!r})" if plan.island.shards > 1 else f"{plan.topology!r}"
+            raise ValueError(f"states of an optimizer don't travel with {where}: leave {name!r} out of states")
+        try:
+            travel.check(plan.topology, plan.workers, plan.weights, plan.delay)
+        except ValueError as error:
+            said = str(error).replace("Gossip(rate", "Travel(rate")
+            raise ValueError(f"the state {name!r} can't travel so: {said}") from None
