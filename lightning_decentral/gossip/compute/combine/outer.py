@@ -35,7 +35,7 @@ def suited_momentum(steps: int) -> float:
     lr (1 + mu / (1 - mu rho)), with rho the correlation of one with the next.
     """
     share = log(max(steps, 1) / 10) / log(3)
-    return 0.55 + 0.3 * min(1.0, max(0.0, share))
+    return round(0.55 + 0.3 * min(1.0, max(0.0, share)), 3)
 
 
 @checked

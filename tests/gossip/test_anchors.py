@@ -1,0 +1,115 @@
+"""Rules with an anchor are validated, saved and handed back by it; fragments and exact steps run under a trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip import (
+    Complete,
+    Every,
+    FullyShard,
+    GossipReplicas,
+    Int4,
+    Int8,
+    OuterNesterov,
+    PseudoGradient,
+    Ring,
+    Stream,
+    Travel,
+    simulate,
+)
+from lightning_decentral.gossip.rounds import check
+from tests.gossip.wire.test_exchange import gradient
+from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
+
+SIZE, STEPS, TALK = 3, 6, 4
+
+
+class Validated(Quadratic):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """What it sees is noted by `Note`."""
+
+    val_dataloader = Quadratic.train_dataloader
+
+
+class Note(Callback):
+    """Writes what worker 0 validates."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 0:
+            torch.save(next(pl_module.parameters()).detach().clone(), self._path)
+
+
+def fit(folder: Path, steps: int, callbacks: bool, options: dict[str, Any]) -> Tensor:
+    settings = {**QUIET, "max_steps": steps, "limit_val_batches": 1, "enable_checkpointing": callbacks}
+    strategy = GossipStrategy(start_method="fork", **options)
+    watching = [Note(folder / "validated.pt"), ModelCheckpoint(folder, filename="saved")] if callbacks else []
+    if callbacks:
+        settings |= {"val_check_interval": steps}
+    module = Validated() if callbacks else Quadratic()
+    Trainer(**settings, devices=SIZE, strategy=strategy, callbacks=[Record(folder), *watching]).fit(module)
+    return module.x.detach()
+
+
+@pytest.mark.parametrize("rule", [OuterNesterov(), PseudoGradient()], ids=str)
+def test_the_anchor_is_validated_saved_and_handed_back(tmp_path: Path, rule: Any) -> None:
+    """Two steps after all were at it: what they learnt since isn't in it."""
+    options = {"topology": Every(TALK, Complete()), "combine": rule, "delay": 0}
+    handed_back = in_processes(fit, tmp_path, STEPS, True, options)
+    path = recorded(tmp_path, SIZE)
+    anchor = path[TALK - 1].mean(0)
+    torch.testing.assert_close(path[TALK - 1], anchor.expand(SIZE, -1), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(path[-1].mean(0), anchor, atol=1e-2)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]["x"]
+    for shown in (handed_back, torch.load(tmp_path / "validated.pt"), saved):
+        torch.testing.assert_close(shown, anchor, rtol=1e-12, atol=1e-12)
+
+
+def test_a_trainer_with_fragments_and_exact_steps_is_the_simulation(tmp_path: Path) -> None:
+    """A parameter is no less than a fragment, so of the one here the first of two fragments has all."""
+    plan, rule = Stream(4, 2, Complete()), OuterNesterov(lr=None, momentum=None)
+    in_processes(fit, tmp_path, 11, False, {"topology": plan, "combine": rule, "exact_steps": 3})
+    measured = recorded(tmp_path, SIZE)
+    x0 = Quadratic().x.detach().expand(SIZE, -1)
+    first, size = plan.fragments[0], SIZE
+    expected = simulate(first, rule.placed(first, size), gradient, x0, 11, 0.1, 1, exact_steps=3)
+    torch.testing.assert_close(measured, expected[1:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"codec": Int4()}, r"Int4\(.*\) by itself would lose too much"),
+    ({"states": {"exp_avg": Travel(codec=Int8())}, "topology": Stream(4, 2, Ring())}, "states .* don't travel with Stream"),
+    ({"states": {"exp_avg": Travel()}, "island": FullyShard(devices=2)}, "states .* don't travel with an isl"),
+    ({"states": {"exp_avg": Travel()}, "delay": 3, "topology": Every(3, Ring())}, None),
+    ({"states": {"exp_avg": Travel()}, "delay": 0}, None),
+], ids=str)  # fmt: skip
+def test_what_does_not_go_together_is_said_before_anybody_talks(options: dict[str, Any], said: str | None) -> None:
+    def set_up() -> None:
+        strategy = GossipStrategy(**options)
+        strategy.parallel_devices = [torch.device("cpu")] * 4
+        strategy._place()
+        check(strategy)
+
+    if said is None:
+        set_up()
+    else:
+        with pytest.raises(ValueError, match=said):
+            set_up()
+
+
+def test_a_coarse_codec_goes_with_ways() -> None:
+    assert GossipStrategy(combine=PseudoGradient(), codec=Int4(), topology=Every(2, Complete())).codec == Int4()
+
+
+def test_stages_have_no_fragments_of_their_own() -> None:
+    with pytest.raises(ValueError, match="sends parts of a model, which stages have already"):
+        GossipReplicas(topology=Stream(4, 2, Complete())).check(4, 1)
