@@ -65,7 +65,8 @@ def fit_quadratic(folder: Path, size: int, options: dict[str, Any], trainer_opti
 
 def expected(size: int, topology: Topology, rate: float, delay: int) -> Tensor:
     x0 = Quadratic().x.detach().expand(size, -1)
-    return simulate(topology, Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay)
+    # The one parameter is the first fragment's, where there are more.
+    return simulate(topology.fragments[0], Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay)
 
 
 RULES = [
