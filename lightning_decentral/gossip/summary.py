@@ -1,12 +1,13 @@
 """The plan of a gossip run in words: topology, order, codec, bytes per step, bytes through a node's network card."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import WorkerBytes, all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
@@ -25,6 +26,7 @@ class Planned(Protocol):
     combine: Combine | ConsensusControl
     weights: Weights
     codec: Codec
+    states: Mapping[str, Travel]
     island: Island
     delay: int
     evaluate: Evaluate
@@ -47,7 +49,9 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     mixers, size = list(mixers), plan.workers
     steps = consensus_steps(plan.topology, size, plan.weights)
     packed = sum(bucket.bytes for of in mixers for bucket in of.buckets)
-    said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies
+    # A talk carries one fragment, about as many bytes as any other; states travel beside, from the first update on.
+    fragments = len(plan.topology.fragments)
+    said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies // fragments
     of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
     copies = copies_sent(plan.topology, plan.weights, plan.worker, size, peers_only=plan.codec.encodes)
     sent = copies * of_worker.message
@@ -59,11 +63,18 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
         "codec": repr(plan.codec),
         "bytes per worker and step": f"{sent:,.0f} ({sent / max(of_worker.model, 1):.3g} x the parameters)",
         "bytes through a node's card": through_card(plan, of_worker),
-        "evaluated": "the mean of the workers" if plan.evaluate == "mean" else "each worker's own model",
+        "evaluated": _mean(mixers) if plan.evaluate == "mean" else "each worker's own model",
     }
+    if plan.states:
+        words["states beside"] = ", ".join(f"{name}: {travel}" for name, travel in plan.states.items())
     adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
     hint = "takes smaller steps here than under ddp: see lightning_decentral.optim.Muon and AccumAdam"
     return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
+
+
+def _mean(mixers: Sequence[OptimizerMixer]) -> str:
+    """Of what the workers show."""
+    return "the mean of the workers' anchors" if any(of.mixer.shown() for of in mixers) else "the mean of the workers"
 
 
 def through_card(plan: Planned, of_worker: WorkerBytes) -> str:

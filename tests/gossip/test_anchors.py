@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import (
@@ -48,13 +48,13 @@ class Note(Callback):
             torch.save(next(pl_module.parameters()).detach().clone(), self._path)
 
 
-def fit(folder: Path, steps: int, callbacks: bool, options: dict[str, Any]) -> Tensor:
+def fit(folder: Path, steps: int, callbacks: bool, options: dict[str, Any], module: Quadratic | None = None) -> Tensor:
     settings = {**QUIET, "max_steps": steps, "limit_val_batches": 1, "enable_checkpointing": callbacks}
     strategy = GossipStrategy(start_method="fork", **options)
     watching = [Note(folder / "validated.pt"), ModelCheckpoint(folder, filename="saved")] if callbacks else []
     if callbacks:
         settings |= {"val_check_interval": steps}
-    module = Validated() if callbacks else Quadratic()
+    module = module or Validated()
     Trainer(**settings, devices=SIZE, strategy=strategy, callbacks=[Record(folder), *watching]).fit(module)
     return module.x.detach()
 
@@ -73,15 +73,29 @@ def test_the_anchor_is_validated_saved_and_handed_back(tmp_path: Path, rule: Any
         torch.testing.assert_close(shown, anchor, rtol=1e-12, atol=1e-12)
 
 
-def test_a_trainer_with_fragments_and_exact_steps_is_the_simulation(tmp_path: Path) -> None:
-    """A parameter is no less than a fragment, so of the one here the first of two fragments has all."""
+class Halves(Quadratic):
+    """The same in two parameters, of which each is a fragment."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=6)
+        self.first, self.second = (nn.Parameter(part.clone()) for part in self.x.detach().chunk(2))
+        del self.x
+
+    @property
+    def x(self) -> Tensor:
+        return torch.cat([self.first, self.second])
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_trainer_with_fragments_and_exact_steps_is_the_simulation(tmp_path: Path, delay: int) -> None:
     plan, rule = Stream(4, 2, Complete()), OuterNesterov(lr=None, momentum=None)
-    in_processes(fit, tmp_path, 11, False, {"topology": plan, "combine": rule, "exact_steps": 3})
-    measured = recorded(tmp_path, SIZE)
-    x0 = Quadratic().x.detach().expand(SIZE, -1)
-    first, size = plan.fragments[0], SIZE
-    expected = simulate(first, rule.placed(first, size), gradient, x0, 11, 0.1, 1, exact_steps=3)
-    torch.testing.assert_close(measured, expected[1:], rtol=1e-12, atol=1e-12)
+    options = {"topology": plan, "combine": rule, "exact_steps": 3, "delay": delay}
+    in_processes(fit, tmp_path, 14, False, options, Halves())
+    x0 = Halves().x.detach().expand(SIZE, -1)
+    expected = simulate(plan, rule, gradient, x0, 14, 0.1, delay, exact_steps=3)
+    torch.testing.assert_close(recorded(tmp_path, SIZE), expected[1:], rtol=1e-12, atol=1e-12)
+    late = expected[8:, :, :3].std(1) > 1e-9, expected[8:, :, 3:].std(1) > 1e-9
+    assert not torch.equal(*late), "both fragments talked at once: the test could not fail"
 
 
 @pytest.mark.parametrize(("options", "said"), [
