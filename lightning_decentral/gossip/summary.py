@@ -63,7 +63,7 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
         "codec": repr(plan.codec),
         "bytes per worker and step": f"{sent:,.0f} ({sent / max(of_worker.model, 1):.3g} x the parameters)",
         "bytes through a node's card": through_card(plan, of_worker),
-        "evaluated": _mean(mixers) if plan.evaluate == "mean" else "each worker's own model",
+        "evaluated": _mean(plan, mixers) if plan.evaluate == "mean" else "each worker's own model",
     }
     if plan.states:
         words["states beside"] = ", ".join(f"{name}: {travel}" for name, travel in plan.states.items())
@@ -72,9 +72,10 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 
-def _mean(mixers: Sequence[OptimizerMixer]) -> str:
+def _mean(plan: Planned, mixers: Sequence[OptimizerMixer]) -> str:
     """Of what the workers show."""
-    return "the mean of the workers' anchors" if any(of.mixer.shown() for of in mixers) else "the mean of the workers"
+    anchors = plan.island.shards == 1 and any(of.mixer.shown() for of in mixers)
+    return "the mean of the workers' anchors" if anchors else "the mean of the workers"
 
 
 def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
