@@ -55,7 +55,7 @@ class GossipStrategy(ReplicaStrategy):
         delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining),
             k serves slow links and stragglers. Delayed mixing is stable only for small rates
             (`largest_stable_rate`); `Every(k, topology)` with delay k keeps one message in flight: always stable.
-        evaluate: "mean" validates and tests the mean of the workers (or of a rule's anchors), "own" each worker's model.
+        evaluate: "mean" validates and tests the mean of the workers (or a rule's anchors), "own" each worker's model.
         timeout: how long a worker waits for another, anywhere, before it ends.
         bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
