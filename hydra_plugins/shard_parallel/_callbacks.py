@@ -11,15 +11,19 @@ VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
 
 
 def callbacks() -> list[Any]:
-    """The gate, in the processes of a sweep's members."""
+    """The gate, in the processes of a sweep's members, and what scores them where they are compared."""
     refuse_without_multirun()
     if VARIABLE not in os.environ:
         return []
+    from lightning_decentral.sweep.scoring import Scoring
     from lightning_decentral.sweep.time_slicing import Gate
     from lightning_decentral.sweep.wire.client import Admission
 
     admission = Admission.found()
-    return [] if admission is None else [Gate(admission)]
+    if admission is None:
+        return []
+    gate = Gate(admission)
+    return [gate, Scoring(gate, admission.metric, admission.mode)] if admission.compared else [gate]
 
 
 def refuse_without_multirun() -> None:

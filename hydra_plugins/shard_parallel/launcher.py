@@ -16,6 +16,11 @@ POLICIES = {
     "round_robin": "RoundRobin",
     "fifo": "FIFO",
     "complementary": "Complementary",
+    "asha": "ASHA",
+}
+# What hydra.launcher.policy.KEY may set, and what it is by default.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "asha": {"metric": None, "mode": None, "reduction_factor": 3, "min_validations": 1}
 }
 
 
@@ -37,7 +42,7 @@ class ShardParallelConf:
 _STORE = ConfigStore.instance()
 _STORE.store(group="hydra/launcher", name="shard_parallel", node=ShardParallelConf, provider="shard_parallel")
 for _name, _class in POLICIES.items():
-    _node = {"_target_": f"lightning_decentral.sweep.plan.policy.{_class}"}
+    _node = {"_target_": f"lightning_decentral.sweep.plan.policy.{_class}", **ARGUMENTS.get(_name, {})}
     _STORE.store(group="hydra/launcher/policy", name=_name, node=_node, provider="shard_parallel")
 
 
@@ -69,6 +74,7 @@ class ShardParallelLauncher(Launcher):
             raise ValueError(f"hydra.launcher.policy={policy}: choose one with hydra/launcher/policy=..., of {known}")
         if alive_per_device < 1:
             raise ValueError(f"hydra.launcher.alive_per_device={alive_per_device}: at least 1 member must be alive")
+        self._scores: Any = None
         self._granting = (devices, memory_bytes, policy, quantum_seconds)
         self._launching: dict[str, Any] = {
             "alive_per_device": alive_per_device,
@@ -83,6 +89,9 @@ class ShardParallelLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The outcomes in the order of the jobs; those that failed carry their exception."""
         from lightning_decentral.sweep.launcher import Launch, arbiter_of
+        from lightning_decentral.sweep.plan.scores import Scoreboard
 
-        launch = Launch(arbiter_of(*self._granting), **self._launching)
+        # A sweeper that chooses by what came before asks many times: all its jobs are compared.
+        self._scores = self._scores or Scoreboard()
+        launch = Launch(arbiter_of(*self._granting), scores=self._scores, **self._launching)
         return launch(self._hydra_context, self._task_function, self._config, job_overrides, initial_job_idx)

@@ -1,9 +1,9 @@
 """Many trainings that share devices (`hydra/launcher=shard_parallel`), after Nagrecha's Hydra; JigSaw and SPASE.
 
 `launcher` makes members of Hydra's words, `server` runs them in `processes`, `time_slicing` gives each its device
-between batches, `eviction` moves what it keeps there to the host, `progress` and `gantt` show it; `trainings` runs
-the jobs of a schedule; `record` is what a member leaves. Below: `plan` (who is next: values without torch), `wire`
-(the two ends of the socket).
+between batches, `eviction` moves what it keeps there to the host, `scoring` tells what it has reached; `progress`,
+`ranking` and `gantt` show it; `trainings` runs the jobs of a schedule; `record` and `score_file` are what a member
+leaves. Below: `plan` (who is next, who ends: values without torch), `wire` (the two ends of the socket).
 Public: all names below.
 """
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_decentral.sweep.plan.gangs import ComplementaryPairing as ComplementaryPairing
     from lightning_decentral.sweep.plan.gangs import LatinSquare as LatinSquare
     from lightning_decentral.sweep.plan.gangs import staircase as staircase
+    from lightning_decentral.sweep.plan.policy import ASHA as ASHA
     from lightning_decentral.sweep.plan.policy import FIFO as FIFO
     from lightning_decentral.sweep.plan.policy import LRTF as LRTF
     from lightning_decentral.sweep.plan.policy import SRTF as SRTF

@@ -16,14 +16,16 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
-from lightning_decentral.sweep import gantt
+from lightning_decentral.sweep import gantt, ranking
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.member import SweepMember, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
 from lightning_decentral.sweep.plan.devices import slots
 from lightning_decentral.sweep.plan.policy import Policy
+from lightning_decentral.sweep.plan.scores import Scoreboard
 from lightning_decentral.sweep.processes import Fork, Spawn
 from lightning_decentral.sweep.record import read_record
+from lightning_decentral.sweep.score_file import forget_scores, read_scores
 from lightning_decentral.sweep.server import Starts, Sweep
 
 log = logging.getLogger(__name__)
@@ -39,10 +41,13 @@ class Launch:
         alive_per_device: how many members' processes there may be for each device.
         resume: finished members of the folder are not run again.
         checkpoint: where the application's configuration takes a checkpoint to go on from.
+        scores: what members said so far, of earlier batches.
     """
 
-    def __init__(self, arbiter: Arbiter, *, alive_per_device: int, resume: bool, checkpoint: str) -> None:
-        self._arbiter, self._resume, self._checkpoint = arbiter, resume, checkpoint
+    def __init__(
+        self, arbiter: Arbiter, *, alive_per_device: int, resume: bool, checkpoint: str, scores: Scoreboard
+    ) -> None:
+        self._arbiter, self._resume, self._checkpoint, self._scores = arbiter, resume, checkpoint, scores
         self._alive = alive_per_device * len(arbiter.devices)
 
     def __call__(
@@ -68,6 +73,11 @@ class Launch:
         entrants = told_apart(entrants)
         for entrant in entrants:
             self._arbiter.refuse_wider(entrant.name, entrant.width)
+        for entrant in entrants:
+            if self._resume:
+                read_scores(entrant, self._scores)
+            else:
+                forget_scores(entrant)
         done = self._finished(entrants, Path(str(config.hydra.sweep.dir))) if self._resume else {}
         starts = starts_on(self._arbiter.devices)
         outcomes = {**done, **self._run(entrants, done, starts(hydra_context, task_function))}
@@ -81,7 +91,7 @@ class Launch:
         for entrant in left:
             log.info(f"\t#{entrant.name} : {' '.join(entrant.words)}")
         with table.LiveTable() as watcher:
-            return Sweep(left, self._arbiter, starts, watcher, self._alive).run() if left else {}
+            return Sweep(left, self._arbiter, starts, watcher, self._alive, self._scores).run() if left else {}
 
     def _finished(self, entrants: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
         """Outcomes of earlier; the others are told to go on from their last checkpoint, if they take one."""
@@ -111,8 +121,10 @@ class Launch:
     def _report(self, entrants: list[SweepMember], outcomes: dict[str, JobReturn], folder: Path, first: int) -> None:
         """The ranking, and who ran when, beside the members' folders."""
         end = f"-{first}" if first else ""
-        table.write_ranking(entrants, outcomes, folder / f"ranking{end}.csv")
-        table.LiveTable().console.print(table.ranking(entrants, outcomes))
+        ranked = ranking.standings(entrants, outcomes, self._scores)
+        ranking.write_ranking(ranked, folder / f"ranking{end}.csv")
+        console = table.LiveTable().console
+        console.print(ranking.ranking(ranked))
         spans = self._arbiter.spans()
         write_chrome_trace(chrome_trace(spans, "sweep"), folder / f"trace{end}.json")
         try:
@@ -124,6 +136,8 @@ class Launch:
         for entrant in entrants:
             if outcomes[entrant.name].status is JobStatus.FAILED:
                 log.error(f"member {entrant.name} ({' '.join(entrant.words)}) failed, its log: {entrant.log}")
+        if (best := ranking.best_line(ranked)) is not None:
+            console.print(best, markup=False, highlight=False, soft_wrap=True)
 
 
 def arbiter_of(

@@ -1,10 +1,6 @@
-"""Progress of a sweep as its user sees it: a live table while it runs, a ranking at its end."""
+"""Progress of a sweep as its user sees it, while it runs: a live table."""
 
-import csv
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -65,7 +61,8 @@ def _row(sweep: Sweep, name: str, part: float) -> tuple[str | ProgressBar, ...]:
     outcome = sweep.outcomes.get(name)
     if outcome is not None:
         through = outcome.status is JobStatus.COMPLETED
-        return "done" if through else "[red]failed[/]", "", f"{part:.0%}", ""
+        done = "ended early" if name in sweep.scores.verdicts else "done"
+        return done if through else "[red]failed[/]", "", f"{part:.0%}", ""
     member: MemberAccount | None = sweep.arbiter.members.get(name)
     if member is None:
         return "not started", "", "", ""
@@ -104,43 +101,12 @@ class LiveTable:
         else:
             self._say(f"\t{words} : failed, {MemberFailed.of(outcome._return_value)}; its log: {entrant.log}")
 
+    def judged(self, entrant: SweepMember, verdict: str) -> None:
+        self._say(f"\t#{entrant.name} : {' '.join(entrant.words)} : ends early, {verdict}")
+
     def _say(self, line: str) -> None:
         """Above the table, if there is one."""
         if self._live.is_started:
             self.console.print(line, markup=False, highlight=False)
         else:
             log.info(line)
-
-
-def objective(outcome: JobReturn) -> float:
-    """What the member returned, where that is a number; otherwise infinite."""
-    value = outcome._return_value
-    return float(value) if outcome.status is JobStatus.COMPLETED and isinstance(value, (int, float)) else math.inf
-
-
-def ranked(outcomes: Mapping[str, JobReturn]) -> list[str]:
-    """Names, the lowest objective first; failed ones and those without a number last."""
-    return sorted(outcomes, key=lambda name: (objective(outcomes[name]), int(name) if name.isdigit() else 0))
-
-
-def ranking(entrants: Sequence[SweepMember], outcomes: Mapping[str, JobReturn]) -> Table:
-    """A table of all, best first."""
-    by_name = {entrant.name: entrant for entrant in entrants}
-    table = Table("rank", "member", "overrides", "objective", title="Ranking, lowest first", title_justify="left")
-    for place, name in enumerate(ranked(outcomes), start=1):
-        value = objective(outcomes[name])
-        said = f"{value:.6g}" if value < math.inf else outcomes[name].status.name.lower()
-        table.add_row(str(place), name, " ".join(by_name[name].words), said)
-    return table
-
-
-def write_ranking(entrants: Sequence[SweepMember], outcomes: Mapping[str, JobReturn], path: Path) -> None:
-    """The same as CSV, with the folder of each."""
-    by_name = {entrant.name: entrant for entrant in entrants}
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("member", "overrides", "status", "objective", "folder"))
-        for name in ranked(outcomes):
-            outcome, entrant = outcomes[name], by_name[name]
-            value = outcome._return_value if outcome.status is JobStatus.COMPLETED else ""
-            rows.writerow((name, " ".join(entrant.words), outcome.status.name.lower(), value, entrant.folder))

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +17,14 @@ from hydra.core.utils import JobReturn
 
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.sweep.member import SweepMember, failed
-from lightning_decentral.sweep.plan.arbiter import Arbiter, Orders, TurnReport
+from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, Orders, TurnReport
 from lightning_decentral.sweep.plan.devices import environment
+from lightning_decentral.sweep.plan.policy import Watched
+from lightning_decentral.sweep.plan.scores import Score, Scoreboard
 from lightning_decentral.sweep.processes import kill_group, terminated_as_interrupted
 from lightning_decentral.sweep.record import MemberFailed, forget_record, read_record
-from lightning_decentral.sweep.wire.client import Admission, Message, turn_of
+from lightning_decentral.sweep.score_file import write_scores
+from lightning_decentral.sweep.wire.client import Admission, Message, score_of, turn_of
 from lightning_decentral.sweep.wire.seats import Seats
 
 # How long interrupted members may take to close their files and runs.
@@ -46,19 +50,30 @@ class Watcher(Protocol):
     def ended(self, entrant: SweepMember, outcome: JobReturn) -> None:
         """A member has ended."""
 
+    def judged(self, entrant: SweepMember, verdict: str) -> None:
+        """A member was told to end early, and why."""
+
 
 class Sweep:
     """Runs all entrants to their end; those that fail don't stop the others.
 
     Args:
         alive: how many members' processes there may be at once.
+        scores: of members that ran earlier, with whom these are compared; theirs are added.
     """
 
     def __init__(
-        self, entrants: Sequence[SweepMember], arbiter: Arbiter, starts: Starts, watcher: Watcher, alive: int
+        self,
+        entrants: Sequence[SweepMember],
+        arbiter: Arbiter,
+        starts: Starts,
+        watcher: Watcher,
+        alive: int,
+        scores: Scoreboard | None = None,
     ) -> None:
         self.entrants = {entrant.name: entrant for entrant in entrants}
         self.arbiter, self._starts, self._watcher, self._alive = arbiter, starts, watcher, alive
+        self.scores = scores or Scoreboard()
         self.outcomes: dict[str, JobReturn] = {}
         self.processes: dict[str, Any] = {}
         self._queue = list(entrants)
@@ -114,6 +129,7 @@ class Sweep:
 
     def _start(self, entrant: SweepMember) -> None:
         member = self.arbiter.join(entrant.name, entrant.width)
+        watched = self.arbiter.policy.watched
         admission = Admission(
             socket=self._path,
             member=entrant.name,
@@ -122,6 +138,8 @@ class Sweep:
             quantum_seconds=self.arbiter.quantum_seconds if entrant.width == 1 else float("inf"),
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
+            compared=watched is not None,
+            **asdict(watched or Watched()),
         )
         process = self._starts(entrant, {**environment(member.home), **admission.variable()}, self._lifeline)
         self.processes[entrant.name] = process
@@ -150,6 +168,7 @@ class Sweep:
             "renew": lambda: self._renew(name, turn_of(message)),
             "release": lambda: self.arbiter.give_back(name, turn_of(message), self.now),
             "left": lambda: self.arbiter.left(name),
+            "score": lambda: self._judge(name, score_of(message)),
         }
         word = message.get("say")
         if not isinstance(word, str) or word not in events:
@@ -159,6 +178,16 @@ class Sweep:
     def _renew(self, name: str, turn: TurnReport) -> None:
         self.arbiter.give_back(name, turn, self.now)
         self.arbiter.request(name)
+
+    def _judge(self, name: str, score: Score) -> None:
+        """Whoever was ended before, and goes on from a checkpoint of then, stays so."""
+        self.scores.add(name, score)
+        verdict = self.scores.verdicts.get(name) or self.arbiter.policy.verdict(self.scores.histories, name)
+        if verdict is not None:
+            self.scores.verdicts[name] = verdict
+            self._watcher.judged(self.entrants[name], verdict)
+        write_scores(self.entrants[name], self.scores)
+        self.seats.write(name, {"order": (Instruction.END if verdict else Instruction.GO_ON).value})
 
     def leave_seat(self, name: str) -> None:
         self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)

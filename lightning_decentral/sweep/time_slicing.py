@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_decentral.sweep.eviction import Residence
 from lightning_decentral.sweep.plan.arbiter import TurnReport
+from lightning_decentral.sweep.plan.scores import Score
 from lightning_decentral.sweep.wire.client import Admission, Seat
 
 # A member that waits longer than this for its data between batches leaves the device to others meanwhile.
@@ -56,6 +57,10 @@ class Gate(Callback):
         if self._residence is not None:
             self._residence.enter()
         self._residence = None
+
+    def ends(self, score: Score) -> bool:
+        """Whether the scheduler ends the training for this score; asked by its worker 0."""
+        return self._seat.ends(score)
 
     # What Lightning calls.
 

@@ -168,6 +168,9 @@ class _Strict:
             said = one_line(MemberFailed.of(outcome._return_value))
             raise ValueError(f"job {entrant.name} failed, {said}; its log: {entrant.log}")
 
+    def judged(self, entrant: SweepMember, verdict: str) -> None:
+        self.inner.judged(entrant, verdict)
+
 
 def _on_gpus(names: Sequence[str]) -> bool:
     return any(name.startswith("cuda") for name in names)

@@ -15,6 +15,8 @@ from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.launcher import told_apart
 from lightning_decentral.sweep.member import SweepMember, returned
 from lightning_decentral.sweep.plan.arbiter import Arbiter, TurnReport
+from lightning_decentral.sweep.plan.scores import Scoreboard
+from lightning_decentral.sweep.ranking import best_line, standings
 from lightning_decentral.sweep.server import Sweep
 
 
@@ -70,7 +72,7 @@ def test_the_live_table_is_drawn_on_a_terminal_and_lines_stand_above_it(sweep: S
 
 
 def test_the_ranking_puts_the_lowest_first_and_failures_last() -> None:
-    entrants = [entrant(str(i)) for i in range(4)]
+    entrants = [entrant(str(i), f"lr={i}", "names=[a,b]") for i in range(4)]
     values = [
         (JobStatus.COMPLETED, 2.0),
         (JobStatus.FAILED, ValueError()),
@@ -78,7 +80,11 @@ def test_the_ranking_puts_the_lowest_first_and_failures_last() -> None:
         (JobStatus.COMPLETED, None),
     ]
     outcomes = {e.name: returned(e, *value) for e, value in zip(entrants, values, strict=True)}
-    assert table.ranked(outcomes) == ["2", "0", "1", "3"]
+    ranked = standings(entrants, outcomes, Scoreboard())
+    assert [one.entrant.name for one in ranked] == ["2", "0", "1", "3"]
+    assert [one.status for one in ranked] == ["completed", "completed", "failed", "completed"]
+    assert best_line(ranked) == "best: lr=2 'names=[a,b]' (returned 1)"
+    assert best_line(ranked[2:]) is None
 
 
 def test_words_that_all_have_tell_nobody_apart() -> None:

@@ -24,6 +24,8 @@ class Instruction(Enum):
     RUN = "run"
     ENTER = "enter"
     LEAVE = "leave"
+    GO_ON = "go on"
+    END = "end"
 
 
 class Phase(Enum):

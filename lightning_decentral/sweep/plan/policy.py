@@ -1,8 +1,13 @@
-"""Scheduling policies (LRTF, SRTF, round robin, FIFO, complementary): the waiting job of the smallest key is next."""
+"""Scheduling policies (LRTF, SRTF, round robin, FIFO, complementary, ASHA): the waiting job of least key is next.
+
+A policy that compares scores may end jobs as well.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from lightning_decentral.sweep.plan.scores import MODES, Histories, Score
 
 Key = tuple[float, ...]
 
@@ -29,6 +34,19 @@ class Job:
     measured: bool = True
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A logged metric.
+
+    Args:
+        metric: its name; None: what the first checkpoint callback that monitors one monitors, and its mode.
+        mode: "min" or "max" is good; None: "min".
+    """
+
+    metric: str | None = None
+    mode: str | None = None
+
+
 class Policy(ABC):
     """An order among waiting jobs; equal keys go by arrival."""
 
@@ -50,6 +68,15 @@ class Policy(ABC):
         if not waiting:
             raise ValueError("no job waits: ask a policy only while one does")
         return min(waiting, key=lambda job: (self.key(job, waiting, running), job.arrived))
+
+    @property
+    def watched(self) -> Watched | None:
+        """What jobs must say of themselves; None: nothing, and nobody is ended."""
+        return None
+
+    def verdict(self, histories: Histories, name: str) -> str | None:
+        """Why the job of this name, whose last score is new, ends here; None: it goes on."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -105,6 +132,64 @@ class Complementary(Policy):
         return (abs(sum(beside, job.next_seconds) / (len(beside) + 1) - sum(every) / len(every)),)
 
 
+@dataclass(frozen=True)
+class ASHA(Policy):
+    """Asynchronous successive halving: jobs share the devices equally, and the worst are ended early, by rungs.
+
+        rung k is a job's validation number r_k = min_validations * reduction_factor^k
+        a job that comes there as one of n so far goes on if fewer than max(1, floor(n / reduction_factor)) were better
+
+    Nobody waits for the others to come to a rung: the first goes on, and who went on is not asked again before its next
+    rung. Of equal scores all go on.
+
+    Source: Li et al. 1810.05934, in the form that ends jobs rather than pausing and promoting them, as in Optuna.
+
+    Args:
+        metric, mode: what is compared, see Watched.
+
+    Raises:
+        ValueError: a value that can't be.
+    """
+
+    metric: str | None = None
+    mode: str | None = None
+    reduction_factor: int = 3
+    min_validations: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in (None, *MODES):
+            raise ValueError(f"ASHA: mode must be min or max, got {self.mode}")
+        if self.reduction_factor < 2:
+            raise ValueError(f"ASHA: reduction_factor must be at least 2, got {self.reduction_factor}")
+        if self.min_validations < 1:
+            raise ValueError(f"ASHA: min_validations must be at least 1, got {self.min_validations}")
+
+    def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
+        return (job.served,)
+
+    @property
+    def watched(self) -> Watched:
+        return Watched(self.metric, self.mode)
+
+    def verdict(self, histories: Histories, name: str) -> str | None:
+        number = len(histories[name])
+        if not self._is_rung(number):
+            return None
+        score = histories[name][-1]
+        others = [history[number - 1] for history in histories.values() if len(history) >= number]
+        at: list[Score] = [other for other in others if other.metric == score.metric]
+        better = sum(other.loss < score.loss for other in at)
+        kept = max(1, len(at) // self.reduction_factor)
+        said = f"{score} at validation {number} is number {better + 1} of {len(at)}, {kept} may go on"
+        return said if better >= kept else None
+
+    def _is_rung(self, number: int) -> bool:
+        rung = self.min_validations
+        while rung < number:
+            rung *= self.reduction_factor
+        return rung == number
+
+
 POLICIES: Mapping[str, Policy] = {
     "complementary": Complementary(),
     "fifo": FIFO(),
@@ -112,4 +197,4 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": RoundRobin(),
     "srtf": SRTF(),
 }
-"""By the names of command lines."""
+"""By the names of command lines, which plan jobs that have no scores."""

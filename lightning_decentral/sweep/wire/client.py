@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
+from lightning_decentral.sweep.plan.scores import MODES, Score
 
 # In the environment of every process of a member: its Admission.
 VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
@@ -30,6 +31,8 @@ class Admission:
         quantum_seconds: after how long it should return a grant.
         memory_bytes: of its device; None: no limit.
         threads: processor threads to compute with, on a device that is one.
+        compared: whether it is asked for its scores, and may be ended for them.
+        metric, mode: of the scores, see `Watched`.
     """
 
     socket: str
@@ -38,6 +41,9 @@ class Admission:
     quantum_seconds: float = 0.25
     memory_bytes: int | None = None
     threads: int | None = None
+    compared: bool = False
+    metric: str | None = None
+    mode: str | None = None
 
     def variable(self) -> dict[str, str]:
         """The environment variable that carries it."""
@@ -104,6 +110,13 @@ class Seat:
         if self.held:
             self._end("release", turn)
 
+    def ends(self, score: Score) -> bool:
+        """Whether the training is over with this score: the scheduler's answer, which comes at once."""
+        write(self._connection, {"say": "score", **asdict(score)})
+        while (order := self._next()) not in (Instruction.GO_ON, Instruction.END):
+            self._follow(order)
+        return order is Instruction.END
+
     def vacate(self) -> None:
         """Nothing of this member is on the device any more."""
         write(self._connection, {"say": "left"})
@@ -153,6 +166,20 @@ def turn_of(message: Mapping[str, Any]) -> TurnReport:
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None) if key != "kept_bytes" else int)):
             raise ValueError(f"{key}={value!r:.40} is no number")
     return replace(TurnReport(), **found)
+
+
+def score_of(message: Mapping[str, Any]) -> Score:
+    """The score in a message of a member.
+
+    Raises:
+        ValueError: no name, no direction or no number.
+    """
+    metric, mode, step, value = (message.get(key) for key in ("metric", "mode", "step", "value"))
+    if not isinstance(metric, str) or not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"{metric!r:.40}, {mode!r:.40} is no metric")
+    if type(step) is not int or type(value) is not float:
+        raise ValueError(f"step={step!r:.40}, value={value!r:.40} is no score")
+    return Score(metric, mode, step, value)
 
 
 Message = dict[str, Any]

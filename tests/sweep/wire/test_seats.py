@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_decentral.sweep.plan.arbiter import TurnReport
-from lightning_decentral.sweep.wire.client import LONGEST_BYTES, Lines, turn_of
+from lightning_decentral.sweep.wire.client import LONGEST_BYTES, Lines, score_of, turn_of
 from lightning_decentral.sweep.wire.seats import GUESTS, Seats
 
 
@@ -26,7 +26,8 @@ class Members:
         return name in ("0", "1")
 
     def hear(self, name: str, message: dict[str, Any]) -> None:
-        self.heard.append((name, turn_of(message)))
+        said = score_of(message) if message.get("say") == "score" else turn_of(message)
+        self.heard.append((name, said))
 
     def leave_seat(self, name: str) -> None:
         self.heard.append((name, "gone"))
@@ -108,6 +109,9 @@ GARBAGE = {
     "a second seat": hello("1") + hello("0"),
     "a second hello of its own": hello("1") + hello("1"),
     "a report that is none": hello("1") + b'{"say": "release", "progress": "half"}\n',
+    "a score without a name": hello("1") + b'{"say": "score", "mode": "min", "step": 1, "value": 1.0}\n',
+    "a score of no direction": hello("1") + b'{"say": "score", "metric": "a", "mode": [], "step": 1, "value": 1.0}\n',
+    "a score that is none": hello("1") + b'{"say": "score", "metric": "a", "mode": "min", "step": 1, "value": "1"}\n',
 }
 
 
