@@ -22,7 +22,9 @@ from swap import STRATEGIES
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 # Where Trainers train; what else says ddp is about flags, devices that aren't here, or DDP's own wrapper.
-FOLDERS = "callbacks checkpointing core loggers loops models overrides plugins profilers strategies trainer tuner utilities"
+FOLDERS = (
+    "callbacks checkpointing core loggers loops models overrides plugins profilers strategies trainer tuner utilities"
+)
 LEFT_OUT = "test_accelerator_connector|test_fsdp|test_deepspeed|test_xla|launchers|comm_hook|connectors/test_signal"
 
 
@@ -65,7 +67,9 @@ def outcomes(options: argparse.Namespace, strategy: str, chosen: Path | None) ->
     for standalone in "01":
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), here, there]), "OMP_NUM_THREADS": "1"}
         environment |= {"PL_RUN_STANDALONE_TESTS": standalone}
-        done = subprocess.run([*command, *files(options.checkout, options.only)], cwd=there, env=environment, check=False)
+        done = subprocess.run(
+            [*command, *files(options.checkout, options.only)], cwd=there, env=environment, check=False
+        )
         if done.returncode not in (0, 1, 5):  # 5: no tests
             sys.exit(f"pytest ended with {done.returncode}")
     return read_outcomes(file)

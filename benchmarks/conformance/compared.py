@@ -69,7 +69,9 @@ def rows(
 ) -> list[Row]:
     """Of every test that asks for ddp, and ends well under it."""
     good = {name: one for name, one in ddp.items() if one.asked and one.outcome == "passed"}
-    pairs = [(strategy, good[name], one) for strategy, all_ in under.items() for name, one in all_.items() if name in good]
+    pairs = [
+        (strategy, good[name], one) for strategy, all_ in under.items() for name, one in all_.items() if name in good
+    ]
     return [_row(strategy, one, found, meant) for strategy, one, found in pairs]
 
 

@@ -1,6 +1,6 @@
 """A pytest plugin: each test in a fork of its own with a hard kill, under another strategy; outcomes as JSON lines.
 
-    python -m pytest -p plugin --swap gossip --outcomes FILE [--alone] [--limit SECONDS] tests...
+python -m pytest -p plugin --swap gossip --outcomes FILE [--alone] [--limit SECONDS] tests...
 """
 
 import inspect

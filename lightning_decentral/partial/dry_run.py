@@ -86,16 +86,27 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
-    """From a copy of the module to a function that repeats its `training_step(*args)` with the same random numbers."""
+    """From a copy of the module to a function that repeats its `training_step(*args)`: the same random numbers, and
+    the same buffers (ranges that fake quantization has seen, the iterates of a spectral norm), which a step changes."""
     random = worker_state.random_state()
 
     def prepared(trial: Any) -> Run:
         step = step_of(trainer, trial, *args, **kwargs)
+        before = {name: buffer.detach().clone() for name, buffer in trial.named_buffers()}
 
         def run() -> Tensor:
             worker_state.set_random_state(random)
+            put_back(trial, before)
             return step()
 
         return run
 
     return prepared
+
+
+@torch.no_grad()
+def put_back(module: torch.nn.Module, before: Mapping[str, Tensor]) -> None:
+    """buffer <- what it was, by name; one may have been given its size by a step."""
+    for name, buffer in module.named_buffers():
+        if name in before:
+            buffer.resize_(before[name].shape).copy_(before[name])

@@ -1,6 +1,11 @@
-"""ModelPruning: the mean of the workers is pruned, by one mask for all, and stays pruned where training ends.
+"""Callbacks that change parameters: `ModelPruning`, and whatever swaps some in where an evaluation begins.
 
-By itself each worker would choose a mask from its own parameters, and a mean of different masks prunes less than each.
+The mean of the workers is pruned, by one mask for all, and stays pruned where training ends. By itself each worker
+would choose a mask from its own parameters, and a mean of different masks prunes less than each.
+
+The mean is put in place before any other callback sees that an evaluation begins. Lightning asks a strategy last, when
+it begins and when it ends: what a callback changes and takes back (adapters merged, averages swapped in) would be
+changed in a worker's own parameters then, and taken back in the mean.
 """
 
 import functools
@@ -8,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
@@ -62,3 +67,21 @@ class PrunedTogether:
         # A message that lands later would fill what was pruned for good.
         self._arrive()
         inner(*args)
+
+
+class BeforeOthers(Callback):
+    """Calls `begin` where a validation, test or prediction begins; the first of a trainer's callbacks, for one run."""
+
+    def __init__(self, trainer: Trainer, begin: Callable[[], None]) -> None:
+        self._begin, self._callbacks = begin, trainer.callbacks  # type: ignore[attr-defined]
+        self._callbacks.insert(0, self)
+
+    def remove(self) -> None:
+        """From the trainer, which may train again with another strategy."""
+        self._callbacks[:] = [callback for callback in self._callbacks if callback is not self]
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin()
+
+    on_test_start: Any = on_validation_start
+    on_predict_start: Any = on_validation_start

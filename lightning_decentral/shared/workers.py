@@ -20,6 +20,7 @@ from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.coordination import Coordination
 from lightning_decentral.shared.gradient_check import Unchecked
 from lightning_decentral.shared.meeting import MeetingStrategy
+from lightning_decentral.shared.pruning import BeforeOthers
 from lightning_decentral.shared.registration import refuse_sync_batch_norm
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
@@ -53,6 +54,7 @@ class WorkersStrategy(MeetingStrategy):
         self.mean_model = MeanModel(
             self.health.mean, self.shown
         )  # a method: a spawned process gets the strategy pickled
+        self._before_others: BeforeOthers | None = None
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
@@ -136,6 +138,7 @@ class WorkersStrategy(MeetingStrategy):
             self.setup_optimizers(trainer)
             self._same.optimizers()
         self.setup_precision_plugin()
+        self._before_others = BeforeOthers(trainer, self.begin_evaluation)
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self.prepare(self.wire)
@@ -196,7 +199,8 @@ class WorkersStrategy(MeetingStrategy):
     def averaged(self) -> list[Tensor]:
         return floating([self._module])
 
-    def on_validation_start(self) -> None:
+    def begin_evaluation(self) -> None:
+        """Before any callback's hook; Lightning would ask behind them."""
         self.health.check_equal()
         if self.shows_mean:
             self.mean_model.show(self.averaged())
@@ -204,7 +208,6 @@ class WorkersStrategy(MeetingStrategy):
     def on_validation_end(self) -> None:
         self.mean_model.hide()
 
-    on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -257,6 +260,9 @@ class WorkersStrategy(MeetingStrategy):
         alone = self.alone
         self._together.close()
         self.mean_model.forget()
+        if self._before_others is not None:
+            self._before_others.remove()
+        self._before_others = None
         self.release()
         self._disconnect(alone)
         super().teardown()
