@@ -10,7 +10,7 @@ OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.spli
 # The tests start many processes: each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest conformance docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -31,6 +31,11 @@ test: $(STAMP)
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# Lightning's own tests with our strategies in place of ddp, from a checkout of its repository; some half hour.
+conformance: $(STAMP)
+	$(if $(LIGHTNING),,$(error make conformance LIGHTNING=/path/to/a/checkout of Lightning-AI/pytorch-lightning))
+	$(BIN)/python benchmarks/conformance $(LIGHTNING)
 
 # The laws, and one world, trainer and process test of each method.
 quick: $(STAMP)

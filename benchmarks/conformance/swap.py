@@ -26,7 +26,7 @@ swapped: list[str] = []
 
 
 def install(name: str, alone: bool) -> None:
-    """Every Trainer that asks for `ddp` by name gets this one; `alone`: that of one device which asks for nothing, too."""
+    """Every Trainer that asks for `ddp` by name gets this one; `alone`: one device's that asks for nothing, too."""
     connect = _AcceleratorConnector.__init__
 
     def connected(self: _AcceleratorConnector, *args: Any, **options: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -43,6 +43,8 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ValueError(f"{type(callback).__name__} copies whole models, {island!r} holds shards: use AllReduce")
+        if isinstance(callback, ModelPruning):
+            raise ValueError(f"ModelPruning masks whole parameters, {island!r} holds shards: use AllReduce")
 
 
 class Device(Protocol):

@@ -21,7 +21,7 @@ from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Sc
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
 from lightning_decentral.pipeline.stage_training import Gradients, StageTraining, pipelined
-from lightning_decentral.pipeline.training_step import evaluated
+from lightning_decentral.pipeline.training_step import evaluated, refuse_unserved
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
@@ -145,8 +145,8 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
-        if fitting and not self._module.automatic_optimization:
-            raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
+        if fitting:
+            refuse_unserved(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

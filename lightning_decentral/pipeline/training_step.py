@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
@@ -245,6 +246,17 @@ def checksum(inputs: Sequence[Tensor]) -> float:
         # Weighed by place: the same tokens in another order are another batch.
         result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
     return result
+
+
+def refuse_unserved(module: LightningModule, callbacks: Sequence[Callback]) -> None:
+    """ValueError for what needs the backward, or the whole model, in one place."""
+    if not module.automatic_optimization:
+        raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ValueError(
+            "ModelPruning chooses from the whole model, and a stage has a part of it: prune before or after the fit, "
+            "or use strategy='compressed'"
+        )
 
 
 def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -107,6 +107,8 @@ def test_what_shards_can_not_do_is_refused(tmp_path: Path) -> None:
     options = {"island": FullyShard(2)}
     with pytest.raises(RuntimeError, match=r"EMAWeightAveraging copies whole models.*: use AllReduce"):
         in_processes(run, tmp_path, Net(), options, {}, [EMAWeightAveraging(decay=0.5)])
+    with pytest.raises(RuntimeError, match=r"ModelPruning masks whole parameters.*: use AllReduce"):
+        in_processes(run, tmp_path, Net(), options, {}, [ModelPruning("l1_unstructured", amount=0.5)])
     with pytest.raises(
         RuntimeError, match=r"needs parameters of one type, got torch.float16 and torch.float32: convert"
     ):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
 from tests.gossip.test_lightning import SIZE, Inspect, seen
+from tests.pipeline import training
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 PRUNED = ("first.weight", "head.weight")
@@ -91,3 +92,13 @@ def test_all_workers_prune_alike_and_as_much_as_one(tmp_path: Path, strategy: st
     assert {sparsity(worker["own"]) for worker in workers} == {1 - 0.5**EPOCHS}
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)["state_dict"]
     assert sparsity(saved) == 1 - 0.5**EPOCHS
+
+
+def test_a_stage_has_too_little_to_choose_from(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"ModelPruning chooses from the whole model.*: prune before or after"):
+        in_processes(staged, tmp_path)
+
+
+def staged(folder: Path) -> None:
+    pruning = ModelPruning("l1_unstructured", amount=0.5)
+    training.fit(training.Language(), training.pipeline(2), folder, callbacks=[pruning])

@@ -56,8 +56,8 @@ def refuse_unsliceable(module: nn.Module) -> None:
         )
     if config._attn_implementation not in SEPARABLE:
         raise ValueError(
-            f"{name} has attn_implementation={config._attn_implementation!r}, whose slices nobody has compared with "
-            f"the whole: use one of {', '.join(SEPARABLE)}"
+            f"{name} has attn_implementation={config._attn_implementation!r}, whose slices can't be compared with the "
+            f"whole on a CPU (torch's flex attention has no backward there): load it with one of {', '.join(SEPARABLE)}"
         )
     for path, part in module.named_modules():
         if vars(part).get("gradient_checkpointing"):
