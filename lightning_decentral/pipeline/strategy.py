@@ -146,7 +146,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         if fitting:
-            refuse_unserved(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
+            refuse_unserved(self._module, self._trainer.callbacks)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
