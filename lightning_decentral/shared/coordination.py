@@ -230,7 +230,8 @@ class LoopPatches:
 
     def _end_epoch(self, inner: Callable[[], None]) -> None:
         loop = self._trainer.fit_loop.epoch_loop
-        if not loop.batch_progress.current.ready and not self._trainer.should_stop:
+        # In all: a loader with a state that is resumed at its end has nothing more for its epoch.
+        if not loop.batch_progress.total.ready and not self._trainer.should_stop:
             self._refuse_no_batch()
         self._call_roll()  # does nothing where a batch was known to be the last
         self._epoch_ended = False
