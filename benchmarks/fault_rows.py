@@ -154,7 +154,7 @@ def numbers() -> Iterator[Row]:
     moments = {
         "before an update": hook("on_before_optimizer_step", 6),
         "after an update": hook("on_train_batch_end", 6),
-        "before validation": hook("on_validation_start", 4),
+        "before validation": hook("on_train_batch_end", 4),
         "just before a save": hook("on_save_checkpoint", 4),
     }
     for value in (float("nan"), float("inf"), 1e30):
