@@ -1,17 +1,15 @@
 """Training without the global all-reduce, as PyTorch Lightning strategies.
 
-Importing this package registers the strategies' names (`Trainer(strategy="gossip")`). What a strategy is made of is
-read when it is asked for: who gossips doesn't load the pipeline.
+Importing this package registers the strategies' names (`Trainer(strategy="gossip")`), with `lightning` and with
+`pytorch_lightning`. What a strategy is made of is read when it is asked for: who gossips doesn't load the pipeline.
 """
 
 import functools
-import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
-
-from lightning_decentral.shared import registration
+from lightning_decentral.shared import registry
 
 if TYPE_CHECKING:
     from lightning_decentral.compressed import CompressedStrategy
@@ -30,43 +28,49 @@ __all__ = [
     "__version__",
 ]
 
-_FOLDERS = {
+STRATEGIES = {
     "CompressedStrategy": "compressed",
     "GossipStrategy": "gossip",
     "PartialBackpropStrategy": "partial",
     "SpilledStrategy": "spilled",
     "TokenPipelineStrategy": "pipeline",
 }
-_NAMES = {
+"""{class: its folder}"""
+NAMES = {
     "compressed": ("CompressedStrategy", "ddp with a quantized all-reduce"),
     "gossip": ("GossipStrategy", "decentralized gossip averaging"),
     "partial_backprop": ("PartialBackpropStrategy", "structured partial backpropagation"),
     "token_pipeline": ("TokenPipelineStrategy", "token-level pipeline of stages"),
 }
+REGISTRIES = {
+    "lightning.pytorch.strategies": __name__,
+    "pytorch_lightning.strategies": f"{__name__}.pytorch_lightning",
+}
+"""{module with a registry: the package whose classes its Trainer takes}"""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FOLDERS:
+    if name not in STRATEGIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FOLDERS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{STRATEGIES[name]}"), name)
 
 
 def _register() -> None:
-    for name, (strategy, what) in _NAMES.items():
-        registration.register(StrategyRegistry, name, functools.partial(_made, strategy), what)
+    registry.when_imported({module: functools.partial(_enter, package) for module, package in REGISTRIES.items()})
+
+
+def _enter(package: str, strategies: ModuleType) -> None:
+    names = strategies.StrategyRegistry
+    for name, (strategy, what) in NAMES.items():
+        registry.register(names, name, functools.partial(_made, package, strategy), what)
     what = "CPU offload: parameters on the host, in shards to the device"
-    StrategyRegistry.register("spilled", functools.partial(_made, "SpilledStrategy"), description=what, override=True)
-    for strategy in _FOLDERS:
-        registration.register_path(StrategyRegistry, f"{__name__}.{strategy}", functools.partial(_made, strategy))
-    other = sys.modules.get("pytorch_lightning.strategies")
-    if other is not None:
-        for name in (*_NAMES, "spilled"):
-            registration.refuse(other.StrategyRegistry, name)
+    names.register("spilled", functools.partial(_made, package, "SpilledStrategy"), description=what, override=True)
+    for strategy in STRATEGIES:
+        registry.register_path(names, f"{package}.{strategy}", functools.partial(_made, package, strategy))
 
 
-def _made(strategy: str, **options: Any) -> Strategy:
-    made: Strategy = __getattr__(strategy)(**options)
-    return made
+def _made(package: str, strategy: str, **options: Any) -> Any:
+    return getattr(import_module(package), strategy)(**options)
 
 
 _register()

@@ -10,8 +10,9 @@ import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from lightning_decentral.shared.loggers import Rows as Rows
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
     """(`__getattr__`, `__all__`) of a package (PEP 562), whose face imports as `from MODULE import NAME as NAME`."""
-    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
+    spec = sys.modules[package].__spec__
+    assert spec is not None
+    # From its loader: a mirrored face names the mirror's modules, which its file doesn't.
+    tree = ast.parse(cast(SourceFileLoader, spec.loader).get_source(package) or "")
     blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
@@ -37,11 +41,26 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(homes[name]), name)
+        value = getattr(_imported(homes[name], name), name)
         setattr(sys.modules[package], name, value)  # asked for once
         return value
 
     return load, sorted(homes)
+
+
+def _imported(module: str, name: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "lightning":
+            raise
+        package, _, inner = module.partition(".")
+        face = f"{package}.pytorch_lightning.{inner.partition('.')[0]}"
+        raise ModuleNotFoundError(
+            f"{name} binds to the lightning package, which isn't installed: install it, "
+            f"or for pytorch_lightning write `from {face} import {name}`",
+            name=error.name,
+        ) from error
 
 
 __getattr__, __all__ = lazy_exports(__name__)

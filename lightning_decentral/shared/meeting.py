@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.coordination import Uncoordinated
 from lightning_decentral.shared.registration import UnwrappedStrategy
-from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
+from lightning_decentral.shared.wire.meeting.notices import Notices, Presence, new_board
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_world
@@ -36,8 +36,6 @@ STAGES = {
     RunningStage.TESTING: "the test",
     RunningStage.PREDICTING: "prediction",
 }
-
-_meetings = 0  # of this process; equal on all workers, which take part in all
 
 
 class Attendance:
@@ -86,10 +84,9 @@ class Attendance:
 
     def join(self, rank: int, size: int) -> None:
         """From now on the others see that this worker lives."""
-        global _meetings
-        _meetings += 1
+        board = new_board()
         if connected():
-            self._store = own_connection(f"notices/{_meetings}")
+            self._store = own_connection(board)
             self._notices = Notices(self._store, rank, size, _hosted())
             self._presence = Presence(self._notices, self.phase)
 

@@ -1,7 +1,7 @@
-"""The strategies' names, the options that they have from DDPStrategy, and refusals of what they can't serve."""
+"""The options that strategies have from DDPStrategy, for which Trainers they are, refusals of what they can't serve."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,6 +15,12 @@ from torch import nn
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+
+OTHER = {
+    "lightning.pytorch.strategies.strategy": ("pytorch_lightning", "lightning_decentral.pytorch_lightning"),
+    "pytorch_lightning.strategies.strategy": ("lightning.pytorch", "lightning_decentral"),
+}
+"""{where Strategy is from: (the other package, where its strategies are)}"""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -60,12 +66,22 @@ class UnwrappedStrategy(DDPStrategy):
             start_method=start_method,
         )
 
+    def __repr__(self) -> str:
+        return named(self)
+
     def configure_ddp(self) -> None:
         """No wrapper."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The package registers its names itself; DDP's would name this class `ddp`."""
+
+
+def named(strategy: Strategy) -> str:
+    """Of which package's Trainer it is. A Trainer of another refuses it, and says what it got."""
+    package, other = Strategy.__module__.removesuffix(".strategies.strategy"), OTHER[Strategy.__module__]
+    name = type(strategy).__name__
+    return f"<{name} for {package}.Trainer; {other[0]}.Trainer takes {other[1]}.{name}>"
 
 
 def refuse_unknown(strategy: type[DDPStrategy], options: Iterable[str]) -> None:
@@ -93,39 +109,3 @@ def refuse_sync_batch_norm(strategy: type[DDPStrategy], module: nn.Module, asked
             f"which {strategy.__name__} exists to avoid: use plain BatchNorm "
             "(its statistics are averaged for the mean model), GroupNorm or LayerNorm"
         )
-
-
-START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-WRAPPED = ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
-"""Endings that ddp's names have. They choose something of its wrapper: without one all mean the same."""
-
-
-def register(registry: Any, name: str, strategy: Callable[..., Strategy], what: str) -> None:
-    """`name`, `name_spawn`, `name_fork`, `name_notebook`, and each as ddp's longer names have it; a second call
-    changes nothing."""
-    for ending, start_method in START_METHODS.items():
-        description = f"{what}, processes by {start_method}"
-        for choice in WRAPPED:
-            registry.register(
-                f"{name}{ending}{choice}", strategy, description=description, override=True, start_method=start_method
-            )
-
-
-def register_path(registry: Any, path: str, strategy: Callable[..., Strategy]) -> None:
-    """The class by its path, which LightningCLI hands on as a name where no options follow it."""
-    registry.register(path.lower(), strategy, description=f"{path} with its own defaults", override=True)
-
-
-def refuse(registry: Any, name: str) -> None:
-    """The same names in the registry of `pytorch_lightning`, whose Trainer they don't work with: ValueError."""
-
-    def refused(**_: object) -> None:
-        raise ValueError(
-            "lightning_decentral works with the `lightning` package, this Trainer is of `pytorch_lightning`: "
-            "write `from lightning.pytorch import Trainer` instead of `from pytorch_lightning import Trainer`"
-        )
-
-    for ending in START_METHODS:
-        for choice in WRAPPED:
-            name_there = f"{name}{ending}{choice}"
-            registry.register(name_there, refused, description="needs the lightning package", override=True)

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.registration import named
 from lightning_decentral.spilled.compute.engine import Engine
 from lightning_decentral.spilled.compute.transfer import device_of
 from lightning_decentral.spilled.compute.update import OnHost, Update, Updating
@@ -169,6 +170,9 @@ class SpilledStrategy(SingleDeviceStrategy):
             return super().predict_step(*args, **kwargs)
 
     # ---- names --------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return named(self)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -127,13 +127,6 @@ def test_names_are_registered_once_and_for_all(name: str) -> None:
     assert trainer.strategy._start_method == {"gossip": "popen", "gossip_spawn": "spawn"}.get(name, "fork")
 
 
-def test_pytorch_lightning_users_get_the_remedy() -> None:
-    pytorch_lightning = pytest.importorskip("pytorch_lightning")
-    lightning_decentral._register()
-    with pytest.raises(ValueError, match=r"write `from lightning.pytorch import Trainer`"):
-        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy="gossip")
-
-
 # ---- precision, clipping, compile ------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,10 @@
 """Parts by their names: `topology="ring"` is `topology=Ring()`, as in the YAML files: the class in snake case."""
 
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, isabstract, isclass, signature
 from typing import Any
 
@@ -53,8 +55,14 @@ def _below(part: type) -> Iterator[type]:
 
 def _load() -> None:
     """Read the faces of the methods: which parts there are, and a pipeline's replicas may gossip."""
-    package = import_module(PACKAGE)
+    package = import_module(_binding())
     for strategy in filter(isclass, (getattr(package, name) for name in package.__all__)):
         face = import_module(strategy.__module__.rpartition(".")[0])
         for name in face.__all__:
             getattr(face, name)
+
+
+def _binding() -> str:
+    """Where strategies are that this process can read: those of `lightning`, unless it has or uses another alone."""
+    other = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+    return f"{PACKAGE}.pytorch_lightning" if other or find_spec("lightning") is None else PACKAGE
