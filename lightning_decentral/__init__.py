@@ -47,6 +47,20 @@ REGISTRIES = {
     "pytorch_lightning.strategies": f"{__name__}.pytorch_lightning",
 }
 """{module with a registry: the package whose classes its Trainer takes}"""
+FABRIC = {
+    "compressed": ("FabricCompressedStrategy", "ddp with a quantized all-reduce"),
+    "gossip": ("FabricGossipStrategy", "decentralized gossip averaging"),
+}
+FABRIC_REGISTRIES = {
+    "lightning.fabric.strategies": __name__,
+    "lightning_fabric.strategies": f"{__name__}.pytorch_lightning",
+}
+TRAINERS_ALONE = {
+    "partial_backprop": "its cuts are found and verified in a whole training step, which a Trainer has",
+    "spilled": "it frees what a step has used when a Trainer says that the step is over",
+    "token_pipeline": "it runs a training step slice by slice, for which a Trainer hands it over whole",
+}
+"""What Fabric, whose steps are the user's own code, can't run."""
 
 
 def __getattr__(name: str) -> Any:
@@ -56,7 +70,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
-    registry.when_imported({module: functools.partial(_enter, package) for module, package in REGISTRIES.items()})
+    trainers = {module: functools.partial(_enter, package) for module, package in REGISTRIES.items()}
+    loops = {module: functools.partial(_enter_loops, package) for module, package in FABRIC_REGISTRIES.items()}
+    registry.when_imported({**trainers, **loops})
 
 
 def _enter(package: str, strategies: ModuleType) -> None:
@@ -67,6 +83,18 @@ def _enter(package: str, strategies: ModuleType) -> None:
     names.register("spilled", functools.partial(_made, package, "SpilledStrategy"), description=what, override=True)
     for strategy in STRATEGIES:
         registry.register_path(names, f"{package}.{strategy}", functools.partial(_made, package, strategy))
+
+
+def _enter_loops(package: str, strategies: ModuleType) -> None:
+    names = strategies.STRATEGY_REGISTRY
+    for name, (strategy, what) in FABRIC.items():
+        registry.register(names, name, functools.partial(_made, f"{package}.{name}", strategy), what)
+    for name, why in TRAINERS_ALONE.items():
+        registry.register(names, name, functools.partial(_refused, name, why), "for Trainers alone")
+
+
+def _refused(name: str, why: str, **_: Any) -> Any:
+    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or gossip or compressed with Fabric")
 
 
 def _made(package: str, strategy: str, **options: Any) -> Any:

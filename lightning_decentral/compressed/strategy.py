@@ -54,11 +54,9 @@ class CompressedStrategy(ReplicaStrategy):
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        if bucket_bytes is not None and bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
         self.codec = codec or Int8()
         self.bucket_bytes = bucket_bytes
-        refuse_estimates(self.codec)
+        refuse_impossible(self.codec, bucket_bytes)
         self._mean: Mean | None = None
         self._gradients: GradientAverage | None = None
         self._buffers: RunningBuffers | None = None
@@ -75,7 +73,7 @@ class CompressedStrategy(ReplicaStrategy):
         assert buffers is not None
         assert hosts is not None
         self._buffers = RunningBuffers(self._module, buffers)
-        self._mean = mean_by(self.codec, partial(_of_all, wire), self.root_device)
+        self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self._meet, bucket_bytes)
 
@@ -159,7 +157,15 @@ class CompressedStrategy(ReplicaStrategy):
         return 0 if self._mean is None else self._mean.sent_bytes
 
 
-def _of_all(wire: Wire) -> Transport:
+def refuse_impossible(codec: Codec, bucket_bytes: int | None) -> None:
+    """ValueError for an option that no world could serve."""
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
+    refuse_estimates(codec)
+
+
+def of_all(wire: Wire) -> Transport:
+    """A new group of all workers. Collective."""
     made = wire.group(None)
     assert made is not None
     return made

@@ -84,7 +84,7 @@ def named(strategy: Strategy) -> str:
     return f"<{name} for {package}.Trainer; {other[0]}.Trainer takes {other[1]}.{name}>"
 
 
-def refuse_unknown(strategy: type[DDPStrategy], options: Iterable[str]) -> None:
+def refuse_unknown(strategy: type, options: Iterable[str]) -> None:
     """ValueError for an option that neither the strategy nor a base below DDPStrategy names: nothing would read it."""
     unknown = sorted(options)
     if unknown:
@@ -96,12 +96,12 @@ def refuse_unknown(strategy: type[DDPStrategy], options: Iterable[str]) -> None:
         )
 
 
-def _above_ddp(strategy: type[DDPStrategy]) -> tuple[type, ...]:
+def _above_ddp(strategy: type) -> tuple[type, ...]:
     mro = strategy.__mro__
-    return mro[: mro.index(DDPStrategy)]
+    return mro[: [cls.__name__ for cls in mro].index("DDPStrategy")]  # Trainers' or Fabric's
 
 
-def refuse_sync_batch_norm(strategy: type[DDPStrategy], module: nn.Module, asked: bool) -> None:
+def refuse_sync_batch_norm(strategy: type, module: nn.Module, asked: bool) -> None:
     """ValueError where BatchNorm would gather its statistics over the workers, which would wait for each other."""
     if asked or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise ValueError(

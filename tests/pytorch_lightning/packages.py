@@ -1,4 +1,4 @@
-"""The tests' own modules, callbacks and trainings, for `lightning` and, from the same files, for `pytorch_lightning`."""
+"""The tests' own modules, callbacks and trainings, for `lightning` and, of the same files, `pytorch_lightning`."""
 
 import sys
 from importlib import import_module

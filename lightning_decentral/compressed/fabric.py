@@ -1,0 +1,117 @@
+"""`Fabric(strategy="compressed")`: a quantized all-reduce of gradients in a loop of the user's own."""
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_decentral.compressed.strategy import of_all, refuse_impossible
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Int8
+from lightning_decentral.shared.fabric import FabricWorkers
+from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.wire.compressed_mean import mean_by
+from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.transport import Transport, Wire
+
+LOOK_ROUNDS = 100
+"""So often all buffers are compared, to find those that change: a loop of the user's own says nothing of epochs."""
+
+
+class Reduced:
+    """One module's gradients, averaged within each backward that isn't blocked, and its running statistics."""
+
+    def __init__(self, module: nn.Module, wire: Wire, strategy: "FabricCompressedStrategy") -> None:
+        hosts = wire.hosts(None)
+        assert hosts is not None
+        self.module, self._wire = module, wire
+        self.mean = mean_by(strategy.codec, self._group, strategy.root_device)
+        bucket_bytes = strategy.bucket_bytes or bucket_bytes_of(module.parameters())
+        self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
+        self.buffers = RunningBuffers(module, self._group())
+        self.watch()
+
+    def _group(self) -> Transport:
+        return of_all(self._wire)
+
+    def watch(self) -> None:
+        """Average what is trained now: some may have been unfrozen since the last step."""
+        self.gradients.watch(list(self.module.parameters()))
+
+
+@checked
+class FabricCompressedStrategy(FabricWorkers):
+    """g = (1/n) sum_i Q(g_i + e_i), as `CompressedStrategy`, where the user's own loop calls `fabric.backward`.
+
+    Gradients travel while the backward goes on; under `fabric.no_backward_sync` they are only accumulated. All workers
+    take the same update and stay bit-equal.
+
+    Args:
+        codec, bucket_bytes: as for `CompressedStrategy`; buckets are each module's own.
+        **ddp: what Fabric's DDPStrategy itself takes (start_method, process_group_backend, ...), and `timeout`.
+
+    Raises:
+        ValueError: for an unknown option, a codec of differences, or no bytes in a bucket.
+    """
+
+    drifts: ClassVar[bool] = False
+
+    def __init__(self, *, codec: Codec | None = None, bucket_bytes: int | None = None, **ddp: Any) -> None:
+        super().__init__(**ddp)
+        self.codec, self.bucket_bytes = codec or Int8(), bucket_bytes
+        refuse_impossible(self.codec, bucket_bytes)
+        self._reduced: list[Reduced] = []
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        module = super().setup_module(module)
+        if self.wire is not None:
+            self._reduced.append(Reduced(module, self.wire, self))
+        return module
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Gradients are averaged module by module."""
+
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
+        of = next((of for of in self._reduced if of.module is module), None)
+        return super().accumulating(module) if of is None else of.gradients.blocked()
+
+    def waiting(self, call: Any) -> None:
+        """Run what waits for the other workers."""
+        with self._telling():
+            call()
+
+    def advance(self, optimizer: Optimizer) -> None:
+        if optimizer is not self.optimizers[0]:
+            return
+        for of in self._reduced:
+            of.buffers.share(look=self.steps % LOOK_ROUNDS == 0)
+            of.watch()
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        return self.codec.encodes
+
+    def plan(self) -> dict[str, str]:
+        return {"codec": repr(self.codec)}
+
+    def progress_state(self) -> dict[str, Any]:
+        return {"steps": self.steps, "means": [of.mean.state_dict() for of in self._reduced]}
+
+    def load_progress_state(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        for of, saved in zip(self._reduced, state["means"], strict=True):
+            of.mean.load_state_dict(saved)
+
+    def restart(self) -> None:
+        for of in self._reduced:
+            of.mean.forget()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Gradients that this worker sent since they were set up, as codes."""
+        return sum(of.mean.sent_bytes for of in self._reduced)

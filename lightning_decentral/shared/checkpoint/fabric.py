@@ -1,0 +1,121 @@
+"""Checkpoints of loops with Fabric: `fabric.save` and `fabric.load`, for workers that may differ.
+
+The plain file is what any Fabric writes, with the mean of the workers for each module; worker 0's state of everything
+else. Where the state has an optimizer, each worker's own is written beside it, and read again by as many workers.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from lightning.fabric.plugins import CheckpointIO
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.checkpoint.reading import Reading
+from lightning_decentral.shared.checkpoint.saving import Saving, Worker
+from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.worker_state import KEY
+from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
+
+
+class LoopWorker(Worker, Protocol):
+    """What is asked of a strategy beside what every worker's checkpoints ask."""
+
+    checkpoint_io: CheckpointIO
+
+    @property
+    def keeps(self) -> bool: ...
+    def progress_state(self) -> dict[str, Any]: ...
+    def load_progress_state(self, state: dict[str, Any]) -> None: ...
+    def restart(self) -> None: ...
+
+
+class FabricCheckpoints:
+    """One worker's.
+
+    Args:
+        mean_model: what the plain file holds where workers drift apart.
+    """
+
+    def __init__(self, worker: LoopWorker, mean_model: MeanModel) -> None:
+        self._worker, self._mean_model = worker, mean_model
+        self._saving, self._reading = Saving(worker), Reading(worker)
+
+    def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:
+        """Write the plain file (worker 0) and each worker's own. Collective.
+
+        Args:
+            state: modules, optimizers and other values, by name.
+            converted: the same as state_dicts.
+        """
+        path, identity = self._saving.agree(path, storage_options)
+        modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
+        own = {**converted, **{key: self._mean_model.own(converted[key]) for key in modules}}
+        apart = modules if self._worker.drifts else []
+        of_all = {**own, **{key: mean_of_states(own[key], self._mean_model.mean_of) for key in apart}}
+        if not (self._worker.keeps and _trains(state)):
+            self._saving.commit(of_all, None, path, identity, storage_options)
+            return
+        mark = self._saving.mark(identity, path)
+        self._saving.commit(
+            {**of_all, KEY: mark}, {**own, KEY: {**mark, **self._own_state()}}, path, identity, storage_options
+        )
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "rank": self._worker.global_rank,
+            "progress": self._worker.progress_state(),
+            "random": worker_state.random_state(),
+            "apart": self._mean_model.apart,
+        }
+
+    @contextmanager
+    def reading(self, path: Any, state: Any, weights_only: bool | None) -> Iterator[None]:
+        """Within, this file's contents are what the worker goes on from; afterwards the rest goes on, too. Collective.
+
+        Raises:
+            ValueError: on every worker, where one finds the file damaged.
+        """
+        checkpoint = self._reading.read_together(path, weights_only)
+        mark, own = checkpoint.pop(KEY, None), None
+        if mark is not None and self._worker.optimizers and _trains(state):
+            own = self._reading.read_own(path, mark, weights_only, self._reading.misfit(mark))
+        kept = None if own is None else own.pop(KEY)
+        before, self._worker.checkpoint_io = self._worker.checkpoint_io, _Read(checkpoint if own is None else own)
+        try:
+            yield
+        finally:
+            self._worker.checkpoint_io = before
+        if state:
+            self._go_on(kept)
+
+    def _go_on(self, kept: Mapping[str, Any] | None) -> None:
+        if kept is None:
+            self._mean_model.apart = False
+            self._worker.restart()
+            return
+        self._mean_model.apart = kept["apart"]
+        self._worker.load_progress_state(kept["progress"])
+        worker_state.set_random_state(kept["random"])
+
+
+def _trains(state: Any) -> bool:
+    """Whether more than weights is saved or restored."""
+    return isinstance(state, Mapping) and any(isinstance(value, Optimizer) for value in state.values())
+
+
+class _Read(CheckpointIO):
+    """What was read already."""
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        raise AssertionError("only read from")
+
+    def remove_checkpoint(self, path: Any) -> None:
+        raise AssertionError("only read from")

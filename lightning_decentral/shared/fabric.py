@@ -1,0 +1,296 @@
+"""The base of strategies of Fabric: the user's own loop, over the parts that Trainers' strategies are made of.
+
+A round follows `optimizer.step()`. Where a Trainer knows when to show the mean, to save and to end, a loop says so:
+`with strategy.mean():`, `fabric.save`, `strategy.finish()`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.seed import reset_seed
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_decentral.shared.checkpoint.fabric import FabricCheckpoints
+from lightning_decentral.shared.meeting import TIMEOUT, Attendance
+from lightning_decentral.shared.plan.described import constructed, described
+from lightning_decentral.shared.registration import StartMethod, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.settings import versions
+from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
+from lightning_decentral.shared.wire.fsdp import refuse_sharded
+from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
+from lightning_decentral.shared.wire.meeting.settings import check_same_settings
+from lightning_decentral.shared.wire.objects import gather_world
+from lightning_decentral.shared.wire.transport import Wire, connect, connected, everyone
+
+MEAN_STANDS = "the mean of the workers stands in the model's place"
+
+
+class FabricAttendance(Attendance):
+    """Says at which step of the user's loop this worker is."""
+
+    def __init__(self, step: Callable[[], int]) -> None:
+        super().__init__(_nobody)
+        self._step = step
+
+    def phase(self) -> str:
+        return f"step {self._step() + 1}" if self.ready else "set-up"
+
+
+def _nobody() -> None:
+    """There is no LightningModule."""
+
+
+class FabricWorkers(DDPStrategy):
+    """DDPStrategy without its wrapper: whole models that start equal, and what a method does after each update.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: Fabric's own arguments give these.
+        process_group_backend, start_method: as for Fabric's DDPStrategy.
+        timeout: how long a worker waits for another, anywhere, before it ends.
+
+    Attributes:
+        wire: the groups that every method needs; None before `launch`, and for a single worker.
+        modules, optimizers: what was set up, in order.
+        steps: updates of the first optimizer.
+
+    Raises:
+        ValueError: for any other option.
+    """
+
+    drifts: ClassVar[bool]
+    """Whether workers may differ between steps."""
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = TIMEOUT,
+        start_method: StartMethod = "popen",
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(type(self), unknown)
+        settings: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
+        parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
+        super().__init__(*parts, **settings, start_method=start_method)
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
+        self._patience = timeout
+        self.wire: Wire | None = None
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.steps = 0
+        self.mean_model = MeanModel(self.mean_of)
+        self._shown = False
+        self._attendance = FabricAttendance(self._taken)
+        self._checkpoints = FabricCheckpoints(self, self.mean_model)
+        self._backward_sync_control = Accumulating(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} for {DDPStrategy.__module__.removesuffix('.strategies.ddp')}.Fabric>"
+
+    def _taken(self) -> int:
+        return self.steps
+
+    # ---- what a method adds -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Build what an optimizer's updates need; there is more than one worker. Collective."""
+
+    @abstractmethod
+    def advance(self, optimizer: Optimizer) -> None:
+        """What follows an update of `optimizer`."""
+
+    def settle(self) -> None:
+        """Land what is in flight."""
+
+    def share(self) -> float | None:
+        """This worker's weight in the mean of the workers; all sum to one. None: all equal."""
+        return None
+
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Gradients of this module are only accumulated meanwhile."""
+        return nullcontext()
+
+    # ---- what is saved with a checkpoint ----------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def keeps(self) -> bool:
+        """Whether a worker has what no other has, and what it needs to go on exactly."""
+
+    @abstractmethod
+    def plan(self) -> dict[str, str]:
+        """What a run must have in common with the one that it goes on from, in words."""
+
+    @abstractmethod
+    def progress_state(self) -> dict[str, Any]:
+        """What is in flight or was rounded away, as tensors and primitives."""
+
+    @abstractmethod
+    def load_progress_state(self, state: dict[str, Any]) -> None:
+        """Go on where `progress_state` was taken."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Begin anew from the parameters as they are now. Collective."""
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def _setup_distributed(self) -> None:
+        reset_seed()
+        self._set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        assert self.cluster_environment is not None
+        place = self.root_device, self._patience, self.num_nodes == 1
+        self._attendance.come(self.cluster_environment, self._process_group_backend, *place)
+        self._attendance.join(self.global_rank, self.world_size)
+        if connected():
+            self._agree()
+            self.wire = connect(
+                self.root_device, self._patience, None, partial(self._attendance.await_all, self._patience)
+            )
+        self._attendance.ready = True
+
+    def _agree(self) -> None:
+        mro, over = type(self).__mro__, everyone()
+        given = {**versions(), "strategy": type(self).__qualname__, "precision": type(self.precision).__qualname__}
+        for name, part in constructed(self, mro[: mro.index(FabricWorkers)]).items():
+            given |= described(part, name)
+        check_same_settings(given, over.group.get_group_store(), over.rank, over.size, self._patience, "set-up")
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        """The module itself: equal on all workers from here on, worker 0's."""
+        refuse_sharded(module)
+        refuse_sync_batch_norm(type(self), module, asked=False)
+        if self.wire is not None:
+            with self._telling():
+                check_same_model(module, self.wire.roll)
+                tensors = [*module.parameters(), *module.buffers()]
+                start_from_worker_0(tensors, self.wire.world, self.root_device)
+        self.modules.append(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if isinstance(optimizer, LBFGS) and not self.drifts:
+            raise ValueError(
+                "LBFGS calls the backward as often as its loss asks, which differs between workers that take one "
+                "update: use another optimizer, or strategy='gossip'"
+            )
+        self.optimizers.append(optimizer)
+        if self.wire is not None:
+            with self._telling():
+                self.adopt(optimizer)
+        return optimizer
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """The user's update, exactly as in one process; then what the method does after it."""
+        if self._shown:
+            raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
+        output = super().optimizer_step(optimizer, **kwargs)
+        if self.wire is not None:
+            self.mean_model.apart = self.drifts
+            with self._telling():
+                self.advance(optimizer)
+        self.steps += optimizer is self.optimizers[0]
+        return output
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What ends this worker is told to the others; an error that says it lost one of them says why it is gone."""
+        try:
+            yield
+        except BaseException as error:
+            self._attendance.leave(error)
+            raise
+
+    # ---- the mean of the workers ------------------------------------------------------------------------------------
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The exact mean over the workers. Collective."""
+        assert self.wire is not None
+        return mean(tensors, self.wire.world, self.share())
+
+    @contextmanager
+    def mean(self) -> Iterator[None]:
+        """The mean of the workers in the place of every module that was set up; afterwards, bit for bit, what was
+        there. Collective: all workers enter it after the same step."""
+        if self._shown:
+            raise RuntimeError(f"{MEAN_STANDS} already")
+        if self.mean_model.apart:
+            with self._telling():
+                self.mean_model.show(floating(self.modules))
+        self._shown = True
+        try:
+            yield
+        finally:
+            self.mean_model.hide()
+            self._shown = False
+
+    def finish(self) -> None:
+        """x_i <- the mean of the workers, after what is in flight has landed. Collective; the last call of a loop."""
+        if self.wire is not None:
+            with self._telling():
+                if self.mean_model.apart:
+                    self.settle()
+                    self.mean_model.take(floating(self.modules))
+                self.barrier()  # nobody leaves while another still hears from it
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """One plain file with the mean of the workers and, with an optimizer in `state`, each worker's own state."""
+        if self.wire is None:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        with self._telling():
+            self._checkpoints.save(path, state, converted, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Each worker's own state where all have theirs and an optimizer is restored; otherwise the mean for all."""
+        if self.wire is None:
+            return super().load_checkpoint(path, state, strict, weights_only)
+        with self._telling(), self._checkpoints.reading(path, state, weights_only):
+            remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+        return remainder
+
+    # ---- what checkpoints ask of a worker ---------------------------------------------------------------------------
+
+    lightning_module = None
+    alone: ClassVar[bool] = False
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, in order of rank. Collective."""
+        return gather_world(value)
+
+
+class Accumulating(_BackwardSyncControl):
+    """`fabric.no_backward_sync`, where the module has no wrapper that could be asked."""
+
+    def __init__(self, strategy: FabricWorkers) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._strategy.accumulating(module) if enabled else nullcontext()
