@@ -64,6 +64,7 @@ class FabricCompressedStrategy(FabricWorkers):
         self.codec, self.bucket_bytes = codec or Int8(), bucket_bytes
         refuse_impossible(self.codec, bucket_bytes)
         self._reduced: list[Reduced] = []
+        self._rounds = 0  # of this process: a resumed run has not looked yet
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = super().setup_module(module)
@@ -86,8 +87,9 @@ class FabricCompressedStrategy(FabricWorkers):
     def advance(self, optimizer: Optimizer) -> None:
         if optimizer is not self.optimizers[0]:
             return
+        look, self._rounds = self._rounds % LOOK_ROUNDS == 0, self._rounds + 1
         for of in self._reduced:
-            of.buffers.share(look=self.steps % LOOK_ROUNDS == 0)
+            of.buffers.share(look)
             of.watch()
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
@@ -100,10 +102,9 @@ class FabricCompressedStrategy(FabricWorkers):
         return {"codec": repr(self.codec)}
 
     def progress_state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "means": [of.mean.state_dict() for of in self._reduced]}
+        return {"means": [of.mean.state_dict() for of in self._reduced]}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
         for of, saved in zip(self._reduced, state["means"], strict=True):
             of.mean.load_state_dict(saved)
 

@@ -1,0 +1,43 @@
+"""Under Fabric, too: with `Plain()` it is ddp, replicas stay equal, and what was rounded away is resumed."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.strategies import DDPStrategy
+
+from lightning_decentral.compressed import FabricCompressedStrategy
+from lightning_decentral.gossip import DifferenceCompression, Int8, Plain
+from tests.loops import Loop, equal, run
+
+LOOP = {"norm": True, "optimizer": partial(torch.optim.SGD, momentum=0.9), "accumulate": 3, "clip": 0.5}
+
+
+def compressed(**options: Any) -> FabricCompressedStrategy:
+    return FabricCompressedStrategy(start_method="fork", **options)
+
+
+def test_plain_is_ddp(tmp_path: Path) -> None:
+    ours = run(tmp_path, compressed(codec=Plain()), Loop(**LOOP))
+    ddp = run(tmp_path, DDPStrategy(start_method="fork"), Loop(**LOOP), name="ddp")
+    # Buffers: ddp hands them out before a forward, we after the step; worker 0's are the same.
+    for mine, other in zip(ours[0]["rows"], ddp[0]["rows"], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_stay_equal_and_what_was_rounded_away_is_resumed(tmp_path: Path) -> None:
+    whole = run(tmp_path, compressed(bucket_bytes=600), Loop(**LOOP, save_at=3))
+    file = tmp_path / "loop" / "step.ckpt"
+    rest = run(tmp_path, compressed(bucket_bytes=600), Loop(**LOOP, resume=file), name="rest")
+    assert all(equal(worker["rows"], whole[0]["rows"]) for worker in whole)
+    assert not equal(whole[0]["rows"][:1], whole[0]["rows"][1:2])
+    assert all(equal(a["rows"][3:], b["rows"]) for a, b in zip(whole, rest, strict=True))
+
+
+def test_lbfgs_and_codecs_of_differences_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="LBFGS calls the backward as often as its loss asks"):
+        run(tmp_path, compressed(), Loop(optimizer=torch.optim.LBFGS))
+    with pytest.raises(ValueError, match="DifferenceCompression"):
+        compressed(codec=DifferenceCompression(Int8()))
