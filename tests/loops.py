@@ -64,14 +64,22 @@ class Loop:
         fabric.barrier()
 
     def _step(self, fabric: Fabric, model: Any, optimizer: Any, step: int) -> None:
-        for part in range(self.accumulate):
-            with fabric.no_backward_sync(model, enabled=part < self.accumulate - 1):
-                x, y = batch_of(fabric.global_rank, step * self.accumulate + part)
-                fabric.backward(nn.functional.cross_entropy(model(x), y) / self.accumulate)
+        if self.optimizer is torch.optim.LBFGS:
+            optimizer.step(lambda: self._backward(fabric, model, optimizer, step))
+            return
+        self._backward(fabric, model, optimizer, step)
         if self.clip is not None:
             fabric.clip_gradients(model, optimizer, max_norm=self.clip)
         optimizer.step()
+
+    def _backward(self, fabric: Fabric, model: Any, optimizer: Any, step: int) -> Tensor:
         optimizer.zero_grad()
+        for part in range(self.accumulate):
+            with fabric.no_backward_sync(model, enabled=part < self.accumulate - 1):
+                x, y = batch_of(fabric.global_rank, step * self.accumulate + part)
+                loss = nn.functional.cross_entropy(model(x), y) / self.accumulate
+                fabric.backward(loss)
+        return loss
 
 
 def _launched(strategy: Any, size: int, loop: Loop, folder: Path) -> None:

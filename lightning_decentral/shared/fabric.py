@@ -187,11 +187,6 @@ class FabricWorkers(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if isinstance(optimizer, LBFGS) and not self.drifts:
-            raise ValueError(
-                "LBFGS calls the backward as often as its loss asks, which differs between workers that take one "
-                "update: use another optimizer, or strategy='gossip'"
-            )
         self.optimizers.append(optimizer)
         if self.wire is not None:
             with self._telling():
@@ -204,6 +199,8 @@ class FabricWorkers(DDPStrategy):
         """The user's update, exactly as in one process; then what the method does after it."""
         if self._shown:
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
+        if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
+            kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
         output = super().optimizer_step(optimizer, **kwargs)
         if self.wire is not None:
             self.mean_model.apart = self.drifts
@@ -211,6 +208,10 @@ class FabricWorkers(DDPStrategy):
                 self.advance(optimizer)
         self.steps += optimizer is self.optimizers[0]
         return output
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        # By its own loss each would call the closure another number of times, and wait for the others in vain.
+        return self.all_reduce(closure().detach().clone())
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
