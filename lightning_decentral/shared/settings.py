@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
+import lightning.pytorch as lightning
 import torch
-from lightning.pytorch import Callback, Trainer, __version__
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     Checkpoint,
     EarlyStopping,
@@ -105,7 +106,7 @@ def versions() -> dict[str, str]:
     return {
         "lightning_decentral": lightning_decentral.__version__,
         "torch": torch.__version__.split("+")[0],
-        "lightning": __version__,
+        "lightning": lightning.__version__,
     }
 
 

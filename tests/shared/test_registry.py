@@ -1,5 +1,6 @@
 """Names are entered in a registry whether it is imported before or after, and importing it stays what it was."""
 
+import subprocess
 import sys
 from importlib import import_module, reload
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from lightning_decentral.shared import registry
+from tests.packaging.project import ROOT
 
 
 @pytest.fixture
@@ -51,3 +53,10 @@ def test_there_is_one_finder_however_often_it_is_asked(module: str) -> None:
     registry.when_imported({module: enter})
     assert len([finder for finder in sys.meta_path if isinstance(finder, registry.AfterImport)]) == 1
     assert import_module(module).NAMES == ["ddp", "gossip"]
+
+
+def test_importing_the_package_reads_neither_lightning_nor_torch() -> None:
+    told = "import sys, lightning_decentral; print({'torch', 'lightning', 'pytorch_lightning'} & sys.modules.keys())"
+    command = [sys.executable, "-c", told]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
