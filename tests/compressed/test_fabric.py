@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
+from torch import nn
 
 from lightning_decentral.compressed import FabricCompressedStrategy
 from lightning_decentral.gossip import DifferenceCompression, Int8, Plain
 from tests.loops import Loop, equal, run
+from tests.partial.towers import Network
 
 LOOP = {"norm": True, "optimizer": partial(torch.optim.SGD, momentum=0.9), "accumulate": 3, "clip": 0.5}
 
@@ -19,12 +22,19 @@ def compressed(**options: Any) -> FabricCompressedStrategy:
     return FabricCompressedStrategy(start_method="fork", **options)
 
 
+def sent(fabric: Fabric, model: nn.Module) -> int:
+    return fabric.strategy.sent_bytes
+
+
 def test_plain_is_ddp(tmp_path: Path) -> None:
-    ours = run(tmp_path, compressed(codec=Plain()), Loop(**LOOP))
+    ours = run(tmp_path, compressed(codec=Plain()), Loop(**LOOP, look=sent))
     ddp = run(tmp_path, DDPStrategy(start_method="fork"), Loop(**LOOP), name="ddp")
     # Buffers: ddp hands them out before a forward, we after the step; worker 0's are the same.
     for mine, other in zip(ours[0]["rows"], ddp[0]["rows"], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    first, second, *_ = ours[0]["seen"]
+    bytes_of_gradients = 4 * sum(p.numel() for p in Network(tied=True, norm=True).parameters())
+    assert first == second - first == round(2 * (3 - 1) / 3 * bytes_of_gradients), "once for three backwards"
 
 
 def test_replicas_stay_equal_and_what_was_rounded_away_is_resumed(tmp_path: Path) -> None:
