@@ -64,7 +64,7 @@ class Loop:
         fabric.barrier()
 
     def _step(self, fabric: Fabric, model: Any, optimizer: Any, step: int) -> None:
-        if self.optimizer is torch.optim.LBFGS:
+        if isinstance(optimizer, torch.optim.LBFGS):
             optimizer.step(lambda: self._backward(fabric, model, optimizer, step))
             return
         self._backward(fabric, model, optimizer, step)
