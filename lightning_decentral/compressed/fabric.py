@@ -10,7 +10,7 @@ from lightning_decentral.compressed.strategy import of_all, refuse_impossible
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
-from lightning_decentral.shared.fabric import FabricWorkers
+from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.gradients import GradientAverage

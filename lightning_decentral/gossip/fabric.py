@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
-from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -20,11 +19,11 @@ from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of, sprea
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, healing
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.fabric import FabricWorkers
+from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -83,11 +82,9 @@ class FabricGossipStrategy(FabricWorkers):
         plan = self.topology, self.weights, self.world_size
         exchange = assembled(*plan, self.global_rank, self._member(), self.root_device, self.codec, self.delay)
         mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
-        mixer.healing = Healing(0 if self.codec.remembers else self.heals, self._first_poisoned)
+        incurable = partial(self.combine.incurable, self.topology, self.world_size, self.weights)
+        mixer.healing = healing(self.heals, nn.ModuleList(self.modules), incurable)
         return mixer
-
-    def _first_poisoned(self) -> str:
-        return first_poisoned(named for module in self.modules for named in module.named_parameters())
 
     # ---- a round after each update ----------------------------------------------------------------------------------
 
@@ -111,7 +108,12 @@ class FabricGossipStrategy(FabricWorkers):
         return True
 
     def plan(self) -> dict[str, str]:
-        return {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
+        fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
+        # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
+        return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.of_links else fixed
+
+    def changeable(self) -> dict[str, str]:
+        return {"topology": repr(self.topology), "weights": repr(self.weights)}
 
     def progress_state(self) -> dict[str, Any]:
         return self._mixers.state_dict()

@@ -20,8 +20,9 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_decentral.shared.checkpoint.fabric import FabricCheckpoints
-from lightning_decentral.shared.meeting import TIMEOUT, Attendance
+from lightning_decentral.shared.fabric.attendance import FabricAttendance
+from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
+from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.described import constructed, described
 from lightning_decentral.shared.registration import StartMethod, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.settings import versions
@@ -33,21 +34,6 @@ from lightning_decentral.shared.wire.objects import gather_world
 from lightning_decentral.shared.wire.transport import Wire, connect, connected, everyone
 
 MEAN_STANDS = "the mean of the workers stands in the model's place"
-
-
-class FabricAttendance(Attendance):
-    """Says at which step of the user's loop this worker is."""
-
-    def __init__(self, step: Callable[[], int]) -> None:
-        super().__init__(_nobody)
-        self._step = step
-
-    def phase(self) -> str:
-        return f"step {self._step() + 1}" if self.ready else "set-up"
-
-
-def _nobody() -> None:
-    """There is no LightningModule."""
 
 
 class FabricWorkers(DDPStrategy):
@@ -138,6 +124,10 @@ class FabricWorkers(DDPStrategy):
     def plan(self) -> dict[str, str]:
         """What a run must have in common with the one that it goes on from, in words."""
 
+    def changeable(self) -> dict[str, str]:
+        """What a run that goes on may have otherwise, in words."""
+        return {}
+
     @abstractmethod
     def progress_state(self) -> dict[str, Any]:
         """What is in flight or was rounded away, as tensors and primitives."""
@@ -157,7 +147,7 @@ class FabricWorkers(DDPStrategy):
         self._set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
-        place = self.root_device, self._patience, self.num_nodes == 1
+        place = self.root_device, self._patience, (self.num_nodes, self.num_processes)
         self._attendance.come(self.cluster_environment, self._process_group_backend, *place)
         self._attendance.join(self.global_rank, self.world_size)
         if connected():
