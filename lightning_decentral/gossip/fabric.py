@@ -72,7 +72,7 @@ class FabricGossipStrategy(FabricWorkers):
         super().setup_environment()
 
     def _member(self) -> IslandMember:
-        return IslandMember(self.wire, 1, _call)
+        return IslandMember(self.wire, 1, self._meet)
 
     def _packed(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
         return self._member().pack(parameters, self.bucket_bytes)
@@ -83,7 +83,7 @@ class FabricGossipStrategy(FabricWorkers):
         exchange = assembled(*plan, self.global_rank, self._member(), self.root_device, self.codec, self.delay)
         mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
         incurable = partial(self.combine.incurable, self.topology, self.world_size, self.weights)
-        mixer.healing = healing(self.heals, nn.ModuleList(self.modules), incurable)
+        mixer.healing = healing(self.heals, self.lightning_module, incurable)
         return mixer
 
     # ---- a round after each update ----------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class FabricGossipStrategy(FabricWorkers):
 
     def share(self) -> float | None:
         assert self.wire is not None
-        return self._mixers.share(self.wire.world, self.root_device, _call)
+        return self._mixers.share(self.wire.world, self.root_device, self._meet)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,9 @@ class FabricGossipStrategy(FabricWorkers):
     def traffic(self) -> Traffic:
         """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages. No communication."""
         healed = sum(of.mixer.healing.healed for of in self._mixers)
-        return sum((of.mixer.exchange.traffic() for of in self._mixers), Traffic(healed=healed))
+        return sum(
+            (of.mixer.exchange.traffic() for of in self._mixers), Traffic(left_out=self.health.left_out, healed=healed)
+        )
 
     @torch.no_grad()
     def consensus(self) -> Consensus:
@@ -140,8 +142,3 @@ class FabricGossipStrategy(FabricWorkers):
             return Consensus(0.0, 0.0)
         own = [bucket.flat for of in self._mixers for bucket in of.buckets]
         return spread(own, self.mean_of(own), self.mean_of, 1)
-
-
-def _call(call: Any) -> Any:
-    """Nobody counts who waits: a loop of the user's own can't be asked for one more round."""
-    return call()

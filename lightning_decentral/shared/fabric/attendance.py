@@ -11,12 +11,12 @@ from lightning_decentral.shared.meeting import Attendance
 class FabricAttendance(Attendance):
     """Says at which step of the user's loop this worker is."""
 
-    def __init__(self, step: Callable[[], int]) -> None:
+    def __init__(self, rounds: Callable[[], list[int]]) -> None:
         super().__init__(_nobody)
-        self._step = step
+        self._rounds = rounds
 
     def phase(self) -> str:
-        return f"step {self._step() + 1}" if self.ready else "set-up"
+        return f"step {self._rounds()[0] + 1}" if self.ready else "set-up"
 
 
 def _nobody() -> None:

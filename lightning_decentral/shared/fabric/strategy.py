@@ -25,13 +25,14 @@ from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.described import constructed, described
 from lightning_decentral.shared.registration import StartMethod, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import versions
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
 from lightning_decentral.shared.wire.meeting.settings import check_same_settings
 from lightning_decentral.shared.wire.objects import gather_world
-from lightning_decentral.shared.wire.transport import Wire, connect, connected, everyone
+from lightning_decentral.shared.wire.transport import Transport, Wire, connect, connected, everyone
 
 MEAN_STANDS = "the mean of the workers stands in the model's place"
 
@@ -80,17 +81,15 @@ class FabricWorkers(DDPStrategy):
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.steps = 0
-        self.mean_model = MeanModel(self.mean_of)
+        self.health = ReplicaHealth(self)
+        self.mean_model = MeanModel(self.health.mean)
         self._shown = False
-        self._attendance = FabricAttendance(self._taken)
+        self._attendance = FabricAttendance(self.rounds)
         self._checkpoints = FabricCheckpoints(self, self.mean_model)
         self._backward_sync_control = Accumulating(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for {DDPStrategy.__module__.removesuffix('.strategies.ddp')}.Fabric>"
-
-    def _taken(self) -> int:
-        return self.steps
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
@@ -112,8 +111,6 @@ class FabricWorkers(DDPStrategy):
     def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         """Gradients of this module are only accumulated meanwhile."""
         return nullcontext()
-
-    # ---- what is saved with a checkpoint ----------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -267,10 +264,25 @@ class FabricWorkers(DDPStrategy):
             remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         return remainder
 
-    # ---- what checkpoints ask of a worker ---------------------------------------------------------------------------
+    # ---- what checkpoints and the mean ask of a worker --------------------------------------------------------------
 
-    lightning_module = None
-    alone: ClassVar[bool] = False
+    alone = False
+    heals = 0
+    devices_per_worker = 1
+
+    @property
+    def lightning_module(self) -> Any:
+        """All modules as one."""
+        return nn.ModuleList(self.modules)
+
+    def rounds(self) -> list[int]:
+        return [self.steps]
+
+    def replica_group(self) -> Transport | None:
+        return None if self.wire is None else self.wire.world
+
+    def _meet(self, call: Callable[[], Any]) -> Any:
+        return call()  # nobody counts who waits: a loop of the user's own can't be asked for one more round
 
     def gather(self, value: Any) -> list[Any]:
         """Every worker's value, in order of rank. Collective."""
