@@ -1,5 +1,6 @@
 """The names that Fabric of either package knows, and what it refuses."""
 
+import pickle
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,13 @@ def test_both_take_the_same_steps(tmp_path: Path) -> None:
     ours: list[Any] = run(tmp_path, "gossip_fork", Loop())
     in_processes(_other, tmp_path, Loop())
     assert all(equal(row["rows"], torch.load(tmp_path / f"{rank}.pt")["rows"]) for rank, row in enumerate(ours))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_spawned_process_gets_the_strategy_whole(package: str, name: str) -> None:
+    strategy = getattr(import_module(f"{package}.{name}"), CLASSES[name])()
+    again = pickle.loads(pickle.dumps(strategy))
+    assert type(again) is type(strategy)
+    assert vars(again).keys() == vars(strategy).keys()
+    assert again.health._of is again._checkpoints._worker is again
