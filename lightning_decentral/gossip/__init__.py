@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import State as State
     from lightning_decentral.gossip.compute.combine import Turn as Turn
     from lightning_decentral.gossip.compute.travel import Travel as Travel
+    from lightning_decentral.gossip.fabric import FabricGossipStrategy as FabricGossipStrategy
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
     from lightning_decentral.gossip.plan.stability import largest_stable_rate as largest_stable_rate

@@ -1,30 +1,28 @@
 """`Fabric(strategy="gossip")`: gossip in a loop of the user's own, on the parts of `GossipStrategy`."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.assembly import assembled, refuse_impossible
-from lightning_decentral.gossip.wire.consensus import Consensus, mixer_of, spread
+from lightning_decentral.gossip.rounds import Rounds, check, refuse_lossy
+from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, healing
-from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
 @checked
@@ -58,38 +56,44 @@ class FabricGossipStrategy(FabricWorkers):
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
-        refuse_impossible(codec, delay, bucket_bytes, heals)
+        at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
+        at_least(0, "3 is the default, 0 ends the training", heals=heals)
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
         self.weights = weights or self.combine.weights
         self.codec = codec or Plain()
+        refuse_lossy(self.codec, self.combine)
+        self.states: Mapping[str, Travel] = {}
+        self.island: Island = Solo()
+        self.member = IslandMember(None, 1, self._meet)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
-        self._mixers = Mixers(self._mixer, self._packed)
+        self._mixers = Mixers(self._making)
+
+    @property
+    def workers(self) -> int:
+        return self.num_nodes * self.num_processes
+
+    @property
+    def worker(self) -> int:
+        return self.global_rank
 
     def setup_environment(self) -> None:
         self.topology = self.topology.placed(max(1, self.num_processes))
-        self.combine.check(self.topology, self.num_nodes * self.num_processes, self.weights, self.delay)
+        self.combine = self.combine.placed(self.topology.fragments[0], self.workers)
+        check(self)
         super().setup_environment()
+        self.member = IslandMember(self.wire, 1, self._meet)
 
-    def _member(self) -> IslandMember:
-        return IslandMember(self.wire, 1, self._meet)
-
-    def _packed(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        return self._member().pack(parameters, self.bucket_bytes)
-
-    def _mixer(self) -> Mixer:
-        assert self.wire is not None
-        plan = self.topology, self.weights, self.world_size
-        exchange = assembled(*plan, self.global_rank, self._member(), self.root_device, self.codec, self.delay)
-        mixer = mixer_of(self.combine, exchange, self.delay, partial(self.wire.group, None))
-        incurable = partial(self.combine.incurable, self.topology, self.world_size, self.weights)
-        mixer.healing = healing(self.heals, self.lightning_module, incurable)
-        return mixer
+    def _making(self) -> Making:
+        rounds = Rounds(self, self.lightning_module)
+        return Making(rounds.mixers, rounds.pack)
 
     # ---- a round after each update ----------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> None:
-        self._mixers.of(optimizer).adopt()
+        self._mixers.adopt(optimizer)
 
     def advance(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)

@@ -30,7 +30,7 @@ from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire

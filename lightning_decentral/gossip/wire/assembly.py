@@ -17,7 +17,6 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.plan.arguments import at_least
 
 # One round with delay 1, from top to bottom; time goes to the right:
 #
@@ -34,16 +33,6 @@ from lightning_decentral.shared.plan.arguments import at_least
 #   Transport          gloo or NCCL
 #
 # A device queues the work of a round by itself: no threads, and in an island the whole round goes to a side stream.
-
-
-def refuse_impossible(codec: Codec | None, delay: int, bucket_bytes: int | None, heals: int) -> None:
-    """ValueError for an option that no world could serve."""
-    at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
-    at_least(0, "3 is the default, 0 ends the training", heals=heals)
-    if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
-    if codec is not None and not codec.complete:
-        raise ValueError(f"{codec} by itself would lose too much: use DifferenceCompression({codec}), a smaller rate")
 
 
 def assembled(
