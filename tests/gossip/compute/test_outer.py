@@ -230,7 +230,7 @@ def test_a_schedule_is_followed() -> None:
     (lambda: Stream(8, 0, Complete()), "Stream's parts must be at least 1"),
     (lambda: OuterNesterov(momentum=LinearRate(last=1.0, rounds=5)), r"momentum must be in \[0, 1\), got 1.0"),
     (lambda: LearningRatePower(rate=1.5), r"LearningRatePower's rate must be in \(0, 1\], got 1.5"),
-], ids=str)  # fmt: skip
+], ids=["parts of steps", "no part", "momentum", "rate"])  # fmt: skip
 def test_wrong_settings_are_one_line(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()

@@ -145,7 +145,7 @@ def trained(rule: Combine, topology: Topology, size: int, delay: int, bad: float
     return x, mixer.healing.healed, mixer._states[0]
 
 
-@pytest.mark.parametrize(("number", "plan"), enumerate(RULES), ids=str)
+@pytest.mark.parametrize(("number", "plan"), [*enumerate(RULES)], ids=str)
 def test_a_rule_with_a_state_goes_on_to_where_it_would_have_gone(
     number: int, plan: tuple[Combine, Topology, int]
 ) -> None:
