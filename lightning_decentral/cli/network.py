@@ -21,6 +21,7 @@ from lightning_decentral.planner.network import SIZES, Meter
 from lightning_decentral.planner.plan import host_links as files
 from lightning_decentral.planner.plan.host_links import HostLinks
 from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse_differences, refuse_mistakes
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import device_name
 from lightning_decentral.shared.plan.profile import LinkCost, Profile, read, write
 from lightning_decentral.shared.wire.objects import gather_objects, gather_world
@@ -56,9 +57,9 @@ def refuse(options: argparse.Namespace) -> None:
 
 def device_of(local_rank: int, per_node: int) -> torch.device:
     """A CUDA device of its own where the node has one for each worker, otherwise the CPU."""
-    if torch.cuda.device_count() < per_node:
+    if cuda.device_count() < per_node:
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
+    cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 

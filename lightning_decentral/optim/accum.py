@@ -138,7 +138,7 @@ def _start(parameter: Tensor, window: int) -> dict[str, Any]:
 
 
 def _alone(parameter: Tensor, foreach: bool | None) -> bool:
-    return not (parameter.is_cuda if foreach is None else foreach)
+    return not (parameter.device.type == "cuda" if foreach is None else foreach)
 
 
 def _moments(

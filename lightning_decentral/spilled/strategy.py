@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.registration import named
 from lightning_decentral.spilled.compute.engine import Engine
@@ -181,7 +182,7 @@ class SpilledStrategy(SingleDeviceStrategy):
 
 def _free_bytes(place: torch.device) -> int | None:
     """What may be used by default; None where nothing is limited."""
-    return int(USABLE * torch.cuda.mem_get_info(place)[0]) if place.type == "cuda" else None
+    return int(USABLE * cuda.free_bytes(place)) if place.type == "cuda" else None
 
 
 def host_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:

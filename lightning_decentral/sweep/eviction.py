@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.compute import cuda
+
 
 def tensors_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     """Parameters, their gradients, buffers, optimizer state."""
@@ -54,14 +56,14 @@ class Residence:
         for storage in self._storages():
             there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             # Pinned memory makes both ways a copy at the full rate of the bus; a processor's own memory needs none.
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            host = cuda.host_bytes(storage.nbytes(), self._device)
             self._away.append((storage, host.copy_(there)))
         # Storages are emptied, not tensors replaced: parameters, views of flat buffers, tied weights and what the
         # optimizer refers to stay the very objects that they were.
         for storage, _ in self._away:
             storage.resize_(0)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the allocator would keep it from other processes
+            cuda.give_back()  # the allocator would keep it from other processes
 
     def enter(self) -> None:
         """Every storage back, with the same bytes."""
@@ -70,7 +72,7 @@ class Residence:
             there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             there.copy_(host, non_blocking=True)
         if self._away and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the host's copies, still read until here, are dropped next
+            cuda.synchronize(self._device)  # the host's copies, still read until here, are dropped next
         self._away.clear()
 
     def _storages(self) -> list[torch.UntypedStorage]:

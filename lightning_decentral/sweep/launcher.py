@@ -9,12 +9,12 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt, ranking
 from lightning_decentral.sweep import progress as table
@@ -154,7 +154,7 @@ def arbiter_of(
         )
     if not quantum_seconds > 0:
         raise ValueError(f"hydra.launcher.quantum_seconds={quantum_seconds}: use more than 0")
-    names = slots(devices, torch.cuda.device_count())
+    names = slots(devices, cuda.device_count())
     on_gpus = any(name.startswith("cuda") for name in names)
     return Arbiter(policy, names, memory_bytes=memory_bytes, pinned=on_gpus, quantum_seconds=quantum_seconds)
 

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.sweep.eviction import Residence
 from lightning_decentral.sweep.plan.arbiter import TurnReport
 from lightning_decentral.sweep.plan.scores import Score
@@ -177,7 +178,7 @@ class Gate(Callback):
     def _turn(self) -> TurnReport:
         """What it reports with the end of a grant."""
         if self._device.type == "cuda":  # a grant ends when the device has done all that it was given
-            torch.cuda.synchronize(self._device)
+            cuda.synchronize(self._device)
         progress, remaining = self._progress()
         if self._admission.memory_bytes is None:
             return TurnReport(progress, remaining)
@@ -204,7 +205,7 @@ class Gate(Callback):
     def _measured_bytes(self) -> int:
         """The allocator's peak; on a processor, which has none, parameters, gradients and optimizer state."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
+            return cuda.peak_reserved_bytes(self._device)
         return self._of_training().kept_bytes
 
     def _measure(self) -> None:
@@ -225,6 +226,5 @@ class Gate(Callback):
     def _limit_cuda(self) -> None:
         """The allocator refuses what the arbiter doesn't know of."""
         memory = self._admission.memory_bytes
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        if memory is not None and memory < total:
-            torch.cuda.set_per_process_memory_fraction(memory / total, self._device)
+        if memory is not None and memory < cuda.total_bytes(self._device):
+            cuda.limit_bytes(memory, self._device)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from hydra import compose, initialize_config_module
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -20,6 +19,7 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_decentral.shared.application import Application
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.errors import one_line
 from lightning_decentral.sweep import progress as table
@@ -106,7 +106,7 @@ class Trainings:
         return arbiter.ran(devices)
 
     def _slots(self) -> tuple[str, ...]:
-        gpus = torch.cuda.device_count()
+        gpus = cuda.device_count()
         there = gpus or cores()
         if self._devices > there:
             kind = "GPUs" if gpus else "cores"

@@ -1,4 +1,5 @@
-"""The contract of the floors holds, each part of it breaks where it should, one module names torch.distributed."""
+"""The contract of the floors holds, each part of it breaks where it should; one module names torch.distributed, one
+CUDA."""
 
 import ast
 import re
@@ -72,8 +73,8 @@ def test_a_folder_beside_the_nine_is_seen(copy: Path) -> None:
     assert "4 kept" not in said
 
 
-def torch_distributed(source: str) -> list[int]:
-    """Lines that import torch.distributed or reach it as an attribute of torch."""
+def names(source: str, module: str) -> list[int]:
+    """Lines that import this module or reach it as an attribute of its parent."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         named = {
@@ -81,7 +82,7 @@ def torch_distributed(source: str) -> list[int]:
             ast.ImportFrom: lambda n: [f"{n.module}.{alias.name}" for alias in n.names],
             ast.Attribute: lambda n: [ast.unparse(n)],
         }.get(type(node), lambda n: [])(node)
-        if any(f"{name}.".startswith("torch.distributed.") for name in named):
+        if any(f"{name}.".startswith(f"{module}.") for name in named):
             lines.append(node.lineno)
     return lines
 
@@ -91,13 +92,55 @@ TALKING = (PACKAGE / "shared" / "wire" / "transport.py", PACKAGE / "shared" / "w
 
 
 def test_only_the_transport_and_fsdp_name_torch_distributed() -> None:
-    assert [dotted(path) for path in MODULES if path not in TALKING and torch_distributed(path.read_text())] == []
+    rest = [path for path in MODULES if path not in TALKING]
+    assert [dotted(path) for path in rest if names(path.read_text(), "torch.distributed")] == []
 
 
 def test_the_transport_is_seen_to_name_it() -> None:
-    assert torch_distributed(TALKING[0].read_text())
-    assert torch_distributed("from torch import distributed\n") == [1]
-    assert torch_distributed("import torch\ntorch.distributed.barrier()\n") == [2, 2]
+    assert names(TALKING[0].read_text(), "torch.distributed")
+    assert names("from torch import distributed\n", "torch.distributed") == [1]
+    assert names("import torch\ntorch.distributed.barrier()\n", "torch.distributed") == [2, 2]
+
+
+def asks_cuda(source: str) -> list[int]:
+    """Lines that name `torch.cuda`, ask a tensor whether it is there, or pin memory of the host."""
+    lines = names(source, "torch.cuda")
+    for node in ast.walk(ast.parse(source)):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        # A DataLoader's argument of that name is the user's.
+        pins = [k for k in getattr(node, "keywords", []) if k.arg == "pin_memory" and called != "DataLoader"]
+        if pins or called.endswith(".pin_memory") or getattr(node, "attr", None) == "is_cuda":
+            lines.append(node.lineno)
+    return lines
+
+
+DOOR = PACKAGE / "shared" / "compute" / "cuda.py"
+
+
+def test_only_one_module_asks_cuda() -> None:
+    """So another device can stand behind it (tests/simulated.py)."""
+    assert [dotted(path) for path in MODULES if path != DOOR and asks_cuda(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+        "import torch.cuda as c",
+        "torch.cuda.synchronize()",
+        "flags.is_cuda",
+        "torch.empty(1, pin_memory=True)",
+        "tensor.pin_memory()",
+    ],
+)
+def test_another_that_asks_is_seen(line: str) -> None:
+    assert asks_cuda(line)
+
+
+def test_the_door_is_seen_to_ask() -> None:
+    assert asks_cuda(DOOR.read_text())
+    assert not asks_cuda("DataLoader(rows, pin_memory=loader.pin_memory)\nfrom ours import cuda\ncuda.Stream()")
 
 
 def test_folders_are_small_and_names_apart() -> None:

@@ -75,7 +75,7 @@ class BucketCodec:
     def remember(self, decoded: Tensor, link: str, healthy: Tensor) -> None:
         """estimate <- decoded where healthy."""
         estimate, coded = self.estimates[link], self._split(decoded)[0]
-        if healthy.is_cuda:
+        if healthy.device.type == "cuda":
             # A device decides by itself: to ask it would make the host wait.
             torch.where(healthy, coded, estimate, out=estimate)
         elif bool(healthy):
@@ -87,7 +87,7 @@ class BucketCodec:
         coded = self._split(message)[0]
         known = [scale([e]) for link in links if (e := self._frame(link, coded, 0).estimate) is not None]
         good = sound(torch.stack([scale([coded]), *known]))[0]
-        if good.is_cuda or not bool(good):
+        if good.device.type == "cuda" or not bool(good):
             message.masked_fill_(~good, torch.nan)
 
     def load(self, estimates: Mapping[str, Tensor]) -> None:

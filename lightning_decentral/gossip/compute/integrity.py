@@ -64,7 +64,7 @@ class Verdicts:
         """
         verdicts = torch.stack([torch.isfinite(scales), sane], dim=1).long()
         flags = torch.cat([torch.stack([*headers.values()]), verdicts], dim=1)
-        if not flags.is_cuda:
+        if flags.device.type != "cuda":
             self._judge([*headers], flags)
             return
         while self._open and self._open[0][0] <= round - LAG:
@@ -120,7 +120,7 @@ class Verdicts:
 def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
     """heard <- own unless `healthy`, in place."""
     # A device decides by itself: to ask it would make the host wait.
-    if not healthy.is_cuda and bool(healthy):
+    if healthy.device.type != "cuda" and bool(healthy):
         return
     for tensor, mine in zip(heard, own, strict=True):
         # Overwritten: NaN times a weight of zero would still be NaN.

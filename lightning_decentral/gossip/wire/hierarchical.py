@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Traffic
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
 from lightning_decentral.shared.wire.transport import Transport
@@ -173,7 +174,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = cuda.Stream(device)
         self._waited = DeviceStopwatch()
         self._in_flight_seconds = 0.0
 
@@ -183,10 +184,10 @@ class SideStream:
 
     def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
         """Start, send and land it on this stream."""
-        caller = torch.cuda.current_stream(self._stream.device)
+        caller = cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)  # for the message, and for readers of the buffers that went back to a pool
         # All that the exchanges keep (pools, a codec's estimates) is touched on this stream alone.
-        with torch.cuda.stream(self._stream):
+        with cuda.on(self._stream):
             parts = start()
             inner.depart(parts.waiting, step)
             if inner.coder.encodes:  # starting overwrites the message, which the caller reads next
@@ -198,11 +199,11 @@ class SideStream:
             tensor.record_stream(self._stream)
         return Parts([], self._landing(mixed, done))
 
-    def _landing(self, mixed: list[Tensor], done: torch.cuda.Event) -> Callable[[], list[Tensor]]:
+    def _landing(self, mixed: list[Tensor], done: cuda.Event) -> Callable[[], list[Tensor]]:
         launched = perf_counter()
 
         def land() -> list[Tensor]:
-            caller = torch.cuda.current_stream(self._stream.device)
+            caller = cuda.current_stream(self._stream.device)
             self._waited.during([partial(caller.wait_event, done)])
             self._in_flight_seconds += perf_counter() - launched
             # Nor these before the caller has: they are this stream's.

@@ -19,6 +19,7 @@ from lightning_decentral.gossip.plan.topology.static import Exponential
 from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Float32, Int8, Plain
@@ -99,7 +100,7 @@ def round_works(
     """
     if device.type not in ("cpu", "cuda"):
         return ()
-    most = HOST_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[0] // DEVICE_SHARE
+    most = HOST_BYTES if device.type == "cpu" else cuda.free_bytes(device) // DEVICE_SHARE
     size = max(ELEMENT_BYTES, min(parameter_bytes, most))
     return tuple(_work(codec, size, device, pause) for codec in CODECS)
 

@@ -27,6 +27,7 @@ from lightning_decentral.pipeline.plan.stage_cost import Link, StageCost, messag
 from lightning_decentral.pipeline.wire.channel import Channel
 from lightning_decentral.pipeline.wire.executor import Clock
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.timeline import makespan, run
 from lightning_decentral.shared.wire.objects import gather_objects
 
@@ -205,7 +206,7 @@ def clock(device: torch.device) -> Clock:
 
     def now() -> float:
         # Not the whole device: on other streams there are receives that end when the other stage has answered.
-        torch.cuda.current_stream(device).synchronize()
+        cuda.current_stream(device).synchronize()
         return time.perf_counter()
 
     return now

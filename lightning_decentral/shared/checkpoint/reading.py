@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.saving import Worker, line, store_of
-from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 
 
@@ -26,7 +26,7 @@ class Reading:
         self._worker = worker
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        torch.cuda.empty_cache()  # as Lightning does: what is loaded may need the room
+        cuda.give_back()  # as Lightning does: what is loaded may need the room
         try:
             io, trusted = self._worker.checkpoint_io, weights_only is False
             checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=not trusted)

@@ -14,6 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_decentral.shared.compute import cuda
+
 Result = TypeVar("Result")
 
 
@@ -50,8 +52,8 @@ class DeviceStopwatch:
 
     def __init__(self) -> None:
         self._total = 0.0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: deque[tuple[cuda.Event, cuda.Event]] = deque()
+        self._spare: list[tuple[cuda.Event, cuda.Event]] = []
 
     def start(self) -> None:
         pair = self._spare.pop() if self._spare else (_timed_event(), _timed_event())
@@ -79,8 +81,8 @@ class DeviceStopwatch:
         return self._total
 
 
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def _timed_event() -> cuda.Event:
+    return cuda.Event(enable_timing=True)
 
 
 def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:
@@ -96,13 +98,13 @@ class AsyncRead:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.on_host = not tensor.is_cuda
+        self.on_host = tensor.device.type != "cuda"
         self._tensor = tensor
-        if tensor.is_cuda:
+        if not self.on_host:
             self._source = tensor  # its memory is not to be used again before the copy is done
-            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._tensor = cuda.host_like(tensor).copy_(tensor, non_blocking=True)
             # An event for this copy alone: `read` doesn't wait for what is queued after it.
-            self._arrived = torch.cuda.Event()
+            self._arrived = cuda.Event()
             self._arrived.record()
 
     def read(self) -> Tensor:
@@ -113,7 +115,7 @@ class AsyncRead:
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:
     """What is queued inside has a stream of its own on a CUDA device, and doesn't wait for the other's work."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    return cuda.on(cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class Doing(Protocol):
@@ -212,23 +214,23 @@ class StreamStage:
     """A stream of a CUDA device. What is sent sees what the current stream has queued until then."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = cuda.Stream(device)
 
     def send(self, call: Callable[[], Any]) -> Doing:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        self._stream.wait_stream(cuda.current_stream(self._stream.device))
+        with cuda.on(self._stream), torch.no_grad():
             return Queued(call(), self._stream.record_event())
 
 
 class Queued:
     """A call that a stream has taken in."""
 
-    def __init__(self, value: Any, event: torch.cuda.Event) -> None:
+    def __init__(self, value: Any, event: cuda.Event) -> None:
         self._value, self._event = value, event
         self.done = event.query
 
     def result(self) -> Any:
-        torch.cuda.current_stream().wait_event(self._event)
+        cuda.current_stream().wait_event(self._event)
         return self._value
 
 

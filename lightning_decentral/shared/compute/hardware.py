@@ -8,6 +8,8 @@ from time import perf_counter
 
 import torch
 
+from lightning_decentral.shared.compute import cuda
+
 
 class HostLaps:
     """Wall seconds of laps."""
@@ -29,11 +31,11 @@ class DeviceLaps:
     """Device seconds of laps on the current stream, by events: the host doesn't wait before `seconds`."""
 
     def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[cuda.Event] = []
 
     def lap(self) -> int:
         """One more; its number, from 0."""
-        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events.append(cuda.Event(enable_timing=True))
         self._events[-1].record()
         return len(self._events) - 1
 
@@ -61,7 +63,7 @@ def duration(call: Callable[[], object], device: torch.device) -> float:
 def device_name(device: torch.device) -> str:
     """The device's own name, or the processor and how many of its cores this process may use."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return cuda.device_name(device)
     return f"{processor()}, {cores()} cores"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.digest import digest
 
 KEY = "lightning_decentral"
@@ -39,8 +40,7 @@ def random_state() -> dict[str, Any]:
     # Tensors and primitives only, so that a file loads with `weights_only=True`.
     return {
         "torch": torch.get_rng_state(),
-        # Not where one is merely there: asking would start CUDA, which no forked worker of a run on hosts could.
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": cuda.random_states(),
         "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
         "python": [version, list(internal), python_gauss],
     }
@@ -49,8 +49,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Go on drawing where `random_state` was taken."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    cuda.set_random_states(state["cuda"])
     keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, internal, python_gauss = state["python"]

@@ -273,7 +273,7 @@ class InFlight:
 def drop_if_sick(residual: Tensor) -> None:
     """residual <- 0 where it holds NaN or infinity anywhere."""
     healthy = torch.isfinite(residual.sum())
-    if residual.is_cuda:
+    if residual.device.type == "cuda":
         # A device decides by itself: to ask it would make the host wait.
         torch.where(healthy, residual, torch.zeros_like(residual), out=residual)
     elif not healthy:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.pending import Naming, Opened, Pending, StagedCopy, Together, Work
 
 _stores: Any = dist  # whose types leave them out
@@ -129,8 +130,8 @@ class StagedTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         # The host waits for every copy from the device: the inner transport reads it at once.
-        staged_sends = [m._replace(tensor=_pinned(m.tensor).copy_(m.tensor)) for m in sends]
-        staged_receives = [m._replace(tensor=_pinned(m.tensor)) for m in receives]
+        staged_sends = [m._replace(tensor=cuda.host_like(m.tensor).copy_(m.tensor)) for m in sends]
+        staged_receives = [m._replace(tensor=cuda.host_like(m.tensor)) for m in receives]
         outgoing, incoming = self._inner.exchange(staged_sends, staged_receives)
         landing: list[Pending] = [
             StagedCopy(pending, host.tensor, device.tensor)
@@ -140,33 +141,29 @@ class StagedTransport(Transport):
         return kept, landing
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        host = _pinned(tensor).copy_(tensor)
+        host = cuda.host_like(tensor).copy_(tensor)
         return StagedCopy(self._inner.all_reduce(host), host, tensor)
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
-        host = _pinned(tensor).copy_(tensor)
+        host = cuda.host_like(tensor).copy_(tensor)
         return StagedCopy(self._inner.reduce(host, target), host, tensor)
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
-        pending, hosts = self._inner.all_gather(_pinned(tensor).copy_(tensor))
+        pending, hosts = self._inner.all_gather(cuda.host_like(tensor).copy_(tensor))
         rows = [torch.empty_like(tensor) for _ in hosts]
         return Together([StagedCopy(pending, host, row) for host, row in zip(hosts, rows, strict=True)]), rows
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
-        host = _pinned(whole)
-        return StagedCopy(self._inner.all_gather_into(host, _pinned(part).copy_(part)), host, whole)
+        host = cuda.host_like(whole)
+        return StagedCopy(self._inner.all_gather_into(host, cuda.host_like(part).copy_(part)), host, whole)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
-        host = _pinned(part)
-        return StagedCopy(self._inner.reduce_scatter(host, _pinned(whole).copy_(whole)), host, part)
+        host = cuda.host_like(part)
+        return StagedCopy(self._inner.reduce_scatter(host, cuda.host_like(whole).copy_(whole)), host, part)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        host = _pinned(tensor).copy_(tensor)
+        host = cuda.host_like(tensor).copy_(tensor)
         return StagedCopy(self._inner.broadcast(host, source), host, tensor)
-
-
-def _pinned(like: Tensor) -> Tensor:
-    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
 
 
 def _root(options: Any, rank: int) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.spilled.compute.memory_ledger import DEVICE, HOST, Ledger
 
 
 class PendingCopies:
     """Copies on their way to the device."""
 
-    def __init__(self, copies: list[Tensor], event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, copies: list[Tensor], event: cuda.Event | None = None) -> None:
         self._copies, self._event = copies, event
 
     def ready(self) -> list[Tensor]:
@@ -27,7 +28,7 @@ class PendingCopies:
 class Leaving:
     """Copies on their way to the host."""
 
-    def __init__(self, copies: list[Tensor], held: list[Tensor], event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, copies: list[Tensor], held: list[Tensor], event: cuda.Event | None = None) -> None:
         self._copies, self._event = copies, event
         # Memory that is still read isn't given back; versions tell whether it was written to meanwhile.
         self._held = [(tensor, tensor._version) for tensor in held]
@@ -163,32 +164,31 @@ class Cuda(Device):
 
     def __init__(self, place: torch.device) -> None:
         self.place, self.ledger = place, Ledger()
-        self._in, self._out = torch.cuda.Stream(place), torch.cuda.Stream(place)
+        self._in, self._out = cuda.Stream(place), cuda.Stream(place)
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_pinned() else tensor.pin_memory()
+        return cuda.pinned(tensor)
 
     def fetch(self, hosts: Sequence[Tensor]) -> PendingCopies:
         # Made on the computing stream, as all memory of the device, so that there is one pool of it.
         copies = [torch.empty_like(host, device=self.place, requires_grad=False) for host in hosts]
         # Behind whatever used that memory before.
-        self._in.wait_stream(torch.cuda.current_stream(self.place))
-        with torch.cuda.stream(self._in), torch.no_grad():
+        self._in.wait_stream(cuda.current_stream(self.place))
+        with cuda.on(self._in), torch.no_grad():
             for copy, host in zip(copies, hosts, strict=True):
                 copy.copy_(host, non_blocking=True)
         return PendingCopies(copies, self._in.record_event())
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
-        self._out.wait_stream(torch.cuda.current_stream(self.place))  # behind what makes them
-        with torch.cuda.stream(self._out), torch.no_grad():
+        self._out.wait_stream(cuda.current_stream(self.place))  # behind what makes them
+        with cuda.on(self._out), torch.no_grad():
             copies = [self._sent(tensor, other) for tensor, other in zip(tensors, like or tensors, strict=True)]
         return Leaving(copies, list(tensors), self._out.record_event())
 
     def _sent(self, tensor: Tensor, like: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.to("cpu")
-        copy = torch.empty_like(like, dtype=tensor.dtype, device="cpu", pin_memory=True, requires_grad=False)
-        return copy.copy_(tensor, non_blocking=True)
+        return cuda.host_like(like, self.place, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def put(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         _copy_into(hosts, tensors)  # on the computing stream, behind what makes them
@@ -198,23 +198,23 @@ class Cuda(Device):
 
     def settle(self) -> None:
         # The computing stream alone: copies to the host may still be on their way.
-        torch.cuda.current_stream(self.place).synchronize()
+        cuda.current_stream(self.place).synchronize()
 
     def present_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.place)
+        return cuda.present_bytes(self.place)
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.place)
+        return cuda.peak_bytes(self.place)
 
     def forget_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.place)
+        cuda.forget_peak(self.place)
 
     def random_state(self) -> list[Tensor]:
-        return [torch.get_rng_state(), torch.cuda.get_rng_state(self.place)]
+        return [torch.get_rng_state(), cuda.random_state(self.place)]
 
     def set_random_state(self, state: list[Tensor]) -> None:
         torch.set_rng_state(state[0])
-        torch.cuda.set_rng_state(state[1], self.place)
+        cuda.set_random_state(state[1], self.place)
 
 
 def device_of(place: torch.device) -> Device:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
-import torch
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.device import OPEN, DeviceStopwatch
 
 LATE = 10
@@ -34,7 +34,7 @@ class Event:
 
 
 def test_a_stopwatch_that_nobody_reads_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(cuda, "Event", Event)
     Event.numbers, Event.made = count(), 0
     watch = DeviceStopwatch()
     for _ in range(10000):

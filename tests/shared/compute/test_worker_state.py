@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.worker_state import random_state, set_random_state
 
 
@@ -20,7 +21,7 @@ def test_a_device_that_nobody_used_isnt_started(monkeypatch: pytest.MonkeyPatch)
 def test_devices_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     states, given = [torch.zeros(2), torch.ones(2)], []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.append)
     set_random_state(random_state())
