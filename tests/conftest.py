@@ -70,6 +70,18 @@ def leaves_no_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["TMPDIR"] = before
 
 
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What torch calls the device that a test is run on: "cpu", "cuda", and "cuda" where it is "simulated"."""
+    if request.param != "simulated":
+        yield request.param
+        return
+    from tests import simulated
+
+    with simulated.device(seed=1):
+        yield "cuda"
+
+
 LEFT_BY_A_RUN = (
     *("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("PL_GLOBAL_SEED", "PL_SEED_WORKERS"),

@@ -1,0 +1,169 @@
+"""NCCL that isn't there: workers as threads, each with a simulated device; a communicator is a stream of it.
+
+Transfers of a communicator run strictly in order; sends and receives of a pair meet by order, not by tag; those of one
+call complete together. A wait is the current stream's. Messages are read and written when their turn has come: who
+overwrites one too soon sends something else.
+"""
+
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Message, Transport
+from tests import simulated
+from tests.simulated.streams import Engine, Event, Stream
+from tests.simulated.tensors import Simulated
+from tests.world import world
+
+T = TypeVar("T")
+
+
+class Network:
+    """What has been sent and not yet heard, and what collectives have been given."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.messages: dict[Hashable, deque[Tensor]] = defaultdict(deque)
+        self.given: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
+        self.lock = threading.Lock()
+
+    def put(self, key: Hashable, message: Tensor) -> None:
+        with self.lock:
+            self.messages[key].append(message.clone())
+
+    def has(self, key: Hashable) -> bool:
+        with self.lock:
+            return bool(self.messages[key])
+
+    def take(self, key: Hashable) -> Tensor:
+        with self.lock:
+            return self.messages[key].popleft()
+
+    def give(self, key: Hashable, rank: int, tensor: Tensor) -> None:
+        with self.lock:
+            self.given[key][rank] = tensor.clone()
+
+    def all_gave(self, key: Hashable) -> bool:
+        with self.lock:
+            return len(self.given[key]) == self.size
+
+
+@dataclass
+class OnStream:
+    """A transfer that a communicator's stream has taken in."""
+
+    event: Event
+
+    def wait(self) -> None:
+        self.event.wait()
+
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class QueuedTransport(Transport):
+    """One worker's end of a communicator.
+
+    Args:
+        name: of the communicator: alike on all its workers, another for another one.
+    """
+
+    queued = True
+
+    def __init__(self, network: Network, rank: int, name: Hashable) -> None:
+        self.group, self.rank, self.size = None, rank, network.size
+        self._network, self._name, self._calls = network, name, itertools.count()
+        self._stream: Any = cuda.Stream()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        stream = self._behind_caller()
+        for message in sends:
+            stream.then(self._sent(message))
+        for message in receives:
+            stream.then(*self._heard(message))
+        done = OnStream(stream.record_event())
+        return [done for _ in sends], [done for _ in receives]
+
+    def _sent(self, message: Message) -> Callable[[], None]:
+        inner, key = _inner(message.tensor), (self._name, self.rank, message.peer)
+        return lambda: self._network.put(key, inner)
+
+    def _heard(self, message: Message) -> tuple[Callable[[], object], Callable[[], bool]]:
+        inner, key = _inner(message.tensor), (self._name, message.peer, self.rank)
+        return lambda: inner.copy_(self._network.take(key)), lambda: self._network.has(key)
+
+    def _together(self, given: Tensor, finish: Callable[[list[Tensor]], object]) -> Pending:
+        """Everybody gives a tensor; `finish` sees all of them, in order of rank."""
+        key, network, mine = (self._name, next(self._calls)), self._network, _inner(given)
+        stream = self._behind_caller()
+        stream.then(lambda: network.give(key, self.rank, mine))
+        stream.then(
+            lambda: finish([network.given[key][rank] for rank in range(self.size)]), lambda: network.all_gave(key)
+        )
+        return OnStream(stream.record_event())
+
+    def _behind_caller(self) -> Stream:
+        stream: Stream = self._stream
+        stream.wait_stream(simulated.current())
+        return stream
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        inner = _inner(tensor)
+        return self._together(tensor, lambda rows: inner.copy_(torch.stack(rows).sum(0, dtype=inner.dtype)))
+
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+        inner = _inner(whole)
+        return self._together(part, lambda rows: inner.view(self.size, -1).copy_(torch.stack(rows)))
+
+    def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
+        outs = [torch.empty_like(tensor) for _ in range(self.size)]
+        inners = [_inner(out) for out in outs]
+        return self._together(tensor, lambda rows: [i.copy_(r) for i, r in zip(inners, rows, strict=True)]), outs
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
+        inner = _inner(part)
+        return self._together(
+            whole, lambda rows: inner.copy_(torch.stack(rows).sum(0).view(self.size, -1)[self.rank].view_as(inner))
+        )
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        inner = _inner(tensor)
+        return self._together(tensor, lambda rows: inner.copy_(rows[source]))
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, Simulated), "NCCL takes nothing from the host"
+    return tensor.inner
+
+
+Make = Callable[[], QueuedTransport]
+
+
+def device_world(size: int, worker: Callable[[Make, Engine], T], seed: int = 0) -> list[T]:
+    """[worker of rank 0, ...]: each with a device, and a function that makes one more communicator of all workers."""
+    network = Network(size)
+
+    def run(group: Any) -> T:
+        numbers = itertools.count()
+        with simulated.at(97 * seed + group.rank()) as engine:
+            return worker(lambda: QueuedTransport(network, group.rank(), next(numbers)), engine)
+
+    with simulated.door():
+        return world(size, run)
+
+
+@contextmanager
+def without_waiting(engine: Engine) -> Iterator[None]:
+    """AssertionError for whatever makes the host wait for the device, with the line that asked."""
+    before = len(engine.waits)
+    yield
+    assert engine.waits[before:] == []
