@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.codec import counter_rng
 from tests.simulated.streams import Engine, Event, Stream, at, current, here, on, the
 from tests.simulated.tensors import Simulated, host_like, move, pin, pinned, poison, target
 
@@ -55,6 +56,7 @@ def _moved(tensor: Tensor, dtype: torch.dtype, late: bool) -> Tensor:
     return out.copy_(tensor, non_blocking=late)
 
 
+TABLES = ("_midpoints", "_places")
 DOOR: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
@@ -73,6 +75,11 @@ DOOR: dict[str, Any] = {
 }
 
 
+def _by_engine(cached: Any) -> Any:
+    """What is computed once for a device, here once for each that is simulated."""
+    return lambda *args: the().once((cached, args), lambda: cached.__wrapped__(*args))
+
+
 @contextmanager
 def door() -> Iterator[None]:
     """Within, `shared/compute/cuda.py` leads to the simulated device, in every thread that is `at` one."""
@@ -85,6 +92,7 @@ def door() -> Iterator[None]:
             mock.patch.multiple(cuda, **DOOR),
             mock.patch.multiple(torch, **made),
             mock.patch.object(Tensor, "to", _to),
+            mock.patch.multiple(counter_rng, **{name: _by_engine(getattr(counter_rng, name)) for name in TABLES}),
         ):
             yield
     finally:

@@ -5,9 +5,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,15 @@ class Engine:
         self.pinned: dict[int, Tensor] = {}
         self.kept: list[tuple[list[Mark], Callable[[], None]]] = []
         self._streams: list[Stream] = []
+        self._made: dict[Hashable, Any] = {}
         self._ahead: Stream | None = None
         self.current = Stream(engine=self)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returns, the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def add(self, stream: "Stream") -> None:
         self._streams.append(stream)
