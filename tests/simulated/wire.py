@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.transport import Message, Transport
+from lightning_decentral.shared.wire.transport import GlooTransport, Message, Transport
 from tests import simulated
 from tests.simulated.streams import Engine, Event, Stream
 from tests.simulated.tensors import Simulated
@@ -145,17 +145,29 @@ def _inner(tensor: Tensor) -> Tensor:
     return tensor.inner
 
 
-Make = Callable[[], QueuedTransport]
+class Make:
+    """One worker's way to its communicators, each of all workers.
+
+    Attributes:
+        hosts: between their hosts.
+    """
+
+    def __init__(self, network: Network, group: Any) -> None:
+        self.hosts = GlooTransport(group)
+        self._network, self._rank, self._numbers = network, group.rank(), itertools.count()
+
+    def __call__(self) -> QueuedTransport:
+        """One more."""
+        return QueuedTransport(self._network, self._rank, next(self._numbers))
 
 
 def device_world(size: int, worker: Callable[[Make, Engine], T], seed: int = 0) -> list[T]:
-    """[worker of rank 0, ...]: each with a device, and a function that makes one more communicator of all workers."""
+    """[worker of rank 0, ...]: each has a device, whose schedule is drawn by `seed` and its rank."""
     network = Network(size)
 
     def run(group: Any) -> T:
-        numbers = itertools.count()
         with simulated.at(97 * seed + group.rank()) as engine:
-            return worker(lambda: QueuedTransport(network, group.rank(), next(numbers)), engine)
+            return worker(Make(network, group), engine)
 
     with simulated.door():
         return world(size, run)
