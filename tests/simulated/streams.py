@@ -39,6 +39,7 @@ class Engine:
     Attributes:
         waits: what made the host wait for all that a stream had to do, and where.
         pinned: memory of the host, by address.
+        present_bytes: in tensors now, and the most so far.
         kept: memory that was given back while other streams read it: until when, and what then becomes of it.
     """
 
@@ -46,10 +47,19 @@ class Engine:
         self.random, self.waits, self.seconds = random.Random(seed), list[str](), seconds
         self.pinned: dict[int, Tensor] = {}
         self.kept: list[tuple[list[Mark], Callable[[], None]]] = []
+        self.present_bytes, self.peak_bytes = 0, 0
         self._streams: list[Stream] = []
         self._made: dict[Hashable, Any] = {}
         self._ahead: Stream | None = None
         self.current = Stream(engine=self)
+
+    def takes(self, count: int) -> None:
+        """So many bytes of memory more are somebody's, or fewer."""
+        self.present_bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.present_bytes)
+
+    def forget_peak(self) -> None:
+        self.peak_bytes = self.present_bytes
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` returns, the first time."""

@@ -23,11 +23,13 @@ class Block:
 
     def __init__(self, inner: Tensor, engine: Engine) -> None:
         self.readers: set[Stream] = set()
+        engine.takes(inner.untyped_storage().nbytes())
         weakref.finalize(self, _give_back, inner.untyped_storage(), inner.dtype, engine.current, self.readers)
 
 
 def _give_back(storage: torch.UntypedStorage, dtype: torch.dtype, stream: Stream, readers: set[Stream]) -> None:
     marks = []
+    stream.engine.takes(-storage.nbytes())
     for reader in readers - {stream}:
         reader.then((mark := Mark()).pass_)
         marks.append(mark)
@@ -81,6 +83,9 @@ class Simulated(Tensor):
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
 
     def is_pinned(self, *_: Any) -> bool:  # type: ignore[override]
         return False
@@ -165,6 +170,8 @@ def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     bare = [_bare(leaf) for leaf in leaves]
     given_args, given_kwargs = tree_unflatten(bare, tree)
     run = partial(func, *given_args, **given_kwargs)
+    if kind.name == "_fused_sdp_choice":  # of sizes alone; else attention would make its mask on the host
+        return run()
     if kind.name in READS or (kind.name.startswith("index") and _host_sees(args)):
         engine.host_waits(kind.name)
         return tree_map_only(Tensor, Simulated, run())

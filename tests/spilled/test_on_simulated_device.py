@@ -1,0 +1,73 @@
+"""LAW: a chain of layers spilled to the host trains as it does without a device, in any order in which streams may run.
+
+Copies to the device and back go on streams of their own, forward and backward are autograd's. The update is the host's:
+a parameter of the host can't become one of the simulated device, as it does where it's updated there.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from torch import Tensor
+
+from lightning_decentral import SpilledStrategy
+from tests import simulated
+from tests.simulated import CUDA
+from tests.simulated.streams import Event, Stream
+from tests.spilled.spilling import Chain, fit, rows
+
+STEPS = 3
+
+
+class Accelerator(CPUAccelerator):
+    """Of the device that is simulated."""
+
+    def setup_device(self, device: torch.device) -> None: ...
+
+
+class OnDevice(SpilledStrategy):
+    """Computes on it."""
+
+    root_device = property(lambda self: CUDA, lambda self, device: None)  # type: ignore[assignment]
+
+
+def parameters(trainer: Trainer) -> list[Tensor]:
+    return [p.detach() for p in trainer.lightning_module.parameters()]
+
+
+def expected() -> list[Tensor]:
+    return parameters(fit(Chain(), rows(), max_steps=STEPS, limit_val_batches=0))
+
+
+def trained(seed: int) -> list[Tensor]:
+    settings = {"max_steps": STEPS, "limit_val_batches": 0, "accelerator": Accelerator()}
+    with simulated.device(seed):
+        return parameters(fit(Chain(), rows(), OnDevice(memory_bytes=10**9), **settings))
+
+
+def wrong(seeds: range = range(6)) -> int:
+    """Schedules that lead elsewhere."""
+    count, right = 0, expected()
+    for seed in seeds:
+        try:
+            count += not all(torch.equal(a, b) for a, b in zip(trained(seed), right, strict=True))
+        except ValueError:  # the first step sees that a block doesn't give the same twice
+            count += 1
+    return count
+
+
+def test_training_is_that_of_the_host_in_any_schedule() -> None:
+    assert wrong() == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "call"),
+    [(Stream, "wait_stream"), (Event, "wait"), (Event, "synchronize")],
+    ids=["to be copied", "copied there", "copied back"],
+)
+def test_a_missing_wait_is_seen(owner: type, call: str) -> None:
+    """For what is to be copied; by the computing stream for copies; by the host for what came back."""
+    with mock.patch.object(owner, call):
+        assert wrong() >= 3
