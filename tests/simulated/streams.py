@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import lightning_decentral
 
@@ -79,7 +80,7 @@ class Engine:
             self._ahead = self.random.choice(ready)
         assert self._ahead is not None
         _, run = self._ahead.queue.popleft()
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             run()
         free = [kept for kept in self.kept if all(mark.passed for mark in kept[0])]
         self.kept = [kept for kept in self.kept if kept not in free]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from tests.simulated.streams import CUDA, Engine, Mark, Stream, the
@@ -272,7 +273,8 @@ def _to_device(engine: Engine, target: Simulated, source: Tensor, late: bool = F
 
 def host_like(like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     like = like.inner if isinstance(like, Simulated) else like
-    return pin(poison(torch.empty_like(like, dtype=dtype, requires_grad=False), the()))
+    with _disable_current_modes():
+        return pin(poison(torch.empty_like(like, dtype=dtype, requires_grad=False), the()))
 
 
 def pin(tensor: Tensor) -> Tensor:

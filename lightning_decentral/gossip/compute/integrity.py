@@ -62,7 +62,7 @@ class Verdicts:
         Raises:
             RuntimeError: a source is in another round, or its model has another size.
         """
-        verdicts = torch.stack([torch.isfinite(scales), sane], dim=1).long()
+        verdicts = torch.stack([scales < torch.inf, sane], dim=1).long()
         flags = torch.cat([torch.stack([*headers.values()]), verdicts], dim=1)
         if flags.device.type != "cuda":
             self._judge([*headers], flags)

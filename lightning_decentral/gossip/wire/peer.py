@@ -118,8 +118,8 @@ class PeerExchange(Exchange[PeerMessages]):
         # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
         largest = scale(message)
         # Filled on the device: copying numbers there would make the host wait.
-        numbers = [torch.full((), n, dtype=torch.int64, device=self.device) for n in (step, self._elements)]
-        header = torch.stack(numbers)
+        header = torch.full((2,), self._elements, dtype=torch.int64, device=self.device)
+        header[0].fill_(step)
         headers = {j: torch.empty_like(header) for j in at.sources}
         return PeerMessages(self, step, first, message, largest, header, packets, headers, buffers)
 

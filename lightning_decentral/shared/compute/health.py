@@ -21,22 +21,28 @@ def sound(scales: Tensor) -> Tensor:
     Args:
         scales: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it.
     """
-    finite = torch.isfinite(scales)
-    ordered = torch.where(finite, scales, torch.inf).sort(0).values
+    finite = scales < torch.inf  # so is no NaN; magnitudes are not below 0
+    ordered = scales.nan_to_num(nan=torch.inf, posinf=torch.inf).sort(0).values
     middle = (finite.sum(0, keepdim=True) - 1).clamp(min=0) // 2
     return finite & (scales <= FACTOR * ordered.gather(0, middle)[0].clamp(min=1))
 
 
 def scale(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all elements, a float64 scalar on their device; NaN or infinity where one is."""
-    ends = torch.stack([extremes(t) for t in tensors])
-    return torch.maximum(-ends[:, 0], ends[:, 1]).max()
+    ends = torch.stack([end for t in tensors for end in _ends(t)])
+    return torch.linalg.vector_norm(ends, torch.inf, dtype=torch.float64)
 
 
 def extremes(tensor: Tensor) -> Tensor:
     """(smallest, largest) element, float64 [2]; NaN where one is, zeros where there is none."""
+    return torch.stack(_ends(tensor)).double()
+
+
+def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not real.numel():
-        return torch.zeros(2, dtype=torch.float64, device=real.device)
+        zero = torch.zeros((), dtype=real.dtype, device=real.device)
+        return zero, zero
     # The extremes carry NaN and infinity: one pass and no copy. Torch compares no numbers of one byte.
-    return torch.stack(torch.aminmax(real.float() if real.element_size() == 1 else real)).double()
+    smallest, largest = torch.aminmax(real.float() if real.element_size() == 1 else real)
+    return smallest, largest

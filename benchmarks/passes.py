@@ -1,0 +1,114 @@
+"""What a round of gossip costs a device beside the wire: passes over the parameters, and kernels.
+
+    python benchmarks/passes.py
+
+One worker hears one neighbour or two, delay 1. Its device is the simulated one of the tests, so that the operations are
+those of a device; a dispatch mode counts them. A pass reads or writes as many bytes as the parameters have; what an
+operation reads twice from one place counts once. Views and allocations launch nothing. After `WARM_UP` rounds, between
+those in which a codec measures its error; the wire's own copies are left out.
+
+An operation is in the training's way if it runs on the stream on which the training computes.
+"""
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.overlap import overlapped
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.gossip.wire.round_cost import LoopbackTransport, _Bucket
+from tests import simulated
+from tests.simulated import CUDA
+
+ELEMENTS, WARM_UP = 2**18, 18
+NO_KERNELS = {
+    *("view", "_unsafe_view", "slice", "select", "split", "as_strided", "detach", "alias", "expand", "t", "transpose"),
+    *("permute", "unsqueeze", "squeeze", "unbind", "view_as_real", "lift_fresh", "split_with_sizes"),
+    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+}
+UNREAD = {"copy_", "fill_", "zero_"}
+"""They write to their first argument and don't read it."""
+
+
+class Cost(NamedTuple):
+    """Of one round.
+
+    Attributes:
+        passes: over the parameters, in all.
+        in_the_way: of them on the training's stream.
+        kernels: for each bucket.
+        by_operation: passes of each.
+    """
+
+    passes: float
+    in_the_way: float
+    kernels: float
+    by_operation: dict[str, float]
+
+
+class Counting(TorchDispatchMode):
+    """Bytes and launches of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels, self.moved = Counter[str](), Counter[str]()
+        self.in_the_way = 0
+        self._training = simulated.current()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in NO_KERNELS:
+            out = [t for t in tree_leaves((kwargs or {}).get("out")) if isinstance(t, Tensor)]
+            read = _places([args[1:] if name in UNREAD else args, {**(kwargs or {}), "out": None}])
+            moved = sum(read.values()) + sum(_places([result, out]).values())
+            self.kernels[name] += 1
+            self.moved[name] += moved
+            self.in_the_way += moved if simulated.current() is self._training else 0
+        return result
+
+
+def _places(tree: Any) -> dict[tuple[int, int], int]:
+    """{(address, elements): bytes} of its tensors."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {(t.data_ptr(), t.numel()): t.numel() * t.element_size() for t in tensors}
+
+
+def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
+    """Of a round with this codec, on a device."""
+    with ExitStack() as stack:
+        stack.enter_context(simulated.device(seed=0))
+        flat = torch.randn(ELEMENTS).to(CUDA)
+        echo = LoopbackTransport(1 << neighbours)  # on the exponential graph of 2^k workers each hears k
+        exchange = overlapped(PeerExchange(Exponential(), Own(), echo, CUDA, codec), CUDA, 1)
+        mixer = Mixer([_Bucket(part) for part in flat.chunk(buckets)], Gossip(), exchange, 1)
+        for _ in range(WARM_UP):
+            mixer.step()
+        echo.silent = True
+        counting = stack.enter_context(Counting())
+        mixer.step()
+    whole = ELEMENTS * flat.element_size()
+    shares = {name: round(moved / whole, 2) for name, moved in counting.moved.most_common() if moved > whole / 10}
+    passes = sum(counting.moved.values()) / whole
+    return Cost(passes, counting.in_the_way / whole, sum(counting.kernels.values()) / buckets, shares)
+
+
+def main() -> None:
+    print("| codec | neighbours | passes | in the training's way | kernels a bucket | passes by operation |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for codec, neighbours in ((Plain(), 1), (Plain(), 2), (Int8(), 1)):
+        found = cost(codec, neighbours)
+        shares = ", ".join(f"{name} {share:g}" for name, share in found.by_operation.items())
+        numbers = f"{found.passes:.1f} | {found.in_the_way:.1f} | {found.kernels:.0f}"
+        print(f"| `{codec}` | {neighbours} | {numbers} | {shares} |")
+
+
+if __name__ == "__main__":
+    main()
