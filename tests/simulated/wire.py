@@ -30,8 +30,7 @@ T = TypeVar("T")
 class Network:
     """What has been sent and not yet heard, and what collectives have been given."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self.messages: dict[Hashable, deque[Tensor]] = defaultdict(deque)
         self.given: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
         self.lock = threading.Lock()
@@ -52,9 +51,9 @@ class Network:
         with self.lock:
             self.given[key][rank] = tensor.clone()
 
-    def all_gave(self, key: Hashable) -> bool:
+    def gave(self, key: Hashable) -> int:
         with self.lock:
-            return len(self.given[key]) == self.size
+            return len(self.given[key])
 
 
 @dataclass
@@ -74,13 +73,14 @@ class QueuedTransport(Transport):
     """One worker's end of a communicator.
 
     Args:
+        rank: among its `size` workers.
         name: of the communicator: alike on all its workers, another for another one.
     """
 
     queued = True
 
-    def __init__(self, network: Network, rank: int, name: Hashable) -> None:
-        self.group, self.rank, self.size = None, rank, network.size
+    def __init__(self, network: Network, rank: int, size: int, name: Hashable) -> None:
+        self.group, self.rank, self.size = None, rank, size
         self._network, self._name, self._calls = network, name, itertools.count()
         self._stream: Any = cuda.Stream()
 
@@ -107,7 +107,8 @@ class QueuedTransport(Transport):
         stream = self._behind_caller()
         stream.then(lambda: network.give(key, self.rank, mine))
         stream.then(
-            lambda: finish([network.given[key][rank] for rank in range(self.size)]), lambda: network.all_gave(key)
+            lambda: finish([network.given[key][rank] for rank in range(self.size)]),
+            lambda: network.gave(key) == self.size,
         )
         return OnStream(stream.record_event())
 
@@ -119,6 +120,12 @@ class QueuedTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> Pending:
         inner = _inner(tensor)
         return self._together(tensor, lambda rows: inner.copy_(torch.stack(rows).sum(0, dtype=inner.dtype)))
+
+    def reduce(self, tensor: Tensor, target: int) -> Pending:
+        inner = _inner(tensor)
+        return self._together(
+            tensor, lambda rows: inner.copy_(torch.stack(rows).sum(0) if self.rank == target else inner)
+        )
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         inner = _inner(whole)
@@ -146,7 +153,7 @@ def _inner(tensor: Tensor) -> Tensor:
 
 
 class Make:
-    """One worker's way to its communicators, each of all workers.
+    """One worker's way to its communicators.
 
     Attributes:
         hosts: between their hosts.
@@ -154,16 +161,24 @@ class Make:
 
     def __init__(self, network: Network, group: Any) -> None:
         self.hosts = GlooTransport(group)
-        self._network, self._rank, self._numbers = network, group.rank(), itertools.count()
+        self._network, self._numbers = network, itertools.count()
 
     def __call__(self) -> QueuedTransport:
-        """One more."""
-        return QueuedTransport(self._network, self._rank, next(self._numbers))
+        """One more, of all workers."""
+        return QueuedTransport(self._network, self.hosts.rank, self.hosts.size, next(self._numbers))
+
+    def group(self, ranks: Sequence[int] | None) -> QueuedTransport | None:
+        """One of these workers; None for the others."""
+        members = list(range(self.hosts.size) if ranks is None else ranks)
+        number = next(self._numbers)
+        if self.hosts.rank not in members:
+            return None
+        return QueuedTransport(self._network, members.index(self.hosts.rank), len(members), (number, *members))
 
 
 def device_world(size: int, worker: Callable[[Make, Engine], T], seed: int = 0) -> list[T]:
     """[worker of rank 0, ...]: each has a device, whose schedule is drawn by `seed` and its rank."""
-    network = Network(size)
+    network = Network()
 
     def run(group: Any) -> T:
         with simulated.at(97 * seed + group.rank()) as engine:
@@ -178,4 +193,4 @@ def without_waiting(engine: Engine) -> Iterator[None]:
     """AssertionError for whatever makes the host wait for the device, with the line that asked."""
     before = len(engine.waits)
     yield
-    assert engine.waits[before:] == []
+    assert not engine.waits[before:], engine.waits[before:]

@@ -66,7 +66,6 @@ def total(log: Sequence[tuple[str, int, int]]) -> float:
 def step(group: Any, stores: Any, assignment: DepthAssignment, log: list[Any], bucket_bytes: int) -> Any:
     """One backward of a chain, cut for this worker; (mean gradients, bytes by the reducer's own count)."""
     rank, size = group.rank(), group.size()
-    blocks = chain()
 
     def make(ranks: Sequence[int] | None) -> Transport | None:
         members = list(range(size)) if ranks is None else list(ranks)
@@ -75,13 +74,21 @@ def step(group: Any, stores: Any, assignment: DepthAssignment, log: list[Any], b
         store = dist.PrefixStore(f"{members}", stores)
         return Counted(transport(dist.ProcessGroupGloo(store, members.index(rank), len(members)), CPU), log)
 
+    blocks = chain()
+    sent = backward(rank, size, blocks, make, assignment, bucket_bytes, inputs(rank))
+    return [p.grad for p in blocks.parameters()], sent, norms([list(b.parameters()) for b in blocks])
+
+
+def backward(
+    rank: int, size: int, blocks: nn.ModuleList, make: Any, assignment: DepthAssignment, bucket_bytes: int, x: Tensor
+) -> float:
+    """The same, on any device; bytes by the reducer's own count."""
     shares = tuple(assignment.share(r, size) for r in range(size))
     reducer = Reducer([list(b.parameters()) for b in blocks], Rank(rank, shares), make, bucket_bytes)
     found = contributors(assignment, size, 0, SEGMENTS)
     scales = factors(found, shares)
     lowest = SEGMENTS - assignment.depth(rank, size, 0, SEGMENTS)
     reducer.begin(found)
-    x = inputs(rank)
     for index, block in enumerate(blocks):
         if index == lowest:
             x = x.detach()
@@ -91,7 +98,7 @@ def step(group: Any, stores: Any, assignment: DepthAssignment, log: list[Any], b
     x.square().sum().backward()
     reducer.finish()
     reducer.close()
-    return [p.grad for p in blocks.parameters()], reducer.sent_bytes, norms([list(b.parameters()) for b in blocks])
+    return reducer.sent_bytes
 
 
 def inputs(rank: int) -> Tensor:
