@@ -113,26 +113,29 @@ def sliced(
     activations: Activations | None = None,
     boundary: Boundary | None = None,
     watch: Callable[[Executor, Stage], None] = lambda executor, stage: None,
+    stages: Callable[[int, Any], list[Any]] | None = None,
 ) -> tuple[float, Gradients]:
-    """The same through the pipeline, each stage a thread; gradients of tied parameters summed over their stages."""
+    """The same through the pipeline, each stage a thread; gradients of tied parameters summed over their stages.
+
+    Args:
+        stages: (number, worker) -> what `worker(rank, edges, device)` returns at each of them; by default on hosts.
+    """
     original = built(name, dtype)
     adapted(original)  # once, before there are threads
     counts = Even().counts([None] * BLOCKS, None, None, num_stages)  # type: ignore[list-item,arg-type]
     ends = [sum(counts[: r + 1]) for r in range(num_stages)]
     steps = (schedule or OneForwardOneBackward()).actions(num_stages, microbatches, len(slices))
-    parts = [None if x is None else x.tensor_split(microbatches) for x in inputs]
 
-    def worker(group: Any) -> tuple[list[Share], Gradients]:
-        rank = group.rank() if group else 0
+    def worker(rank: int, edges: Edges | None, device: torch.device) -> tuple[list[Share], Gradients]:
+        parts = [None if x is None else x.to(device).tensor_split(microbatches) for x in inputs]
         place = StagePlace(ends[rank] - counts[rank], ends[rank], rank == 0, rank == num_stages - 1)
-        model = adapted(copy.deepcopy(original))
+        model = adapted(copy.deepcopy(original).to(device))
         calls = [Call(parts[0][m], None if parts[1] is None else parts[1][m]) for m in range(microbatches)]
         model.keep(place)
         weights = Apart() if schedule and schedule.splits else AtOnce()
         stage = Stage(model, place, calls, slices, activations or Keep(), weights)
-        over = GlooTransport(group) if group else None
         shapes = lambda a, _: model.shape(calls[a.microbatch], *stage.bounds[a.slice])  # noqa: E731
-        channel = Nowhere() if over is None else Links(edges(over), shapes, torch.device("cpu"), boundary)
+        channel = Nowhere() if edges is None else Links(edges, shapes, device, boundary)
         shares: list[Share] = []
 
         def close(microbatch: int, logits: Tensor) -> Tensor:
@@ -146,7 +149,7 @@ def sliced(
         watch(executor, stage)
         return shares, {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
 
-    results = world(num_stages, worker, seconds=60) if num_stages > 1 else [worker(None)]
+    results = (stages or _on_hosts)(num_stages, worker)
     loss, factor = total(results[-1][0])
     gradients: Gradients = {}
     names = {"lm_head.weight": next(n for n, _ in original.named_parameters())} if _tied(original) else {}
@@ -155,6 +158,13 @@ def sliced(
             n = names.get(n, n)
             gradients[n] = gradients[n] + factor * grad if n in gradients else factor * grad
     return loss, gradients
+
+
+def _on_hosts(number: int, worker: Callable[[int, Edges | None, torch.device], Any]) -> list[Any]:
+    host = torch.device("cpu")
+    if number == 1:
+        return [worker(0, None, host)]
+    return world(number, lambda group: worker(group.rank(), edges(GlooTransport(group)), host), seconds=60)
 
 
 def edges(over: Transport) -> Edges:

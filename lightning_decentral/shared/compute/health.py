@@ -30,7 +30,8 @@ def sound(scales: Tensor) -> Tensor:
 def scale(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all elements, a float64 scalar on their device; NaN or infinity where one is."""
     ends = torch.stack([end for t in tensors for end in _ends(t)])
-    return torch.linalg.vector_norm(ends, torch.inf, dtype=torch.float64)
+    largest: Tensor = torch.linalg.vector_norm(ends, torch.inf, dtype=torch.float64)
+    return largest
 
 
 def extremes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """LAW: a partial backward gives the means of the hosts, in any order in which streams may run.
 
-A worker that has all gradients waits for nothing. One that lacks some asks its device which of them others have, once for
-each bucket: that is a wait, and the only one.
+A worker that has all gradients waits for nothing. One that lacks some asks its device which of them others have, once
+for each bucket: that is a wait, and the only one.
 """
 
 from functools import partial

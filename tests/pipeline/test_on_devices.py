@@ -1,0 +1,63 @@
+"""LAW: a step through stages on devices gives the model's gradients, in any order in which streams may run.
+
+Each link and direction is a communicator of two stages with NCCL's order, as the strategy makes them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_decentral.pipeline import OneForwardOneBackward, ZeroBubble
+from lightning_decentral.pipeline.plan.schedule import Schedule
+from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
+from tests.pipeline.causal import apart, batch, sliced, whole
+from tests.simulated import CUDA, Engine
+from tests.simulated.streams import Event
+from tests.simulated.wire import Make, device_world
+
+pytestmark = pytest.mark.threads
+
+
+INPUTS = batch(padded=False)
+
+
+def on_devices(seed: int, waits: list[str], number: int, worker: Callable[..., Any]) -> list[Any]:
+    def stage(make: Make, engine: Engine) -> Any:
+        wire: Any = SimpleNamespace(group=make.group)
+        edges = StageGroups(wire, StageLayout(number, number, number), CUDA).edges
+        shares, gradients = worker(make.hosts.rank, edges, CUDA)
+        waits.extend(engine.waits)
+        return shares, {name: gradient.cpu() for name, gradient in gradients.items()}
+
+    return device_world(number, stage, seed)
+
+
+def error(name: str, schedule: Schedule, seed: int, waits: list[str]) -> float:
+    """Of the gradients, relative; what hosts waited for."""
+    _, wanted = whole(name, torch.float64, *INPUTS)
+    _, gradients = sliced(
+        name, torch.float64, *INPUTS, num_stages=2, slices=[5, 1, 4, 3], microbatches=2, schedule=schedule,
+        stages=partial(on_devices, seed, waits),
+    )  # fmt: skip
+    return apart(gradients, wanted)
+
+
+@pytest.mark.parametrize("schedule", [OneForwardOneBackward(), ZeroBubble()], ids=str)
+@pytest.mark.parametrize("name", ["gpt2, tied", "llama"])
+def test_gradients_are_those_of_the_whole_model(name: str, schedule: Schedule) -> None:
+    """Slices, keys and values, messages: hosts wait for nothing but the loss, which this test's last stage reads."""
+    waits = list[str]()
+    assert error(name, schedule, 0, waits) < 1e-9
+    ours = {wait.rpartition(" ")[2].partition(":")[0] for wait in waits if " /" not in wait}
+    assert ours == {"pipeline/compute/loss.py", "pipeline/wire/executor.py"}
+    assert sum(" /" not in wait for wait in waits) == 4, "targets and loss of two microbatches"
+
+
+def test_a_stage_that_doesnt_wait_for_its_messages_is_seen() -> None:
+    with mock.patch.object(Event, "wait"):
+        assert not error("gpt2, tied", OneForwardOneBackward(), 0, []) < 1e-9
