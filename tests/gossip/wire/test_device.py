@@ -84,6 +84,9 @@ class Twin(Transport):
         whole.view(2, -1).copy_(part + 1)
         return Together([])
 
+    def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
+        return Together([]), [tensor, tensor.clone()]
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         raise AssertionError("within an island nobody exchanges, all gather")
 

@@ -44,7 +44,7 @@ from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests import simulated
 from tests.gossip.rules import Rule
 from tests.gossip.wire.test_device import Mirror, Twin
-from tests.gossip.wire.test_exchange import DIM, PLACES, Row, gradient, start
+from tests.gossip.wire.test_exchange import DIM, Row, gradient, start
 from tests.simulated import CUDA
 from tests.simulated.streams import Stream
 from tests.simulated.tensors import Simulated
@@ -53,6 +53,7 @@ from tests.world import world
 
 pytestmark = pytest.mark.threads
 STEPS = 6
+PLACES = (0, 5, 16, DIM)
 Build = Callable[[Make], Exchange]
 
 
