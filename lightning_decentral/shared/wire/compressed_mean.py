@@ -131,7 +131,7 @@ class CompressedMean:
         self._loaded: dict[int, Residuals] = {}
 
     def start(self, flat: Tensor, place: int) -> Pending:
-        """Memory until landed: what `flat` holds once more, and a quarter of it or less in codes."""
+        """Memory until landed: what `flat` holds once more, a worker's part of it, and half of it or less in codes."""
         part = InFlight(self, flat, place, self._residuals_at(place, flat))
         part.left = self._leaving.send(part.leave)
         part.reduced = self._owning.send(part.reduce)
@@ -183,6 +183,7 @@ class InFlight:
     sent: list[Pending] = field(default_factory=list)
     heard: dict[int, tuple[Pending, list[Tensor]]] = field(default_factory=dict)
     codes: list[Tensor] = field(default_factory=list)
+    used: list[Tensor] = field(default_factory=list)
     round: int = 0
 
     def leave(self) -> None:
@@ -211,7 +212,7 @@ class InFlight:
             self._decode(codes, decoded)
             mine.add_(decoded)
         self._rest()
-        self.of.pool.give([decoded])
+        self.used.append(decoded)
         mine.div_(back.size).add_(owned)
         owned.copy_(mine)
         codes_of_all = self._replaced(mine, back.rank, FROM_OWNER) if len(mine) else []
@@ -230,6 +231,9 @@ class InFlight:
             pending.wait()
             self._decode(codes, self.flat[slice(*spans[owner])])
         self._rest()
+        # Only here: on a device whoever takes them next is behind this stream, not behind those of the other calls.
+        self.of.pool.give(self.used)
+        self.used = []
 
     def done(self) -> bool:
         return bool(self.reduced.done()) and all(pending.done() for pending, _ in self.heard.values())
@@ -266,7 +270,7 @@ class InFlight:
         """Until what was sent may be overwritten."""
         for pending in self.sent:
             pending.wait()
-        self.of.pool.give(self.codes)
+        self.used += self.codes
         self.sent, self.heard, self.codes = [], {}, []
 
 
