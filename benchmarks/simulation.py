@@ -33,6 +33,7 @@ from lightning_decentral.gossip import (
     Gossip,
     PeriodicAverage,
     Ring,
+    Stream,
     Topology,
     simulate,
 )
@@ -49,6 +50,7 @@ def topologies(size: int) -> list[Topology]:
         Every: Every(8, Complete()),
         FromGraph: FromGraph(nx.random_regular_graph(4, size, seed=0)),
         PeriodicAverage: PeriodicAverage(8, Ring()),
+        Stream: Stream(8, 2, Complete()),
     }
     found = [getattr(face, name) for name in face.__all__]
     return [given.get(cls) or cls() for cls in found if not inspect.isabstract(cls)]

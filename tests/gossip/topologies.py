@@ -71,6 +71,7 @@ def serves(topology: Topology, size: int) -> bool:
     return True
 
 
-def every_topology(sizes: range = SIZES) -> list[tuple[Topology, int]]:
-    """(topology, size) pairs."""
-    return [(topology, size) for topology in instances() for size in sizes if serves(topology, size)]
+def every_topology(sizes: range = SIZES, most_fragments: int | None = None) -> list[tuple[Topology, int]]:
+    """(topology, size) pairs; with `most_fragments=1` of those that send a message whole."""
+    found = [t for t in instances() if most_fragments is None or len(t.fragments) <= most_fragments]
+    return [(topology, size) for topology in found for size in sizes if serves(topology, size)]

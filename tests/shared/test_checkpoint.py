@@ -34,7 +34,9 @@ class Worker:
         batches = SimpleNamespace(current=SimpleNamespace(ready=left), is_last_batch=False)
         loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches))
         state = SimpleNamespace(fn=TrainerFn.FITTING)
-        self.lightning_module: Any = SimpleNamespace(trainer=SimpleNamespace(state=state, fit_loop=loop))
+        self.lightning_module: Any = SimpleNamespace(
+            trainer=SimpleNamespace(state=state, fit_loop=loop), state_dict=dict
+        )
         self.codec = "Plain()"
         self.optimizers: list[Any] = []
         self.loaded: dict[str, Any] | None = None
@@ -47,6 +49,9 @@ class Worker:
 
     def plan(self) -> dict[str, str]:
         return {"codec": self.codec}
+
+    def changeable(self) -> dict[str, str]:
+        return {}
 
     def rounds(self) -> list[int]:
         return [3]

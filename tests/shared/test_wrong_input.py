@@ -63,6 +63,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Queue": {"name": "a", "pieces": (WorkPiece(1.0),)},
     "Report": {"directory": "report"},
     "Situation": {"num_stages": 2, "seconds": lambda tokens, before: 1.0},
+    "Stream": {"steps": 4, "parts": 2, "inner": Ring()},
     "Table": {"name": "a", "seconds": {1: 1.0}},
     "WorkPiece": {"compute_seconds": 1.0},
 }
@@ -208,6 +209,7 @@ WITHOUT_DEFAULTS = {
     "low_rank": "use DifferenceCompression(LowRank(rank=4))",
     "periodic_average": "write PeriodicAverage(every=..., inner=...)",
     "pipe_transformer": "write PipeTransformer(every=...)",
+    "stream": "write Stream(steps=..., parts=..., inner=...)",
     "top_k": "use DifferenceCompression(TopK(",
 }
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Rate
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.combine.rate import check_rate
 from lightning_decentral.gossip.plan.topology.combined import Every
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Weights
@@ -43,6 +44,7 @@ class Travel:
 
     def __post_init__(self) -> None:
         at_least_one("Travel's every", self.every, "1 sends a state in every step")
+        check_rate(self.rate)
         if not self.codec.complete:
             raise ValueError(f"{self.codec} by itself would lose too much of a state: use Int8()")
 

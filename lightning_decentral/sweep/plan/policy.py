@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.sweep.plan.scores import MODES, Histories, Score
 
 Key = tuple[float, ...]
@@ -132,6 +133,7 @@ class Complementary(Policy):
         return (abs(sum(beside, job.next_seconds) / (len(beside) + 1) - sum(every) / len(every)),)
 
 
+@checked
 @dataclass(frozen=True)
 class ASHA(Policy):
     """Asynchronous successive halving: jobs share the devices equally, and the worst are ended early, by rungs.
