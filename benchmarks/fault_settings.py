@@ -41,7 +41,7 @@ GOSSIP: dict[str, Fault] = {
     "a wider model": module(width=16),
     "package 0.0.1 beside this one": version("lightning_decentral", "0.0.1"),
     "torch 2.6.0 beside this one": version("torch", "2.6.0"),
-    "Lightning 2.4.0 beside this one": version("lightning", "2.4.0"),
+    "Lightning 2.4.0 beside this one": version("lightning.pytorch", "2.4.0"),
 }
 
 
