@@ -13,7 +13,7 @@ from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import Rounds, check, refuse_lossy
+from lightning_decentral.gossip.rounds import Rounds, check, check_numbers, refuse_lossy
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
@@ -22,7 +22,7 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
-from lightning_decentral.shared.plan.arguments import at_least, checked
+from lightning_decentral.shared.plan.arguments import checked
 
 
 @checked
@@ -56,10 +56,7 @@ class FabricGossipStrategy(FabricWorkers):
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
-        at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
-        at_least(0, "3 is the default, 0 ends the training", heals=heals)
-        if bucket_bytes is not None and bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
+        check_numbers(delay, heals, bucket_bytes)
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
         self.weights = weights or self.combine.weights

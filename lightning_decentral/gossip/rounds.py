@@ -22,7 +22,16 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing, parameters_of
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.transport import Wire
+
+
+def check_numbers(delay: int, heals: int, bucket_bytes: int | None) -> None:
+    """ValueError for a number that no strategy of gossip can have."""
+    at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
+    at_least(0, "3 is the default, 0 ends the training", heals=heals)
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
 
 
 class Planned(Protocol):

@@ -19,7 +19,7 @@ from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refus
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import Rounds, check, refuse_lossy
+from lightning_decentral.gossip.rounds import Rounds, check, check_numbers, refuse_lossy
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
@@ -91,11 +91,8 @@ class GossipStrategy(ReplicaStrategy):
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
-        at_least(0, "3 is the default, 0 ends the training", heals=heals)
+        check_numbers(delay, heals, bucket_bytes)
         at_least(0, "0 begins with the rule", exact_steps=exact_steps)
-        if bucket_bytes is not None and bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
         self.weights = weights or self.combine.weights

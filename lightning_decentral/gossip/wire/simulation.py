@@ -66,8 +66,10 @@ def simulate(
         [steps // every + 1, size, dim]: x0 and the parameters after each step, or after each `every`-th.
 
     Raises:
-        ValueError: `every` below 1.
+        ValueError: `every` below 1, or matrices where each fragment has a run of columns.
     """
+    if matrices and len(topology.fragments) > 1:
+        raise ValueError(f"matrices are of whole rows, {topology!r} cuts them: simulate each fragment for itself")
     at_least_one("every", every, "1 keeps the parameters after each step, k after each k-th")
     size, rows = x0.shape[0], x0.detach().clone()
     mixers = []
