@@ -75,7 +75,7 @@ class CompressedStrategy(ReplicaStrategy):
         self._buffers = RunningBuffers(self._module, buffers)
         self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
-        self._gradients = GradientAverage(self._mean, hosts, self._meet, bucket_bytes)
+        self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes)
 
     def release(self) -> None:
         if self._gradients is not None:
@@ -119,7 +119,7 @@ class CompressedStrategy(ReplicaStrategy):
 
     def advance(self, optimizer: Optimizer) -> None:
         # Once an epoch, look which further buffers have changed: comparing all takes time.
-        look, self._epoch = self._epoch != self._trainer.current_epoch, self._trainer.current_epoch
+        look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
         self._rounds += 1
         if self._buffers is not None:
             self._buffers.share(look)

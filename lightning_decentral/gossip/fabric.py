@@ -64,7 +64,7 @@ class FabricGossipStrategy(FabricWorkers):
         refuse_lossy(self.codec, self.combine)
         self.states: Mapping[str, Travel] = {}
         self.island: Island = Solo()
-        self.member = IslandMember(None, 1, self._meet)
+        self.member = IslandMember(None, 1, self.meet)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self._mixers = Mixers(self._making)
 
@@ -81,7 +81,7 @@ class FabricGossipStrategy(FabricWorkers):
         self.combine = self.combine.placed(self.topology.fragments[0], self.workers)
         check(self)
         super().setup_environment()
-        self.member = IslandMember(self.wire, 1, self._meet)
+        self.member = IslandMember(self.wire, 1, self.meet)
 
     def _making(self) -> Making:
         rounds = Rounds(self, self.lightning_module)
@@ -100,7 +100,7 @@ class FabricGossipStrategy(FabricWorkers):
 
     def share(self) -> float | None:
         assert self.wire is not None
-        return self._mixers.share(self.wire.world, self.root_device, self._meet)
+        return self._mixers.share(self.wire.world, self.root_device, self.meet)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

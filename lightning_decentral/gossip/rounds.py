@@ -47,8 +47,9 @@ class Planned(Protocol):
     bucket_bytes: int | None
     heals: int
     member: IslandMember
-    wire: Wire | None
 
+    @property
+    def wire(self) -> Wire | None: ...
     @property
     def workers(self) -> int: ...
     @property

@@ -29,6 +29,7 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
@@ -103,7 +104,7 @@ class GossipStrategy(ReplicaStrategy):
         self.starts_on_host = self.island.shards > 1  # the whole model may not fit on one device
         self.delay, self.evaluate = delay, evaluate
         self.bucket_bytes, self.heals, self.exact_steps = bucket_bytes, heals, exact_steps
-        self.member = IslandMember(None, 1, self._meet)
+        self.member = IslandMember(None, 1, self.meet)
         self._mixers = Mixers(self._making)
         self._matrices = WholeMatrices([], self.member)
         self.checkpoints.held = IslandModel(self.island, self)
@@ -140,9 +141,9 @@ class GossipStrategy(ReplicaStrategy):
     def arrange(self) -> None:
         if self.wire is not None:
             scaled = getattr(self.precision_plugin, "scaler", None) is not None
-            refuse_unsharded(self.island, self._module, self._trainer.callbacks, scaled)
+            refuse_unsharded(self.island, self._module, callbacks_of(self._module.trainer), scaled)
             # Before the optimizers exist: FSDP gives the module other parameters.
-            self.member = self.island.join(self.wire, self.root_device, self._meet)
+            self.member = self.island.join(self.wire, self.root_device, self.meet)
             self.member.arrange(self._module)
 
     def prepare(self, wire: Wire | None) -> None:
@@ -219,13 +220,13 @@ class GossipStrategy(ReplicaStrategy):
         self._mixers.settle()
 
     def share(self) -> float | None:
-        return None if self.wire is None else self._mixers.share(self.wire.world, self.root_device, self._meet)
+        return None if self.wire is None else self._mixers.share(self.wire.world, self.root_device, self.meet)
 
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
         self.member.close(self.alone)
-        self.member = IslandMember(None, 1, self._meet)
+        self.member = IslandMember(None, 1, self.meet)
 
     # ---- the mean model and checkpoints -----------------------------------------------------------------------------
 

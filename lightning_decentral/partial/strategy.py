@@ -115,7 +115,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         if self.global_rank == 0:
             before = worker_state.random_state()  # the search draws random numbers of the run's generators
             try:
-                found = search(self._module, self._wish(), self.balance, run_of(self._trainer, *batch, **kwargs))
+                found = search(self._module, self._wish(), self.balance, run_of(self._module.trainer, *batch, **kwargs))
             except ValueError as error:
                 found = str(error)  # the others wait for an answer: the error travels as one
             worker_state.set_random_state(before)
@@ -131,7 +131,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     def _drive(self, plan: CutPlan) -> DepthController:
         place = Rank(self.global_rank, self._shares())
-        driver = DepthController(self._module, plan, timed(self.depth, self._trainer, self._saved or {}), place)
+        driver = DepthController(self._module, plan, timed(self.depth, self._module.trainer, self._saved or {}), place)
         cuts, kind = list(plan.boundaries), type(self.depth).__name__
         # A memory is about the segments and the assignment that it was made with.
         if self._saved and (self._saved["boundaries"], self._saved["depth"]) == (cuts, kind):
@@ -144,7 +144,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         shares = [self.depth.share(rank, self.world_size) for rank in range(self.world_size)]
-        if not self._trainer.training or len(set(shares)) == 1:
+        if not self._module.trainer.training or len(set(shares)) == 1:
             return dataloader
         loader, self._samples = shared(dataloader, shares)
         return loader
@@ -158,7 +158,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     @property
     def _step(self) -> int:
-        return int(self._trainer.global_step)
+        return int(self._module.trainer.global_step)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         driver = self.driver or self._find_cuts(*args, **kwargs)
@@ -191,7 +191,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     def _finish(self) -> None:
         if self._reducer is not None:
-            with self._together.waiting:
+            with self._attendance.waiting:
                 self._reducer.finish()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     def advance(self, optimizer: Optimizer) -> None:
         # Once an epoch, look which further buffers have changed: comparing all takes time.
-        look, self._epoch = self._epoch != self._trainer.current_epoch, self._trainer.current_epoch
+        look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
         self._rounds += 1
         if self._buffers is not None:
             self._buffers.share(look)

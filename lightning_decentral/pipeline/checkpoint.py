@@ -8,7 +8,7 @@ Where pipelines drift apart the file is their mean's, and each worker's own stat
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,10 +45,9 @@ class StageWorker(Worker, Protocol):
     plans: SlicePlanner
     bond: Bond
     optimizers: list[Optimizer]
-    wire: Wire | None
 
-    def join_groups(self) -> Wire | None: ...
-
+    @property
+    def wire(self) -> Wire | None: ...
     @property
     def num_stages(self) -> int: ...
     @property
@@ -64,8 +63,9 @@ class PipelineCheckpoints(Checkpoints):
         layout: who has what.
     """
 
-    def __init__(self, worker: StageWorker, mean_model: MeanModel) -> None:
+    def __init__(self, worker: StageWorker, mean_model: MeanModel, join_groups: Callable[[], Wire | None]) -> None:
         super().__init__(worker, mean_model)
+        self._join_groups = join_groups
         self.layout: Ownership | None = None  # kept after training: optimizers still hold one stage's states each
         self._stage = worker
         self._restored: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ class PipelineCheckpoints(Checkpoints):
         apart = self._mean_model.apart and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
         mine = self._part(self._of_mean(checkpoint), self.layout)
-        wire = self._stage.join_groups()  # again, after the fit
+        wire = self._join_groups()  # again, after the fit
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
         first = self._worker.is_global_zero
         mark = self._saving.mark(identity if apart else "", path)

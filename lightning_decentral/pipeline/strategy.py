@@ -100,7 +100,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
-        self.checkpoints = PipelineCheckpoints(self, self.mean_model)
+        self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
         self._deferred = Deferred()
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
@@ -146,7 +146,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         if fitting:
-            refuse_unserved(self._module, self._trainer.callbacks)
+            refuse_unserved(self._module)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     def place(self, fitting: bool) -> None:
         module = self._module
-        wire = self.join_groups()
+        wire = self._attendance.join_groups()
         if wire is not None:
             self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
@@ -209,7 +209,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
-        with self._together.waiting:  # one stage for the others, all of the step
+        with self._attendance.waiting:  # one stage for the others, all of the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
 
     def _say_plan(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_decentral.pipeline.plan.slicing import Uniform
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.compute.device import AsyncRead
+from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.objects import gather_objects
 
@@ -248,11 +249,11 @@ def checksum(inputs: Sequence[Tensor]) -> float:
     return result
 
 
-def refuse_unserved(module: LightningModule, callbacks: Sequence[Callback]) -> None:
+def refuse_unserved(module: LightningModule) -> None:
     """ValueError for what needs the backward, or the whole model, in one place."""
     if not module.automatic_optimization:
         raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
-    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(module.trainer)):
         raise ValueError(
             "ModelPruning chooses from the whole model, and a stage has a part of it: prune before or after the fit, "
             "or use strategy='compressed'"

@@ -39,6 +39,14 @@ class Rounds(Protocol):
         """Run one round of the optimizer with that index, without an update."""
 
 
+def uneven(worker: int, steps: int) -> RuntimeError:
+    """Of a worker whose epoch has ended, under a method in which all take the same updates."""
+    return RuntimeError(
+        f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
+        "updates: give every worker the same number of batches (drop_last=True, limit_train_batches)"
+    )
+
+
 class Uncoordinated:
     """Of a single worker: there is nobody to wait for.
 
@@ -73,7 +81,6 @@ class Coordination(Uncoordinated):
         of: whose rounds they are.
         stop: of this fit.
         presence: whose thread looks after it.
-        forward_signal: hands a signal on to the processes that this one started.
         name: of this fit, another one for each.
     """
 
@@ -83,10 +90,8 @@ class Coordination(Uncoordinated):
         trainer: Trainer,
         optimizers: Sequence[Optimizer],
         of: Rounds,
-        *,
         stop: StopAgreement,
         presence: Presence,
-        forward_signal: Callable[[int], None],
         name: str,
     ) -> None:
         self._of, self._met, self._open = of, 0, True
@@ -95,7 +100,7 @@ class Coordination(Uncoordinated):
             wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
         self.updating = self._steps = StepWatch(optimizers)
-        self._loops = LoopPatches(trainer, stop, self._roll, forward_signal)
+        self._loops = LoopPatches(trainer, stop, self._roll)
         presence.listen(stop.look)
 
     @property
@@ -138,15 +143,10 @@ LOST = {
 class LoopPatches:
     """Puts an agreement that nobody waits for in place of Lightning's broadcast from worker 0 before every batch, has a
     SIGTERM or a first Ctrl-C ask for it, and calls the roll where an epoch ends.
-
-    Args:
-        forward_signal: hands a signal on to the processes that this one started.
     """
 
-    def __init__(
-        self, trainer: Trainer, stop: StopAgreement, roll: RollCall, forward_signal: Callable[[int], None]
-    ) -> None:
-        self._trainer, self._stop, self._roll, self._forward = trainer, stop, roll, forward_signal
+    def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall) -> None:
+        self._trainer, self._stop, self._roll = trainer, stop, roll
         self._undo: list[Callable[[], None]] = []
         self._epoch_ended = False
         loop = trainer.fit_loop.epoch_loop
@@ -186,8 +186,9 @@ class LoopPatches:
         raise SIGTERMException(128 + signal.SIGTERM)  # with 0, a launcher that forked would wait for a result
 
     def _on_sigterm(self, _: object, signum: int, __: object) -> None:
-        if not self._stop.raised:
-            self._forward(signum)
+        launcher = self._trainer.strategy.launcher
+        if not self._stop.raised and launcher is not None:
+            launcher.kill(signum)  # the processes that this one started
         self._stop.ask(signum)
 
     def _on_interrupt(self, signum: int, frame: object) -> None:

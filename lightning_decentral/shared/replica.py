@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
-from lightning_decentral.shared.pruning import PrunedTogether
+from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import floating, mean
@@ -68,12 +68,12 @@ class ReplicaStrategy(WorkersStrategy):
         super().setup(trainer)
         if self.wire is not None and trainer.state.fn == TrainerFn.FITTING:
             model = self._module, self.mean_model
-            self._pruned = PrunedTogether(trainer, *model, self._from_worker_0, self.arrive)
+            self._pruned = PrunedTogether(trainer, *model, self._from_worker_0, self.evaluation.arrive)
 
     def _from_worker_0(self, tensors: Sequence[Tensor]) -> None:
         assert self.wire is not None
         world = self.wire.world
-        self._meet(lambda: start_from_worker_0(tensors, world, self.root_device))
+        self.meet(lambda: start_from_worker_0(tensors, world, self.root_device))
 
     def optimizer_step(
         self,
@@ -101,7 +101,7 @@ class ReplicaStrategy(WorkersStrategy):
     def place(self, fitting: bool) -> None:
         if not self.starts_on_host or self.mean_model.apart:  # a mean is of tensors on the device
             self.model_to_device()
-        self.join_groups()
+        self._attendance.join_groups()
         self._equalize(fitting)
         self.arrange()
         if self.starts_on_host:
@@ -139,18 +139,18 @@ class ReplicaStrategy(WorkersStrategy):
 
     def averaged(self) -> list[Tensor]:
         # A WeightAveraging callback validates with a copy of its own.
-        callbacks = [c for c in self._trainer.callbacks if isinstance(c, WeightAveraging)]
+        callbacks = [c for c in callbacks_of(self._module.trainer) if isinstance(c, WeightAveraging)]
         copies = [c._average_model for c in callbacks if c._average_model is not None]
         return floating([self._module, *copies])
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        wire = self.join_groups()  # again, where a checkpoint is saved after the fit
+        wire = self._attendance.join_groups()  # again, where a checkpoint is saved after the fit
         assert wire is not None
         world, share = wire.world, self.share()
-        return self._together.meet(lambda: mean(tensors, world, share))
+        return self.meet(lambda: mean(tensors, world, share))
 
     def replica_group(self) -> Transport | None:
-        wire = self.join_groups()
+        wire = self._attendance.join_groups()
         return None if wire is None else wire.world
 
     @property

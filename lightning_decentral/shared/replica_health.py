@@ -19,10 +19,11 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 class Replica(Protocol):
     """What is asked of the strategy whose replicas are judged."""
 
-    wire: Wire | None
     heals: int
     devices_per_worker: int
 
+    @property
+    def wire(self) -> Wire | None: ...
     @property
     def lightning_module(self) -> LightningModule | None: ...
     @property
@@ -37,7 +38,7 @@ class Replica(Protocol):
     def rounds(self) -> list[int]: ...
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
     def gather(self, value: Any) -> list[Any]: ...
-    def _meet(self, call: Callable[[], Any]) -> Any: ...
+    def meet(self, call: Callable[[], Any]) -> Any: ...
 
 
 class ReplicaHealth:
@@ -63,7 +64,7 @@ class ReplicaHealth:
         """
         over, devices = self._of.replica_group(), self._of.devices_per_worker
         assert over is not None
-        sick: dict[int, Ailment] = self._of._meet(lambda: ailing(tensors, over, devices))
+        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(tensors, over, devices))
         self._agree(tensors, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
         if not sick:
             return self._of.mean_of(tensors)
@@ -95,7 +96,7 @@ class ReplicaHealth:
         assert over is not None
         assert self._of.lightning_module is not None
         named = dict(self._of.lightning_module.named_parameters())
-        found: Unequal | None = self._of._meet(lambda: unequal(list(named.values()), over))
+        found: Unequal | None = self._of.meet(lambda: unequal(list(named.values()), over))
         said = found.said(list(named)[found.tensor], lambda replica: self._number(replica, over)) if found else ""
         problems = [problem for problem in self._of.gather(said) if problem]
         if problems:

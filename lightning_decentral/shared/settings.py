@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import lightning.pytorch as lightning
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     Checkpoint,
     EarlyStopping,
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 import lightning_decentral
 from lightning_decentral.shared.plan.described import constructed, described, said
-from lightning_decentral.shared.registration import UnwrappedStrategy
+from lightning_decentral.shared.refusals import own_bases
 from lightning_decentral.shared.wire.meeting.settings import check_same_settings
 from lightning_decentral.shared.wire.transport import connected, everyone
 
@@ -32,6 +32,11 @@ OF_ONE_WORKER = (
     *("profiler", "deterministic", "benchmark", "num_nodes", "strategy"),
 )
 """Arguments of a Trainer that may differ: nobody waits for another because of them. Nodes are counted as workers."""
+OF_LIGHTNING = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "start_method"),
+)
+"""Arguments of a strategy from its Trainer, or how processes start; where it matters, what came of them is compared."""
 PLACES = ("dirpath", "filename", "verbose", "auto_insert_metric_name", "enable_version_counter", "log_rank_zero_only")
 """Arguments of callbacks that may differ; worker 0's decide."""
 MEETING = (
@@ -55,7 +60,7 @@ class Worker(Protocol):
     @property
     def optimizers(self) -> list[Optimizer]: ...
     @property
-    def _trainer(self) -> Trainer: ...
+    def _module(self) -> LightningModule: ...
 
 
 class SameSettings:
@@ -73,7 +78,7 @@ class SameSettings:
         """As soon as there is a world: versions, strategy, trainer, callbacks."""
         self._asked = False
         if connected():
-            trainer = self._worker._trainer
+            trainer = self._worker._module.trainer
             self._compare(
                 {**versions(), **of_strategy(self._worker), **of_trainer(trainer), **of_callbacks(trainer)}, "set-up"
             )
@@ -112,8 +117,7 @@ def versions() -> dict[str, str]:
 
 def of_strategy(strategy: Any) -> dict[str, str]:
     """{argument: what it is, argument.part: ...}."""
-    classes = type(strategy).__mro__
-    parts = constructed(strategy, classes[: classes.index(UnwrappedStrategy)], skip=strategy.own)
+    parts = constructed(strategy, own_bases(type(strategy)), skip=(*strategy.own, *OF_LIGHTNING))
     found = {"strategy": type(strategy).__qualname__}
     for name, part in parts.items():
         found |= described(part, name)

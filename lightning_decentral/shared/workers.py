@@ -1,60 +1,105 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
-What is common to all is in parts: `SameSettings` (agreeing before they train), `MeanModel` (workers that drift apart),
-`ReplicaHealth` (poison), `Checkpoints` (saving, resuming), `Coordination` (stopping and ending epochs together),
-`Attendance` (who is there).
+What is common to all is in parts: `Attendance` (who is there, stopping together), `SameSettings` (before they train),
+`MeanModel` and `Evaluation` (what is shown of workers that drift apart), `ReplicaHealth` (poison), `Checkpoints`.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
-from lightning_decentral.shared.coordination import Coordination
+from lightning_decentral.shared.coordination import Result, uneven
+from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.gradient_check import Unchecked
-from lightning_decentral.shared.meeting import MeetingStrategy
-from lightning_decentral.shared.pruning import BeforeOthers
-from lightning_decentral.shared.registration import refuse_sync_batch_norm
+from lightning_decentral.shared.meeting import TIMEOUT, Attendance
+from lightning_decentral.shared.refusals import StartMethod, named, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
+from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-class WorkersStrategy(MeetingStrategy):
-    """Workers that run Lightning's loops side by side and meet where their method says.
+class WorkersStrategy(DDPStrategy):
+    """Workers that run Lightning's loops side by side and meet where their method says; no wrapper around the module.
+
+    Args:
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: the Trainer's own arguments give these.
+        cluster_environment: who started the processes.
+        process_group_backend: nccl, gloo, ...; by default the device's.
+        timeout: how long a worker waits for another, in set-up, in a step or anywhere, before it ends.
+        start_method: how the processes of a host are started.
 
     Attributes:
         mean_model: the mean of workers that drift apart.
         checkpoints: how this method saves and resumes; the constructor of a subclass sets it.
         own: what may differ between workers: names of arguments, `parameters of the optimizers`.
+
+    Raises:
+        ValueError: for any other option, of DDP's own wrapper too: there is none to read it.
     """
 
     checkpoints: Checkpoints
     gradient_check = Unchecked()
     own: ClassVar[Sequence[str]] = ()
-
     devices_per_worker: int = 1
-
     heals: int = 0
     """How often a worker may be healed by the others; with any, also by their mean where that is taken."""
 
-    def __init__(self, **workers: Any) -> None:
-        super().__init__(**workers)
-        self._fits = 0
-        self._same = SameSettings(self)
-        self.health = ReplicaHealth(self)
-        self.mean_model = MeanModel(
-            self.health.mean, self.shown
-        )  # a method: a spawned process gets the strategy pickled
-        self._before_others: BeforeOthers | None = None
+    def __init__(
+        self,
+        *,  # by name, every one: LightningCLI reads constructors, and gives every option that it finds there
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = TIMEOUT,
+        start_method: StartMethod = "popen",
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(type(self), unknown)
+        parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        settings: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
+        super().__init__(*parts, **settings, start_method=start_method)
+        self._attendance = Attendance(self, timeout)
+        self._same, self.health, self.evaluation = SameSettings(self), ReplicaHealth(self), Evaluation(self)
+        self.mean_model = MeanModel(self.health.mean, self.shown)  # methods: a spawned process gets all this pickled
+
+    def __repr__(self) -> str:
+        return named(self)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The package registers its names itself; DDP's would name this class `ddp`."""
+
+    @property
+    def wire(self) -> Wire | None:
+        """The groups that every method needs; None before set-up, and for a single worker."""
+        return self._attendance.wire
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
@@ -88,16 +133,8 @@ class WorkersStrategy(MeetingStrategy):
         """Rounds that the others must have launched before this worker can go on."""
 
     def take_part(self, index: int) -> None:
-        """Run one round of the optimizer with that index, without an update.
-
-        Raises:
-            RuntimeError: the method can't, all its workers take the same updates.
-        """
-        raise RuntimeError(
-            f"worker {self.global_rank} ended its epoch after {self.rounds()[index]} steps while another goes on, and "
-            "all must take the same updates: give every worker the same number of batches "
-            "(drop_last=True, limit_train_batches)"
-        )
+        """Run one round of the optimizer with that index, without an update; RuntimeError if the method has none."""
+        raise uneven(self.global_rank, self.rounds()[index])
 
     @abstractmethod
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -120,8 +157,12 @@ class WorkersStrategy(MeetingStrategy):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
-        super().setup_environment()
+    def setup_distributed(self) -> None:
+        """As DDPStrategy, at a meeting that says who is missing."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        self._attendance.come()
         self._same.plan()
 
     def setup(self, trainer: Trainer) -> None:
@@ -138,46 +179,54 @@ class WorkersStrategy(MeetingStrategy):
             self.setup_optimizers(trainer)
             self._same.optimizers()
         self.setup_precision_plugin()
-        self._before_others = BeforeOthers(trainer, self.begin_evaluation)
+        self.evaluation.watch(trainer)
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self.prepare(self.wire)
             self.checkpoints.resume()
-            self._coordinate(trainer)
+            self._attendance.coordinate(trainer, self.optimizers, self)
         self._attendance.ready = True
 
     def convert(self, module: nn.Module) -> nn.Module:
         return self.precision_plugin.convert_module(module)
 
-    def _coordinate(self, trainer: Trainer) -> None:
-        if self.wire is None:
-            return
-        stop, presence = self._attendance.stop(self._patience)
-        self._together = Coordination(
-            self.wire,
-            trainer,
-            self.optimizers,
-            self,
-            stop=stop,
-            presence=presence,
-            forward_signal=self._forward_signal,
-            name=f"fit-{self._fits}",  # the store still has what earlier fits wrote
-        )
-        self._fits += 1
+    # ---- Lightning's collectives, counted in a fit ------------------------------------------------------------------
+
+    def meet(self, call: Callable[[], Result]) -> Result:
+        """Run what waits for other workers; for parts that are made before a fit is coordinated."""
+        return self._attendance.meet(call)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.alone:
+            self.meet(partial(super().barrier, *args, **kwargs))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.meet(lambda: broadcast_world(obj, src))
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        return self.meet(partial(super().reduce, tensor, group, reduce_op))
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.meet(lambda: gather_world(value))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.wire is None or sync_grads or group is not None:
+            return self.meet(partial(super().all_gather, tensor, group, sync_grads))
+        return gather_rows(self.wire.world, tensor, self.meet)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
-        with self._together.updating:
+        with self._attendance.updating:
             checked = self.gradient_check.after(closure, optimizer, self.precision_plugin)
             output = super().optimizer_step(optimizer, checked, model, **kwargs)
         if self.wire is not None:
             self.mean_model.apart = self.drifts  # not before: up to the first update all are equal
-            with self._together.waiting:
+            with self._attendance.waiting:
                 self.advance(optimizer)
                 if optimizer is self.optimizers[0]:  # once a round, however many optimizers there are
-                    self._together.tick()
+                    self._attendance.tick()
         return output
 
     # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
@@ -199,12 +248,6 @@ class WorkersStrategy(MeetingStrategy):
     def averaged(self) -> list[Tensor]:
         return floating([self._module])
 
-    def begin_evaluation(self) -> None:
-        """Before any callback's hook; Lightning would ask behind them."""
-        self.health.check_equal()
-        if self.shows_mean:
-            self.mean_model.show(self.averaged())
-
     def on_validation_end(self) -> None:
         self.mean_model.hide()
 
@@ -215,25 +258,14 @@ class WorkersStrategy(MeetingStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.arrive()
-
-    def arrive(self) -> None:
-        """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
-        self.health.check_equal()
-        if self.mean_model.apart:
-            self.settle()
-            if self.ends_at_mean:
-                self.mean_model.take(floating([self._module]))
+        self.evaluation.arrive()
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        between, self._attendance.saving = self.wire is None, True
-        self.health.check_equal()
-        self.checkpoints.save(checkpoint, filepath, storage_options)
-        self._attendance.saving = False  # after an error it stays: that is where this worker ends
-        if between:  # two fits, or after the last: groups made for this checkpoint alone
-            self._disconnect(self.alone)
+        with self._attendance.saving():
+            self.health.check_equal()
+            self.checkpoints.save(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self.checkpoints.remove(filepath)
@@ -243,27 +275,26 @@ class WorkersStrategy(MeetingStrategy):
         return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning's, with one line for a checkpoint of another model."""
-        try:
+        with of_this_model():
             super().load_model_state_dict(checkpoint, strict=strict)
-        except RuntimeError as error:
-            first = next(iter([line.strip() for line in str(error).splitlines() if line.strip()][1:2]), error)
-            raise ValueError(
-                f"the checkpoint is of another model: {first} (build the model with the settings it was saved with)"
-            ) from error
 
     def on_train_start(self) -> None:
         super().on_train_start()
         self.checkpoints.start()
 
+    @property
+    def alone(self) -> bool:
+        return self._attendance.alone
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._attendance.leave(exception)
+
     def teardown(self) -> None:
         alone = self.alone
-        self._together.close()
-        self.mean_model.forget()
-        if self._before_others is not None:
-            self._before_others.remove()
-        self._before_others = None
+        self._attendance.release()
+        self.evaluation.close()
         self.release()
-        self._disconnect(alone)
+        self._attendance.leave_groups(alone)
         super().teardown()
         self._attendance.close(alone)

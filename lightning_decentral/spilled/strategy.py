@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.registration import named
+from lightning_decentral.shared.refusals import named
 from lightning_decentral.spilled.compute.engine import Engine
 from lightning_decentral.spilled.compute.transfer import device_of
 from lightning_decentral.spilled.compute.update import OnHost, Update, Updating

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import Strategy
 
 from tests.packaging.project import ROOT
 from tests.packaging.test_floors import PACKAGE, dotted
@@ -60,3 +61,15 @@ def test_a_gossip_run_reads_what_it_uses() -> None:
     assert len(read_by("import lightning_decentral.gossip")) <= FILES_READ_FOR_THE_FACE
     methods = {name.split(".")[1] for name in files}
     assert methods == {"gossip", "shared"}
+
+
+@pytest.mark.parametrize("method", ["compressed", "gossip", "partial", "pipeline", "spilled"])
+def test_a_strategy_has_at_most_two_bases_of_ours(method: str) -> None:
+    # What it is made of are parts: objects with tests of their own.
+    module = import_module(f"lightning_decentral.{method}.strategy")
+    found = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    strategies = [c for c in found if issubclass(c, Strategy)]
+    assert strategies
+    for strategy in strategies:
+        ours = [c for c in strategy.__mro__[1:] if c.__module__.startswith("lightning_decentral.")]
+        assert len(ours) <= 2, ours

@@ -63,7 +63,7 @@ def fit(party: Party, stop: Any, optimizers: Any = ()) -> Coordination:
     wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store)
     trainer: Any = SimpleNamespace()
     presence: Any = SimpleNamespace(listen=lambda _: None, forget=lambda _: None)
-    settings: Any = {"stop": stop, "presence": presence, "forward_signal": lambda _: None, "name": "fit-0"}
+    settings: Any = {"stop": stop, "presence": presence, "name": "fit-0"}
     return Coordination(wire, trainer, optimizers, party, **settings)
 
 

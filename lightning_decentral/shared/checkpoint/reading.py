@@ -2,7 +2,8 @@
 
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,18 @@ class Reading:
         if found.get("rank") != self._worker.global_rank:
             return f"{file} is worker {found.get('rank')}'s, not worker {self._worker.global_rank}'s"
         return None
+
+
+@contextmanager
+def of_this_model() -> Iterator[None]:
+    """ValueError in one line where a state_dict doesn't fit the module into which it is loaded."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = next(iter([line.strip() for line in str(error).splitlines() if line.strip()][1:2]), error)
+        raise ValueError(
+            f"the checkpoint is of another model: {first} (build the model with the settings it was saved with)"
+        ) from error
 
 
 def _said(path: str | Path, reason: str) -> str:

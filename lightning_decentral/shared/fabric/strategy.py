@@ -20,11 +20,12 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.described import constructed, described
-from lightning_decentral.shared.registration import StartMethod, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.refusals import StartMethod, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import versions
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
@@ -32,7 +33,7 @@ from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
 from lightning_decentral.shared.wire.meeting.settings import check_same_settings
 from lightning_decentral.shared.wire.objects import gather_world
-from lightning_decentral.shared.wire.transport import Transport, Wire, connect, connected, everyone
+from lightning_decentral.shared.wire.transport import Transport, Wire, connected, everyone
 
 MEAN_STANDS = "the mean of the workers stands in the model's place"
 
@@ -46,7 +47,6 @@ class FabricWorkers(DDPStrategy):
         timeout: how long a worker waits for another, anywhere, before it ends.
 
     Attributes:
-        wire: the groups that every method needs; None before `launch`, and for a single worker.
         modules, optimizers: what was set up, in order.
         steps: updates of the first optimizer.
 
@@ -74,19 +74,20 @@ class FabricWorkers(DDPStrategy):
         settings: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
         parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         super().__init__(*parts, **settings, start_method=start_method)
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
-        self._patience = timeout
-        self.wire: Wire | None = None
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.steps = 0
         self.health = ReplicaHealth(self)
         self.mean_model = MeanModel(self.health.mean)
         self._shown = False
-        self._attendance = FabricAttendance(self.rounds)
+        self._attendance = FabricAttendance(self, timeout)
         self._checkpoints = FabricCheckpoints(self, self.mean_model)
         self._backward_sync_control = Accumulating(self)
+
+    @property
+    def wire(self) -> Wire | None:
+        """The groups that every method needs; None before `launch`, and for a single worker."""
+        return self._attendance.wire
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for {DDPStrategy.__module__.removesuffix('.strategies.ddp')}.Fabric>"
@@ -143,15 +144,10 @@ class FabricWorkers(DDPStrategy):
         reset_seed()
         self._set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        assert self.cluster_environment is not None
-        place = self.root_device, self._patience, (self.num_nodes, self.num_processes)
-        self._attendance.come(self.cluster_environment, self._process_group_backend, *place)
-        self._attendance.join(self.global_rank, self.world_size)
+        self._attendance.come()
         if connected():
             self._agree()
-            self.wire = connect(
-                self.root_device, self._patience, None, partial(self._attendance.await_all, self._patience)
-            )
+        self._attendance.join_groups()
         self._attendance.ready = True
 
     def _agree(self) -> None:
@@ -159,7 +155,8 @@ class FabricWorkers(DDPStrategy):
         given = {**versions(), "strategy": type(self).__qualname__, "precision": type(self.precision).__qualname__}
         for name, part in constructed(self, mro[: mro.index(FabricWorkers)]).items():
             given |= described(part, name)
-        check_same_settings(given, over.group.get_group_store(), over.rank, over.size, self._patience, "set-up")
+        place = over.group.get_group_store(), over.rank, over.size, self._attendance.timeout
+        check_same_settings(given, *place, "set-up")
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """The module itself: equal on all workers from here on, worker 0's."""
@@ -281,7 +278,7 @@ class FabricWorkers(DDPStrategy):
     def replica_group(self) -> Transport | None:
         return None if self.wire is None else self.wire.world
 
-    def _meet(self, call: Callable[[], Any]) -> Any:
+    def meet(self, call: Callable[[], Result]) -> Result:
         return call()  # nobody counts who waits: a loop of the user's own can't be asked for one more round
 
     def gather(self, value: Any) -> list[Any]:

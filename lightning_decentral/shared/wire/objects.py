@@ -1,5 +1,6 @@
 """Values from worker to worker, in the plain encoding; one that can't be sent is an error on all of them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,17 @@ def _receive(over: Transport, source: int, head_bytes: int) -> Packed:
 
     head = _data(receive(head_bytes, HEAD))
     return Packed(head, [receive(n, tag) for tag, n in enumerate(lengths(head), HEAD + 1)])
+
+
+def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], None]], Any]) -> Tensor:
+    """[size, ...]: every worker's tensor.
+
+    Args:
+        meet: calls what waits for the others.
+    """
+    pending, rows = over.all_gather(tensor.detach().contiguous())
+    meet(pending.wait)
+    return torch.stack(rows)
 
 
 def _done(pending: tuple[list[Any], list[Any]]) -> None:

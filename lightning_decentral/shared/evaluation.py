@@ -1,4 +1,5 @@
-"""Callbacks that change parameters: `ModelPruning`, and whatever swaps some in where an evaluation begins.
+"""When the mean of the workers is shown (evaluations) or taken (the end of training), and callbacks that meet it there:
+`ModelPruning`, and whatever swaps parameters in where an evaluation begins.
 
 The mean of the workers is pruned, by one mask for all, and stays pruned where training ends. By itself each worker
 would choose a mask from its own parameters, and a mean of different masks prunes less than each.
@@ -10,14 +11,21 @@ changed in a worker's own parameters then, and taken back in the mean.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
+from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.wire.mean import MeanModel, floating
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """All of them, in their order; the list itself."""
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return found
 
 
 class PrunedTogether:
@@ -39,7 +47,7 @@ class PrunedTogether:
         self._module, self._mean_model = module, mean_model
         self._from_worker_0, self._arrive = from_worker_0, arrive
         self._undo: list[Callable[[], None]] = []
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in callbacks_of(trainer):
             if isinstance(callback, ModelPruning):
                 self._replace(callback, "_run_pruning", self._prune)
                 self._replace(callback, "on_train_end", self._end)
@@ -69,16 +77,67 @@ class PrunedTogether:
         inner(*args)
 
 
+class Evaluated(Protocol):
+    """What is asked of the strategy whose mean it is."""
+
+    health: ReplicaHealth
+    mean_model: MeanModel
+
+    @property
+    def _module(self) -> LightningModule: ...
+    @property
+    def shows_mean(self) -> bool: ...
+    @property
+    def ends_at_mean(self) -> bool: ...
+    def averaged(self) -> list[Tensor]: ...
+    def settle(self) -> None: ...
+
+
+class Evaluation:
+    """Of one strategy: what Lightning does once for all workers sees their mean, or replicas that are equal."""
+
+    def __init__(self, of: Evaluated) -> None:
+        self._of = of
+        self._before_others = BeforeOthers(self._begin)
+
+    def watch(self, trainer: Trainer) -> None:
+        """From now on, until `close`."""
+        self._before_others.insert(trainer)
+
+    def _begin(self) -> None:
+        self._of.health.check_equal()
+        if self._of.shows_mean:
+            self._of.mean_model.show(self._of.averaged())
+
+    def arrive(self) -> None:
+        """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
+        self._of.health.check_equal()
+        if self._of.mean_model.apart:
+            self._of.settle()
+            if self._of.ends_at_mean:
+                self._of.mean_model.take(floating([self._of._module]))
+
+    def close(self) -> None:
+        """The tensors are their owners' again."""
+        self._of.mean_model.forget()
+        self._before_others.remove()
+
+
 class BeforeOthers(Callback):
     """Calls `begin` where a validation, test or prediction begins; the first of a trainer's callbacks, for one run."""
 
-    def __init__(self, trainer: Trainer, begin: Callable[[], None]) -> None:
-        self._begin, self._callbacks = begin, trainer.callbacks  # type: ignore[attr-defined]
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self._callbacks: list[Callback] = []
+
+    def insert(self, trainer: Trainer) -> None:
+        self._callbacks = callbacks_of(trainer)
         self._callbacks.insert(0, self)
 
     def remove(self) -> None:
         """From the trainer, which may train again with another strategy."""
         self._callbacks[:] = [callback for callback in self._callbacks if callback is not self]
+        self._callbacks = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()

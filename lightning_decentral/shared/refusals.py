@@ -1,0 +1,54 @@
+"""For which Trainers strategies are, the options that they know, and refusals of what no method with workers serves."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Literal
+
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+OTHER = {
+    "lightning.pytorch.strategies.strategy": ("pytorch_lightning", "lightning_decentral.pytorch_lightning"),
+    "pytorch_lightning.strategies.strategy": ("lightning.pytorch", "lightning_decentral"),
+}
+"""{where Strategy is from: (the other package, where its strategies are)}"""
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+def named(strategy: Strategy) -> str:
+    """Of which package's Trainer it is. A Trainer of another refuses it, and says what it got."""
+    package, other = Strategy.__module__.removesuffix(".strategies.strategy"), OTHER[Strategy.__module__]
+    name = type(strategy).__name__
+    return f"<{name} for {package}.Trainer; {other[0]}.Trainer takes {other[1]}.{name}>"
+
+
+def refuse_unknown(strategy: type, options: Iterable[str]) -> None:
+    """ValueError for an option that neither the strategy nor a base below DDPStrategy names: nothing would read it."""
+    unknown = sorted(options)
+    if unknown:
+        constructors = [vars(cls)["__init__"] for cls in own_bases(strategy) if "__init__" in vars(cls)]
+        named = [p for made in constructors for p in inspect.signature(made).parameters.values() if p.kind in NAMED]
+        valid = ", ".join(sorted({p.name for p in named} - {"self"}))
+        raise ValueError(
+            f"{strategy.__name__} has no option {unknown[0]!r} (there is no DDP wrapper to take it): it has {valid}"
+        )
+
+
+def own_bases(strategy: type) -> tuple[type, ...]:
+    """The class and its bases below DDPStrategy: ours."""
+    mro = strategy.__mro__
+    return mro[: [cls.__name__ for cls in mro].index("DDPStrategy")]  # Trainers' or Fabric's
+
+
+def refuse_sync_batch_norm(strategy: type, module: nn.Module, asked: bool) -> None:
+    """ValueError where BatchNorm would gather its statistics over the workers, which would wait for each other."""
+    if asked or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        raise ValueError(
+            "SyncBatchNorm makes all workers wait for each other in every layer, "
+            f"which {strategy.__name__} exists to avoid: use plain BatchNorm "
+            "(its statistics are averaged for the mean model), GroupNorm or LayerNorm"
+        )
