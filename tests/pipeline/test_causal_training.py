@@ -1,5 +1,6 @@
 """Whole trainings of what only some models have: packed rows, the loss of routers, adapters by `peft`."""
 
+import peft
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -44,7 +45,6 @@ class Documents(LightningModule):
 
 
 def adapted():
-    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
     return random(peft.get_peft_model(family("qwen3")(), lora))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchft import local_sgd
 
 from lightning_decentral.gossip import (
     Complete,
@@ -85,7 +86,6 @@ class Part(nn.Module):
 
 def torchfts(parts: int, steps: int, lr: float, momentum: float) -> Tensor:
     """[steps + 1, size, dim] of SGD under torchft's DiLoCo, a thread for each worker."""
-    local_sgd = pytest.importorskip("torchft.local_sgd", reason="needs torchft: the extra reference")
     barrier, rows = threading.Barrier(SIZE), [None] * SIZE
 
     def worker(rank: int) -> Tensor:

@@ -1,5 +1,6 @@
 """LoRA by `peft`: adapters in the blocks, a head that is trained whole, everything else frozen."""
 
+import peft
 import pytest
 import torch
 
@@ -7,7 +8,6 @@ from tests.pipeline.causal import apart, batch
 from tests.pipeline.compute.causal.families import family
 from tests.pipeline.compute.causal.stages import random, staged, whole
 
-peft = pytest.importorskip("peft")
 ids, mask, labels = batch(size=2)
 
 
