@@ -5,6 +5,7 @@ neither a validation nor a checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
@@ -52,7 +53,7 @@ class ReplicaHealth:
     """
 
     def __init__(self, of: Replica) -> None:
-        self.left_out = 0
+        self.left_out, self._warned = 0, False
         self._of = of
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -87,6 +88,8 @@ class ReplicaHealth:
     def check_equal(self) -> None:
         """See that replicas that take the same updates are the same. Collective; nothing where they may differ.
 
+        Warns of one that differs by no more than hardware may make it.
+
         Raises:
             FloatingPointError: one isn't, by worker, parameter and values; on all workers.
         """
@@ -98,9 +101,12 @@ class ReplicaHealth:
         named = dict(self._of.lightning_module.named_parameters())
         found: Unequal | None = self._of.meet(lambda: unequal(list(named.values()), over))
         said = found.said(list(named)[found.tensor], lambda replica: self._number(replica, over)) if found else ""
-        problems = [problem for problem in self._of.gather(said) if problem]
-        if problems:
-            raise FloatingPointError(problems[0])
+        for problem, slight in sorted(self._of.gather((said, found is not None and found.slight)), key=itemgetter(1)):
+            if problem and not slight:
+                raise FloatingPointError(problem)
+            if problem and not self._warned:
+                rank_zero_warn(problem)
+                self._warned = True
 
     def _number(self, replica: int, over: Transport) -> int:
         """The worker that has this number among the replicas: there may be others between them, of other stages."""

@@ -24,7 +24,7 @@ class Poison(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == 2 and trainer.global_rank == 1:
             with torch.no_grad():
-                pl_module.state_dict()["head.bias"][0] = self._bad
+                pl_module.state_dict()["head.bias"][0] += self._bad
 
 
 def fit(folder: Path, bad: float, strategy: Any) -> None:
@@ -48,3 +48,10 @@ def test_a_replica_that_is_not_equal_is_never_saved(tmp_path: Path, bad: float, 
         in_processes(fit, tmp_path, bad, strategy)
     assert "FloatingPointError: worker 1's head.bias is from" in str(error.value)
     assert [file.name for file in tmp_path.glob("*.ckpt")] == ["step=1.ckpt"]
+
+
+def test_a_small_difference_is_said_and_training_goes_on(tmp_path: Path, capfd: Any) -> None:
+    in_processes(fit, tmp_path, 1e-6, CompressedStrategy(start_method="fork"))
+    said = capfd.readouterr().err
+    assert said.count("worker 1's head.bias differs from worker 0's by") == 1
+    assert len([*tmp_path.glob("*.ckpt")]) == STEPS

@@ -80,8 +80,12 @@ def test_a_mean_of_nobody_is_refused_in_one_line() -> None:
 
 
 def other(value: float, size: int, over: Transport) -> Unequal | None:
-    """Replicas are equal but for rounding; the last worker's second tensor has one other number."""
-    tensors = [torch.full((4,), 2.0) + 1e-7 * over.rank, torch.tensor([-1.0, 3.0, 0.5, 0.25]), torch.tensor(over.rank)]
+    """The last worker's second tensor has one other number, the first one other bit."""
+    tensors = [
+        torch.tensor([2.0, 1.0, 2.0 + 3e-7 * (over.rank == size - 1)]),
+        torch.tensor([-1.0, 3.0, 0.5, 0.25]),
+        torch.tensor(over.rank),
+    ]
     if over.rank == size - 1:
         tensors[1][3] = value
     return unequal(tensors, over)
@@ -92,13 +96,25 @@ def other(value: float, size: int, over: Transport) -> Unequal | None:
 def test_a_replica_that_is_not_equal_is_found_by_worker_and_tensor(size: int, value: float) -> None:
     for found in CPU.world(size, partial(other, value, size)):
         assert found is not None
-        assert (found.tensor, found.usual[0] < size - 1, found.other[0]) == (1, True, size - 1)
+        assert (found.tensor, found.slight, found.usual[0] < size - 1, found.other[0]) == (1, False, True, size - 1)
         assert f"worker {size - 1}'s w is from" in found.said("w", lambda replica: replica)
 
 
 @pytest.mark.parametrize("value", [0.25, 0.2501])
-def test_equal_replicas_may_differ_by_rounding(value: float) -> None:
-    assert CPU.world(3, partial(other, value, 3)) == [None] * 3
+def test_what_hardware_may_make_unlike_is_found_and_slight(value: float) -> None:
+    for found in CPU.world(3, partial(other, value, 3)):
+        assert found is not None
+        assert (found.tensor, found.slight, found.other[0]) == (0, True, 2)
+        assert "worker 2's w differs from worker" in found.said("w", lambda replica: replica)
+
+
+def test_a_bit_in_the_middle_of_many_is_found() -> None:
+    def flipped(over: Transport) -> Unequal | None:
+        many = torch.linspace(-1, 1, 100_001)
+        many[5] += 1e-6 * over.rank
+        return unequal([many], over)
+
+    assert all(found is not None and found.slight for found in CPU.world(2, flipped))
 
 
 def test_replicas_that_hold_the_same_nan_are_equal() -> None:
