@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_decentral import GossipStrategy, PartialBackpropStrategy
+from lightning_decentral import GossipStrategy, PartialBackpropStrategy, SpilledStrategy
 from lightning_decentral.gossip import PushSum
 from lightning_decentral.shared.wire.meeting import notices
 from lightning_decentral.shared.wire.pending import PeerLost
@@ -37,11 +37,11 @@ def no_more(now: tuple[int, int], before: tuple[int, int]) -> bool:
     return now[0] <= before[0] and now[1] <= before[1] + 1  # one that is yet to be closed
 
 
-def fits(count: int, strategy: type, options: dict[str, Any], folder: Path) -> list[tuple[int, int]]:
+def fits(count: int, strategy: type, options: dict[str, Any], folder: Path, devices: int = 2) -> list[tuple[int, int]]:
     """(threads, descriptors) after each of so many trainers; the first has used what stays, and nobody else's goes."""
     rows: list[tuple[int, int]] = []
     for _ in range(count):
-        trainer, module = Trainer(**QUIET, max_steps=3, devices=2, strategy=strategy(**options)), Net()
+        trainer, module = Trainer(**QUIET, max_steps=3, devices=devices, strategy=strategy(**options)), Net()
         trainer.fit(module, SizedBatches(3), SizedBatches(1))
         trainer.validate(module, SizedBatches(1), verbose=False)
         trainer.save_checkpoint(folder / "between.ckpt")
@@ -60,6 +60,12 @@ def test_a_fit_gives_its_threads_and_descriptors_back(strategy: type, options: d
     for outcome in crew(2, fits, 4, strategy, options, tmp_path):
         assert not outcome.error, outcome.output
         check_no_slope(*outcome.value[1:])
+
+
+def test_a_spilled_fit_gives_its_threads_and_descriptors_back(tmp_path: Path) -> None:
+    (outcome,) = crew(1, fits, 4, SpilledStrategy, {"memory_bytes": 2500}, tmp_path, 1)
+    assert not outcome.error, outcome.output
+    check_no_slope(*outcome.value[1:])
 
 
 def check_no_slope(first: tuple[int, int], *later: tuple[int, int]) -> None:
