@@ -1,4 +1,7 @@
-"""The report at a run's end: a table on the screen; beside the checkpoint a CSV, a picture and a JSON."""
+"""The report at a run's end: a table on the screen; beside the checkpoint a CSV, a picture and a JSON.
+
+Its bytes are those that were counted on the way; those that are planned stand in `summary`.
+"""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="gossip")`: decentralized data-parallel training, one word away from `ddp`."""
+"""`Trainer(strategy="gossip")`: decentralized data-parallel training. `wire/assembly` draws a whole round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), compression (`codec`), `integrity`.
+"""The arithmetic of gossip on tensors, sends nothing: update rules (`combine`), what links remember, `integrity`.
 
-Public: the faces of `combine` and `codec`.
+Codecs are shared with other methods: `shared/compute/codec`. Public: the face of `combine`.
 """

@@ -1,4 +1,4 @@
-"""Intra-node cost: what an island's devices do among themselves in a step (all-reduce, gather, scatter)."""
+"""Forecast of intra-node cost: what an island's devices do among themselves in a step (all-reduce, gather, scatter)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

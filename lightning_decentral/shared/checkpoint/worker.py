@@ -1,4 +1,6 @@
-"""Saving and resuming several workers: the mean model in one plain file, each worker's own state beside it.
+"""What saving and resuming have in common under all methods, an abstract base; whole replicas' is in `replica`.
+
+The mean model goes to one plain file, each worker's own state beside it.
 
 The plain file loads without this package. Workers' own files are written first, the plain file takes its name last:
 until then the checkpoint before it is whole, whoever is killed.

@@ -1,7 +1,8 @@
 """What a topology is: whom a worker hears at which step (`period`, `sources`); one step of it as a graph.
 
 A topology is a frozen value that knows no number of workers: size, rank and step are arguments. To add one, write a
-class with `sources`, and `period` where it changes over the steps: weights, checks, simulation, wire and tests read it.
+class with `sources`, and `period` where it changes over the steps (`Ring` in `static` is the one to copy), a line in
+this folder's face and `conf/strategy/topology/NAME.yaml`: weights, checks, simulation, wire and tests read it.
 """
 
 from abc import ABC, abstractmethod

@@ -6,7 +6,8 @@ The sender decodes its own payload, too. What it is thought to have said, `sent`
 link, and the correction x_i += rate * (mixed_i - sent_i) takes from one worker what it gives to another: with W doubly
 stochastic the mean of the workers is kept to rounding under every codec, however coarse.
 
-To add one, subclass `Codec`: `parts`, `encode` and `decode`; links, error feedback, averages and the tests read it.
+To add one, subclass `Codec`: `parts`, `encode` and `decode` (`Int8` in `quantize` is the one to copy), with a line in
+the faces and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages and the tests read it.
 """
 
 from abc import ABC, abstractmethod
