@@ -27,7 +27,7 @@ from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown
 
-from lightning_decentral.planner.candidates import method_of
+from lightning_decentral.planner.forecasts import method_of
 from lightning_decentral.shared.plan.forecast import Cluster as Devices
 from lightning_decentral.shared.plan.forecast import Setting, even
 from lightning_decentral.shared.plan.network import Network

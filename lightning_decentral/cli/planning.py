@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
         "--slices", type=whole, default=1, help="of a sequence in a pipeline (default 1: no token axis)"
     )
     parser.add_argument("--threshold", type=number, help=f"gain in %% under which ddp stays (default {THRESHOLD:.0%}%)")
+    parser.add_argument("--optimizer", help="of all methods: muon, of a profile with adamw (default: the profile's)")
     parser.add_argument("--also", action="append", default=[], help="words of a further strategy; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: plan.html")
     parser.set_defaults(run=run, outputs=("report",))
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
             also=options.also,
             memory_bytes=limit,
             threshold=options.threshold / 100,
+            optimizer=options.optimizer,
         )
     *said, command = sentences(found)
     answer(options, plan_answer(found, assumed), table(found), *assumed, *said, command)

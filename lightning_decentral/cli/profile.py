@@ -27,6 +27,8 @@ from lightning_decentral.gossip.wire.round_cost import ROUNDS, round_works
 from lightning_decentral.partial.compute.search import joints
 from lightning_decentral.partial.dry_run import run_of, step_of
 from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_blocks
+from lightning_decentral.planner.optimizer_profile import hidden_of, products_per_second, states_of
+from lightning_decentral.planner.plan.optimizer_cost import MUON, hidden_bytes, stepping_bytes
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.hardware import DeviceLaps, HostLaps, device_name, laps
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
@@ -42,11 +44,15 @@ class StepProfile(Callback):
         blocks: from the inputs to the loss.
         batch: samples of the first batch.
         state_bytes: of the optimizers after the last step.
+        states: of them, by name, as in `Model`.
+        products_per_second: as in `Model`.
     """
 
     def __init__(self, done: Callable[[], None]) -> None:
         self.blocks: tuple[BlockCost, ...] = ()
         self.batch, self.state_bytes = 1, 0
+        self.states: tuple[tuple[str, int], ...] = ()
+        self.products_per_second = 0.0
         self._done = done
         self._laps: HostLaps | DeviceLaps | None = None
 
@@ -79,7 +85,7 @@ class StepProfile(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not before the last step: state may grow with steps.
-        self.state_bytes = _state_bytes(trainer.optimizers)
+        self.state_bytes, self.states = _state_bytes(trainer.optimizers), states_of(trainer.optimizers)
 
     def _measure(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         names = joints(module, run_of(trainer, batch, 0))
@@ -88,6 +94,7 @@ class StepProfile(Callback):
             self.blocks = measure_blocks(module, names, run, trainer.optimizers, module.device, self._done)
         finally:
             del module.__dict__["log"]  # `step_of` has silenced it
+        self.products_per_second = products_per_second(hidden_of(module), module.device)
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
@@ -119,7 +126,22 @@ def profile(
     device = device_name(trainer.strategy.root_device)
     name, words = " ".join(overrides) or "recipe=vit", tuple(overrides)
     rounds = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device, done)
-    model = Model(name, device, measured.blocks, measured.batch, measured.state_bytes, words, rounds)
+    optimizer = application.choice([*overrides], "optimizer")
+    hidden = [sides for block in measured.blocks for sides in block.hidden]
+    model = Model(
+        name,
+        device,
+        measured.blocks,
+        measured.batch,
+        measured.state_bytes,
+        words,
+        rounds,
+        optimizer=optimizer,
+        states=measured.states,
+        stepping_bytes=stepping_bytes(hidden) if optimizer == MUON else 0,
+        whole_bytes=hidden_bytes(hidden) if optimizer == MUON else 0,
+        products_per_second=measured.products_per_second,
+    )
     return Profile(model, (), tuple(round(s / mean, 4) for s in seconds), {platform.node(): device}), mean
 
 

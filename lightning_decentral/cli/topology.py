@@ -16,7 +16,7 @@ from lightning_decentral.gossip.plan.checks import check
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import describe
 from lightning_decentral.gossip.strategy import GossipStrategy
-from lightning_decentral.planner.candidates import strategy_of
+from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.topology_curves import Curves, curves, draw_topology, heard
 
 LONG_SIZE, LARGEST_SIZE = 256, 2048  # workers that take more than seconds; more than an hour, or all memory

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.planner.optimizer_profile import hidden_of, sides
 from lightning_decentral.shared.compute.block_cost import BlockPass, Run, Seconds, measure, parameter_bytes
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import BlockCost
@@ -44,9 +45,12 @@ def measure_blocks(
     update = _update(optimizers, members, device)
     root.zero_grad(set_to_none=True)
     outputs = [*passes[-1].output_bytes[1:], 0]
-    rows = zip(costs, forward, backward, update, outputs, strict=True)
+    known = hidden_of(root)
+    hidden = [sides(block, known) for block in members]
+    rows = zip(costs, forward, backward, update, outputs, hidden, strict=True)
     return tuple(
-        replace(c, forward_seconds=f, backward_seconds=b, update_seconds=u, output_bytes=o) for c, f, b, u, o in rows
+        replace(c, forward_seconds=f, backward_seconds=b, update_seconds=u, output_bytes=o, hidden=h)
+        for c, f, b, u, o, h in rows
     )
 
 

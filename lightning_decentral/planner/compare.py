@@ -2,10 +2,12 @@
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates, method_of, strategy_of
+from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates, in_full
+from lightning_decentral.planner.forecasts import method_of, strategy_of
+from lightning_decentral.planner.plan.optimizer_cost import trained_with
 from lightning_decentral.shared.plan.forecast import Method, Setting, StepForecast, drawn, forecast
 
 THRESHOLD = 0.1
@@ -63,18 +65,14 @@ class Comparison:
 
     @property
     def command(self) -> str:
-        """The best one's words for `recipes/train.py`, with the cluster's, for a shell."""
-        cluster = self.setting.cluster
-        recipe = shlex.join(self.setting.model.words)
-        words = self.best.candidate.words if self.best else ""
-        return " ".join(
-            [
-                *([recipe] if recipe else []),
-                words,
-                f"trainer.num_nodes={cluster.nodes}",
-                f"trainer.devices={cluster.per_node}",
-            ]
-        )
+        """Words for `recipes/train.py` that train with the best one, for a shell: the profile's, then strategy, codec,
+        rule and optimizer by name, and the cluster."""
+        model, cluster = self.setting.model, self.setting.cluster
+        words = in_full(self.best.candidate.words) if self.best else []
+        unsaid = model.optimizer and not any(word.startswith("optimizer=") for word in model.words)
+        optimizer = [f"optimizer={model.optimizer}"] if unsaid else []
+        where = [f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"]
+        return shlex.join([*model.words, *words, *optimizer, *where])
 
 
 def fits(row: Row, memory_bytes: float | None) -> bool:
@@ -90,6 +88,7 @@ def plan(
     also: Iterable[str] = (),
     memory_bytes: float | None = None,
     threshold: float = THRESHOLD,
+    optimizer: str | None = None,
 ) -> Comparison:
     """Compare.
 
@@ -99,10 +98,14 @@ def plan(
         also: words of further candidates.
         memory_bytes: of a device.
         threshold: gain over ddp below which it says to stay with ddp.
+        optimizer: of all methods, as `optimizer=` names it; the profile's.
 
     Raises:
-        ValueError: words in `also` that can't be composed; nothing measured between nodes.
+        ValueError: words in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost the
+            profile doesn't tell.
     """
+    if optimizer is not None:
+        setting = replace(setting, model=trained_with(setting.model, optimizer))
     factors = drawn(variation, setting.cluster.workers)
     asked = [Candidate(words, words) for words in tuple(also)]
     for candidate in asked:  # a mistake in words that were asked for is the user's to mend, not a row that is refused

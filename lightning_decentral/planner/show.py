@@ -7,7 +7,9 @@ from rich.table import Table
 
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.planner.compare import Comparison, Row
+from lightning_decentral.planner.plan.optimizer_cost import ALIKE, MUON, products_seconds
 from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import Model
 
 HEADINGS = ("method", "ms/step", "p50", "p95", "exposed", "card", "memory", "x ddp", "")
 GIVEN = {"between": "--bandwidth", "inside": "--inside-bandwidth"}
@@ -86,9 +88,20 @@ def verdict(plan: Comparison) -> Iterator[str]:
         yield f"{plan.best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"
     if isinstance(plan.best.method, GossipForecast):
         yield "gossip is another algorithm than all-reduce: compare what both reach before you settle"
+    yield from _optimizer(plan.setting.model, isinstance(plan.best.method, GossipForecast))
     if plan.setting.cluster.nodes > 1:
         yield "on every host, as docs/cluster.md says:"
     yield f"python recipes/train.py {plan.command}"
+
+
+def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
+    """What else could be taken, and what it costs."""
+    more = products_seconds(model)
+    if model.optimizer in ALIKE and more:
+        why = "Adam takes smaller steps under gossip than under ddp; " if gossip else ""
+        yield f"{why}Muon would take {1e3 * more:.3g} ms a step more: --optimizer muon (docs/optimizers.md says when)"
+    if model.optimizer == MUON and gossip:
+        yield "Muon under gossip takes a higher rate than under ddp: tune optimizer.lr (docs/optimizers.md)"
 
 
 RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}

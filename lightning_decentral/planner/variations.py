@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates, method_of, strategy_of
+from lightning_decentral.planner.candidates import BASELINE, Candidate, candidates
 from lightning_decentral.planner.compare import chosen
+from lightning_decentral.planner.forecasts import method_of, strategy_of
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn
 
 NODES = (2, 4, 8, 16)

@@ -38,3 +38,9 @@ class Application:
             cfg = compose(self.name, list(words))
         refuse_mistyped(cfg)
         return cfg
+
+    def choice(self, words: Sequence[str], group: str) -> str:
+        """Which file of this group they take; empty where there is no such group."""
+        with initialize_config_module(self.module, version_base="1.3"):
+            cfg = compose(self.name, list(words), return_hydra_config=True)
+        return str(cfg.hydra.runtime.choices.get(group) or "")

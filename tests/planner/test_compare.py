@@ -15,8 +15,9 @@ from lightning_decentral.gossip import Auto, GossipForecast, Int8, Ring
 from lightning_decentral.gossip.plan.island_cost import ReplicatedCost
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.planner import show as units
-from lightning_decentral.planner.candidates import Candidate, candidates, encoding_of, method_of, strategy_of
+from lightning_decentral.planner.candidates import Candidate, candidates
 from lightning_decentral.planner.compare import chosen, plan
+from lightning_decentral.planner.forecasts import encoding_of, method_of, strategy_of
 from lightning_decentral.planner.show import sentences, verdict
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
@@ -60,9 +61,12 @@ def test_only_what_this_device_wasnt_timed_for_is_remarked() -> None:
     def remarked(of: Model) -> set[str]:
         return {c.title for c in candidates(CLUSTER, of) if "one CPU thread" in c.remark}
 
-    assert remarked(model()) == {"compressed, int8", "gossip, bfloat16", "gossip, int8", "gossip, islands, int8"}
-    assert remarked(replace(timed, rounds=timed.rounds[:1])) == {"gossip, bfloat16"}
-    assert remarked(timed) == set()
+    four = {"compressed, int4", "streamed outer rounds, int4"}
+    eight = {"compressed, int8", "gossip, int8", "gossip, islands, int8"}
+    assert remarked(model()) == {*four, *eight, "gossip, bfloat16"}
+    assert remarked(replace(timed, rounds=timed.rounds[:1])) == {*four, "gossip, bfloat16"}
+    assert remarked(timed) == four
+    assert remarked(replace(timed, rounds=(*timed.rounds, RoundWork("Int4(block=128)")))) == set()
 
 
 def test_a_codec_counts_its_own_bytes() -> None:
@@ -70,9 +74,10 @@ def test_a_codec_counts_its_own_bytes() -> None:
     assert encoding_of(Int8(), copies=2).wire_bytes(1024) == 2 * 260
 
 
-@pytest.mark.parametrize(("rate", "best"), [(1e7, "gossip every 8, delay 1"), (1.5e8, "gossip"), (1e12, "ddp")])
+@pytest.mark.parametrize(("rate", "best"), [(1e7, "streamed outer rounds, int4"), (1.5e8, "gossip"), (1e12, "ddp")])
 def test_the_slower_the_network_the_less_is_sent(rate: float, best: str) -> None:
-    """16 MB and 128 ms: an all-reduce sends 28 MB, a message is 16 MB, 4 MB a step where only every fourth sends."""
+    """16 MB and 128 ms: an all-reduce sends 28 MB, a message is 16 MB, 4 MB a step where only every fourth sends, and
+    0.5 MB where a model goes to 7 others in 30 steps, in four bits."""
     found = plan(setting(rate=rate))
     assert found.best is not None
     assert found.best.candidate.title == best
@@ -206,6 +211,73 @@ def test_the_command_keeps_every_word_as_a_shell_reads_it(tmp_path: Path) -> Non
     where = replace(setting(), model=read(tmp_path / "p.json").model)
     assert tuple(shlex.split(plan(where).command)[:3]) == words
     assert plan(replace(where, model=replace(model(), words=()))).command.startswith("strategy=")
+
+
+MATRICES = ((96, 96), (96, 384))
+
+
+def profiled(optimizer: str, workers: int = 8) -> Setting:
+    """A setting whose model has hidden matrices in each block."""
+    blocks = tuple(replace(block, hidden=MATRICES) for block in model().blocks)
+    words, states = ("recipe=gpt", "trainer=cpu"), (("exp_avg", 8), ("exp_avg_sq", 8))
+    known = replace(model(), blocks=blocks, words=words, optimizer=optimizer, states=states, products_per_second=1e9)
+    return replace(setting(workers), model=known)
+
+
+COMPARED = {row.candidate.words: row for row in plan(profiled("adamw"), optimizer="muon").rows}
+
+
+@pytest.mark.parametrize("words", list(COMPARED))
+def test_every_line_composes_and_names_strategy_codec_rule_and_optimizer(words: str) -> None:
+    """As a shell and Hydra read it; what is named besides is what the words alone make."""
+    line = replace(plan(profiled("adamw"), optimizer="muon"), best=COMPARED[words]).command
+    said = shlex.split(line)
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        cfg = compose("train", said)
+    assert cfg.optimizer._target_.endswith(".Muon")
+    assert said.count("optimizer=muon") == 1
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        alone = compose("train", words.split())
+    assert cfg.strategy == alone.strategy
+    named = {word.partition("=")[0] for word in said}
+    gossip, compressed = "strategy=gossip" in said, "strategy=compressed" in said
+    assert {"strategy", "optimizer"} <= named
+    assert ("strategy/codec" in named) == (gossip or compressed)
+    assert ("strategy/combine" in named) == gossip
+
+
+def test_the_line_names_the_optimizer_that_was_profiled() -> None:
+    assert "optimizer=adamw" in plan(profiled("adamw")).command.split()
+    assert "optimizer=" not in plan(profiled("")).command
+    asked = replace(profiled("adamw").model, words=("recipe=gpt", "optimizer=adamw", "optimizer.lr=1e-3"))
+    command = plan(replace(profiled("adamw"), model=asked)).command.split()
+    assert [word for word in command if "optimizer" in word] == ["optimizer=adamw", "optimizer.lr=1e-3"]
+
+
+def test_another_optimizer_is_charged_to_every_method() -> None:
+    """4 blocks: 5 (4 s^2 l + 2 s^3) operations for each of their matrices, at 1e9 a second."""
+    adam, muon = plan(profiled("adamw")), plan(profiled("adamw"), optimizer="muon")
+    products = 4 * sum(5 * (4 * s * s * long + 2 * s**3) for s, long in MATRICES) / 1e9
+    assert products > 0.05
+    assert muon.baseline.forecast.even_seconds - adam.baseline.forecast.even_seconds == pytest.approx(products)
+    assert {row.candidate.title for row in muon.rows} - {row.candidate.title for row in adam.rows} == {
+        "gossip, int8, momentum too"
+    }
+    said = " ".join(verdict(adam))
+    assert "Adam takes smaller steps under gossip" in said
+    assert f"Muon would take {1e3 * products:.3g} ms a step more: --optimizer muon" in said
+    gossip = next(row for row in muon.rows if row.candidate.title == "gossip")
+    assert "tune optimizer.lr" in " ".join(verdict(replace(muon, best=gossip)))
+    assert not any("Muon" in line for line in verdict(plan(setting())))
+
+
+def test_the_command_plans_with_another_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    write(Profile(profiled("adamw").model), path)
+    cli.main(["plan", str(path), "--workers", "8", "--bandwidth", "200mbit", "--optimizer", "muon"])
+    assert " optimizer=muon strategy=" in capsys.readouterr().out.strip().splitlines()[-1]
+    with pytest.raises(SystemExit, match="error: this profile, of adamw, doesn't tell what sgd costs"):
+        cli.main(["plan", str(path), "--workers", "8", "--bandwidth", "200mbit", "--optimizer", "sgd"])
 
 
 def test_links_of_the_command_line_take_the_place_of_measurements(

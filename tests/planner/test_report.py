@@ -72,7 +72,8 @@ def test_the_map_is_the_plan_of_each_of_its_cells() -> None:
 
 
 def test_the_map_compares_what_the_table_does_in_the_same_memory() -> None:
-    where, also = setting(8, rate=1e7), ("strategy=gossip strategy/topology=every strategy.topology.steps=32",)
+    every = "strategy=gossip strategy/topology=every"
+    where, also = setting(8, rate=1e7), (f"{every} strategy.topology.steps=32 strategy.delay=32",)
     bests = []
     for asked in ((), also):
         for memory_bytes in (1e12, 4e7, 1e3):

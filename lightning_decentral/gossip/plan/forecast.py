@@ -9,24 +9,26 @@
     finish_i(k)   = max(depart_j(k) for j = i and all whom i hears) + exchange_i(k)
     ready_i(k)    = launch_i(k), with delay 0 finish_i(k)
 
+Of a model in fragments a round carries one of them, and states that travel come behind the parameters (`messages`).
 A max-plus recursion over steps: a straggler is felt by its neighbours `delay` steps later, by theirs after that.
 
 Source: Wang et al. 2410.11998 (the recursion takes the place of the barrier).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import lcm
 
 import numpy as np
 
 from lightning_decentral.gossip.plan.island_cost import Alone, Within
+from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding, Talk, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Round, RoundLoad, mean_copies, rounds
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.forecast import COUNTED_STEPS, Floats, Method, Setting, at_factors
 from lightning_decentral.shared.plan.network import Price
-from lightning_decentral.shared.plan.profile import Model, RoundWork
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
 NO_WORK = np.zeros(1)
@@ -94,40 +96,6 @@ def step_tasks(
     return found
 
 
-AS_THEY_ARE = "Plain()"
-UNMEASURED = RoundWork(AS_THEY_ARE)
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """What a codec makes of a message.
-
-    Args:
-        codec: its repr, by which the profile knows it.
-        wire_bytes: of the payload, by the bytes of the parameters in it.
-        assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
-        copies: messages of the model's size that are encoded for one, as a rule may want.
-        peers_only: whether messages are encoded, so that nothing can be all-reduced.
-    """
-
-    codec: str = AS_THEY_ARE
-    wire_bytes: Callable[[float], float] = float
-    assumed: RoundWork = UNMEASURED
-    copies: float = 1.0
-    peers_only: bool = False
-
-    def work(self, model: Model) -> RoundWork:
-        """As measured, or what messages as they are take and what is assumed."""
-        known = {work.codec: work for work in model.rounds}
-        plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
-        own = plain.own_seconds_per_byte + more.own_seconds_per_byte
-        heard = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
-        return known.get(self.codec, RoundWork(self.codec, own, heard))
-
-
-PLAIN = Encoding()
-
-
 @checked
 @dataclass(frozen=True)
 class GossipForecast(Method):
@@ -138,6 +106,8 @@ class GossipForecast(Method):
         delay: updates between launch and landing.
         encoding: of messages.
         within: what an island is.
+        beside: states of the optimizer that travel, too.
+        kept: copies of the parameters that rule and codec keep from step to step.
     """
 
     topology: Topology
@@ -145,12 +115,15 @@ class GossipForecast(Method):
     weights: Weights = field(default_factory=Own)
     encoding: Encoding = PLAIN
     within: Within = field(default_factory=Alone)
+    beside: tuple[Beside, ...] = ()
+    kept: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(0, "0 blocks, 1 overlaps", delay=self.delay)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        loads = {load for one in self._rounds(setting) for load in one.loads}
+        talks = self._talks(setting)
+        loads = {load for talk in talks for one in self._rounds(setting, talk) for load in one.loads}
         exchanged = [price for load in loads for price, _ in self._exchanged(setting, load)]
         return (*exchanged, *self.within.prices(setting))
 
@@ -167,21 +140,18 @@ class GossipForecast(Method):
         return step_tasks(compute[0], exchange, plan, self.delay, self._work(setting))
 
     def card_bytes(self, setting: Setting) -> float:
+        """Sum over talks of the copies that leave the busiest node, mean over a period, times the bytes on the wire."""
         size, per_node = self._size(setting), self._workers_per_node(setting)
-        plan = self.topology, self.weights, size, per_node
         # Of an island on one node, whatever its devices send each other stays inside.
-        return mean_copies(*plan, peers_only=self.encoding.peers_only) * self.encoding.wire_bytes(
-            setting.model.parameter_bytes
+        return sum(
+            mean_copies(t.topology, self.weights, size, per_node, peers_only=t.encoding.peers_only) * t.wire_bytes
+            for t in self._talks(setting)
         )
 
     def memory_bytes(self, setting: Setting) -> float:
-        part = setting.model.parameter_bytes / self.within.devices
-        plan = self._rounds(setting)
-        heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
-        flights = most_in_flight(self.topology, self._size(setting), self.delay)
-        # One that is sent, and one from each peer that is heard.
-        messages = part + heard * self.encoding.wire_bytes(part) if heard else 0.0
-        return self.within.memory_bytes(setting) + flights * messages
+        """The island's own, messages in flight, what rule and codec keep."""
+        flying = sum(self._flying_bytes(setting, talk) for talk in self._talks(setting))
+        return self.within.memory_bytes(setting) + flying + self.kept * self.within.kept_bytes(setting)
 
     # ---- what a round takes -------------------------------------------------------------------------------------
 
@@ -191,23 +161,39 @@ class GossipForecast(Method):
     def _workers_per_node(self, setting: Setting) -> int:
         return max(1, setting.cluster.per_node // self.within.devices)
 
-    def _rounds(self, setting: Setting) -> tuple[Round, ...]:
+    def _talks(self, setting: Setting) -> list[Talk]:
+        """The parameters', then those of states."""
+        model, parts = setting.model, len(self.topology.fragments)
+        states = [Talk(b.topology, b.encoding, model.bytes_of_state(b.name)) for b in self.beside]
+        return [Talk(self.topology, self.encoding, model.parameter_bytes / parts), *states]
+
+    def _rounds(self, setting: Setting, talk: Talk) -> tuple[Round, ...]:
         size, per_node = self._size(setting), self._workers_per_node(setting)
-        return rounds(self.topology, self.weights, size, per_node, self.encoding.peers_only)
+        return rounds(talk.topology, self.weights, size, per_node, talk.encoding.peers_only)
+
+    def _flying_bytes(self, setting: Setting, talk: Talk) -> float:
+        part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
+        heard = max(1 if load.clique else one.sources.shape[1] - 1 for one in plan for load in one.loads)
+        # One that is sent, and one from each peer that is heard.
+        each = part + heard * talk.encoding.wire_bytes(part) if heard else 0.0
+        return most_in_flight(talk.topology, self._size(setting), self.delay) * each
 
     def _plan(self, setting: Setting) -> tuple[list[Floats], tuple[Round, ...]]:
         """(exchange seconds of every worker, rounds) for each step of a period."""
-        plan = self._rounds(setting)
+        return joined([self._plan_of(setting, talk) for talk in self._talks(setting)])
+
+    def _plan_of(self, setting: Setting, talk: Talk) -> tuple[list[Floats], tuple[Round, ...]]:
+        plan = self._rounds(setting, talk)
         loads = {load for one in plan for load in one.loads}
-        seconds = {load: self._exchange_seconds(setting, load) for load in loads}
+        seconds = {load: self._exchange_seconds(setting, talk, load) for load in loads}
         own = [np.array([seconds[load] for load in one.loads]) for one in plan]
         # A sender with several targets serves them together, so its slowest source decides when a worker has heard.
         return [busy[one.sources].max(axis=1) for busy, one in zip(own, plan, strict=True)], plan
 
-    def _exchange_seconds(self, setting: Setting, load: RoundLoad) -> float:
-        part = self.encoding.wire_bytes(setting.model.parameter_bytes / self.within.devices)
+    def _exchange_seconds(self, setting: Setting, talk: Talk, load: RoundLoad) -> float:
+        part = talk.encoding.wire_bytes(talk.bytes / self.within.devices)
         moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, load)]
-        gathered = self.within.gathering(setting).seconds(setting.model.parameter_bytes)
+        gathered = self.within.gathering(setting).seconds(talk.bytes)
         # Inside the node and between nodes at the same time; the gather needs both.
         return max(moved) + gathered if moved else 0.0
 
@@ -233,8 +219,14 @@ class GossipForecast(Method):
 
     def _work(self, setting: Setting) -> list[Floats]:
         """[size] seconds of a round's own work by step of the period."""
-        work, copies = self.encoding.work(setting.model), self.encoding.copies
-        own = copies * self.within.kept_bytes(setting) * work.own_seconds_per_byte
+        works = [self._work_of(setting, talk) for talk in self._talks(setting)]
+        steps = range(lcm(*map(len, works)))
+        return [np.asarray(sum(work[step % len(work)] for work in works), dtype=np.float64) for step in steps]
+
+    def _work_of(self, setting: Setting, talk: Talk) -> list[Floats]:
+        model, work, copies = setting.model, talk.encoding.work(setting.model), talk.encoding.copies
+        kept = self.within.kept_bytes(setting) * talk.bytes / max(1, model.parameter_bytes)
+        own = copies * kept * work.own_seconds_per_byte
         # A device of an island hears its part.
-        each = copies * setting.model.parameter_bytes / self.within.devices * work.heard_seconds_per_byte
-        return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in self._rounds(setting)]
+        each = copies * talk.bytes / self.within.devices * work.heard_seconds_per_byte
+        return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in self._rounds(setting, talk)]

@@ -82,7 +82,8 @@ class Shards(Within):
 
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
         gather, scatter = self.prices(setting)
-        return data_parallel.sharded_step(setting.model.blocks, gather, scatter, self.devices, factor)
+        whole = data_parallel.whole_matrices(setting, self.devices)
+        return data_parallel.sharded_step(setting.model.blocks, gather, scatter, self.devices, factor, whole)
 
     def kept_bytes(self, setting: Setting) -> float:
         return setting.model.parameter_bytes / self.devices

@@ -22,13 +22,15 @@ from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
+from lightning_decentral.shared.compute.codec.packed import Int4
 from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Float32, Int8, Plain
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
-CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8())
+CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
 FEW, MANY = 1, 3
 WARM_UP, REPEATS = 9, 5  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error
 ROUNDS = len(CODECS) * 2 * (WARM_UP + REPEATS)
@@ -88,6 +90,10 @@ class LoopbackTransport(Transport):
             if not (self.silent and heard.tag):
                 heard.tensor.copy_(sent.tensor)
         return [_Here() for _ in sends], [_Here() for _ in receives]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """This worker's is everyone's."""
+        return _Here()
 
 
 def round_works(

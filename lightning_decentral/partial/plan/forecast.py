@@ -84,8 +84,9 @@ class PartialForecast(Method):
         """At the largest depth, which a warm-up makes the full one."""
         segments = len(setting.model.blocks)
         reach = segments if self.depth.warm_up else self.depth.reach(setting.cluster.workers, segments)
-        below = sum(b.saved_bytes for b in setting.model.blocks[: segments - reach])
-        return replica_bytes(setting.model) - below + setting.model.parameter_bytes
+        blocks = enumerate(setting.model.blocks, reach - segments)
+        saving = tuple(block if place >= 0 else replace(block, saved_bytes=0) for place, block in blocks)
+        return replica_bytes(replace(setting.model, blocks=saving)) + setting.model.parameter_bytes
 
     @property
     def _whole(self) -> float:

@@ -10,7 +10,7 @@ Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel).
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_decentral.shared.plan.forecast import Setting, Synchronous, replica_bytes
+from lightning_decentral.shared.plan.forecast import Setting, Synchronous, passing_bytes, replica_bytes
 from lightning_decentral.shared.plan.network import Price
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.plan.timeline import Task
@@ -105,10 +105,14 @@ class DataParallel(Synchronous):
 
 
 def sharded_step(
-    blocks: Sequence[BlockCost], gather: Price, scatter: Price, shards: int, factor: float = 1.0
+    blocks: Sequence[BlockCost], gather: Price, scatter: Price, shards: int, factor: float = 1.0, whole: float = 0.0
 ) -> list[Task[str]]:
     """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network; it updates
-    1 / shards of the parameters."""
+    1 / shards of the parameters, matrices that are put together shared out evenly.
+
+    Args:
+        whole: seconds of the way to a matrix's owner, and of the way back (`whole_matrices`).
+    """
     tasks: list[Task[str]] = []
     for at, block in enumerate(blocks):
         # One block is gathered ahead: two are whole at a time.
@@ -119,7 +123,23 @@ def sharded_step(
     tasks += _backward(list(reversed(blocks)), gather, scatter, factor)
     scattered = tuple(f"scatter {block.name}" for block in blocks)
     update = factor * sum(b.update_seconds for b in blocks) / shards
-    return [*tasks, Task("update", "compute", update, scattered)]
+    if not whole:
+        return [*tasks, Task("update", "compute", update, scattered)]
+    return [
+        *tasks,
+        Task("matrices to owners", "network", whole, scattered),
+        Task("update", "compute", update, ("matrices to owners",)),
+        Task("matrices back", "network", whole, ("update",)),
+    ]
+
+
+def whole_matrices(setting: Setting, shards: int) -> float:
+    """Seconds of one way of what `Model.whole_bytes` puts together: a device sends (L - 1) / L of its part and hears as
+    much, all devices of a node at once."""
+    cluster, part = setting.cluster, setting.model.whole_bytes / shards
+    flows = min(shards, cluster.per_node)
+    price = setting.network.price("exchange", cluster.reach(shards), shards, flows, flows)
+    return price.seconds((shards - 1) / shards * part)
 
 
 def _backward(blocks: Sequence[BlockCost], gather: Price, scatter: Price, factor: float) -> list[Task[str]]:
@@ -142,8 +162,8 @@ def sharded_bytes(model: Model, shards: int) -> float:
     """1 / shards of parameters, gradients and state; the two largest neighbours whole; saved activations."""
     sizes = [block.parameter_bytes for block in model.blocks]
     whole = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-    saved = sum(block.saved_bytes for block in model.blocks)
-    return (replica_bytes(model) - saved) / shards + whole + saved
+    passing = passing_bytes(model)
+    return (replica_bytes(model) - passing) / shards + whole + passing
 
 
 @dataclass(frozen=True)
@@ -157,13 +177,17 @@ class ShardedForecast(Synchronous):
         return tuple(price(name, reach, workers, 1, per_node) for name in ("all_gather", "reduce_scatter"))
 
     def card_bytes(self, setting: Setting) -> float:
-        """3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once; nothing on one node."""
-        n = setting.cluster.workers
-        return 3 * (n - 1) / n * setting.model.parameter_bytes if setting.cluster.nodes > 1 else 0.0
+        """3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once; and of the matrices that an update
+        needs whole what a node has to send to owners on others, there and back; nothing on one node."""
+        n, nodes = setting.cluster.workers, setting.cluster.nodes
+        there = setting.model.whole_bytes / nodes * (nodes - 1) / nodes
+        return 3 * (n - 1) / n * setting.model.parameter_bytes + 2 * there if nodes > 1 else 0.0
 
     def memory_bytes(self, setting: Setting) -> float:
         return sharded_bytes(setting.model, setting.cluster.workers)
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
         gather, scatter = self.prices(setting)
-        return sharded_step(setting.model.blocks, gather, scatter, setting.cluster.workers, factor)
+        shards = setting.cluster.workers
+        whole = whole_matrices(setting, shards)
+        return sharded_step(setting.model.blocks, gather, scatter, shards, factor, whole)

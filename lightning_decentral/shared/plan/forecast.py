@@ -147,9 +147,14 @@ def synchronous(seconds: Callable[[float], float], factors: Floats) -> Floats:
     return np.asarray(at_factors(seconds, slowest).mean(axis=1), dtype=np.float64)
 
 
+def passing_bytes(model: Model) -> int:
+    """Saved activations, or what the optimizer takes while it steps, which is after they are gone."""
+    return max(sum(block.saved_bytes for block in model.blocks), model.stepping_bytes)
+
+
 def replica_bytes(model: Model) -> int:
-    """Parameters and as many gradients, optimizer state, saved activations."""
-    return 2 * model.parameter_bytes + model.state_bytes + sum(block.saved_bytes for block in model.blocks)
+    """Parameters and as many gradients, optimizer state, and `passing_bytes`."""
+    return 2 * model.parameter_bytes + model.state_bytes + passing_bytes(model)
 
 
 class Synchronous(Method):

@@ -18,11 +18,18 @@ VERSION = 1
 ALWAYS_MEASURED = ("name", "forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
 
 
+Sides = tuple[int, int]
+"""(the shorter, the longer) of a matrix."""
+
+
 @dataclass(frozen=True)
 class BlockCost:
     """A consecutive piece of a model in one training step: seconds of its parts, bytes it holds and saves.
 
     What wasn't measured is 0.
+
+    Args:
+        hidden: matrices that `optim.Muon` would orthogonalize.
     """
 
     name: str = ""
@@ -32,6 +39,7 @@ class BlockCost:
     parameter_bytes: int = 0
     saved_bytes: int = 0
     output_bytes: int = 0
+    hidden: tuple[Sides, ...] = ()
 
     @property
     def pass_seconds(self) -> float:
@@ -77,6 +85,11 @@ class Model:
         state_bytes: of the optimizer's state.
         words: of the command line of `recipes/train.py` that make this model; empty for another one.
         rounds: of gossip, by codec; empty where none were measured.
+        optimizer: that was profiled, as `optimizer=` names it; empty where nobody knows.
+        states: of the optimizer that have their parameters' shapes: (name, bytes).
+        stepping_bytes: that the optimizer takes while it steps and gives back; they lie where activations were saved.
+        whole_bytes: of the parameters whose update needs whole matrices, so that shards of them are put together.
+        products_per_second: floating-point operations of Newton-Schulz on the hidden matrices; 0 where unmeasured.
     """
 
     name: str
@@ -86,6 +99,11 @@ class Model:
     state_bytes: int = 0
     words: tuple[str, ...] = ()
     rounds: tuple[RoundWork, ...] = ()
+    optimizer: str = ""
+    states: tuple[tuple[str, int], ...] = ()
+    stepping_bytes: int = 0
+    whole_bytes: int = 0
+    products_per_second: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -95,6 +113,26 @@ class Model:
     @property
     def parameter_bytes(self) -> int:
         return sum(b.parameter_bytes for b in self.blocks)
+
+    @property
+    def hidden(self) -> tuple[Sides, ...]:
+        """Of all blocks."""
+        return tuple(sides for block in self.blocks for sides in block.hidden)
+
+    def bytes_of_state(self, name: str) -> int:
+        """Of one state of the optimizer, over all parameters that have it.
+
+        Raises:
+            ValueError: the profile knows no such state.
+        """
+        try:
+            return dict(self.states)[name]
+        except KeyError:
+            known = ", ".join(state for state, _ in self.states) or "none"
+            raise ValueError(
+                f"the profile knows no state {name!r} of the optimizer, only {known}: profile with an optimizer that "
+                "keeps it"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -189,15 +227,23 @@ def read(path: str | Path) -> Profile:
 
 def _profile(found: Mapping[str, Any]) -> Profile:
     model = dict(found["model"])
-    # A KeyError for what is always measured, although it has a default.
-    blocks = tuple(BlockCost(**block | {key: block[key] for key in ALWAYS_MEASURED}) for block in model.pop("blocks"))
+    blocks = tuple(_block(block) for block in model.pop("blocks"))
     if not blocks:
         raise ValueError("a model without blocks")
     words = tuple(map(str, model.pop("words", ())))
     rounds = tuple(RoundWork(**work) for work in model.pop("rounds", ()))
+    states = tuple((str(name), int(size)) for name, size in model.pop("states", ()))
     network = tuple(LinkCost(**{**cost, "points": _pairs(cost.get("points", ()))}) for cost in found["network"])
     variation = tuple(float(factor) for factor in found["variation"])
-    return Profile(Model(blocks=blocks, words=words, rounds=rounds, **model), network, variation, dict(found["hosts"]))
+    known = Model(blocks=blocks, words=words, rounds=rounds, states=states, **model)
+    return Profile(known, network, variation, dict(found["hosts"]))
+
+
+def _block(found: Mapping[str, Any]) -> BlockCost:
+    # A KeyError for what is always measured, although it has a default.
+    always = {key: found[key] for key in ALWAYS_MEASURED}
+    hidden = tuple((int(short), int(long)) for short, long in found.get("hidden", ()))
+    return BlockCost(**{**found, **always, "hidden": hidden})
 
 
 def _pairs(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_decentral.compressed import CompressedForecast
-from lightning_decentral.planner.candidates import method_of, strategy_of
+from lightning_decentral.planner.forecasts import method_of, strategy_of
 from lightning_decentral.shared.plan.data_parallel import DataParallel
 from lightning_decentral.shared.plan.forecast import Method, Setting, even
 from lightning_decentral.shared.plan.profile import Model, RoundWork

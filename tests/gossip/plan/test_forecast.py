@@ -24,8 +24,9 @@ from lightning_decentral.gossip import (
     Star,
     Topology,
 )
-from lightning_decentral.gossip.plan.forecast import Encoding, ready, step_tasks
+from lightning_decentral.gossip.plan.forecast import ready, step_tasks
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards
+from lightning_decentral.gossip.plan.messages import Encoding
 from lightning_decentral.gossip.plan.traffic import RoundLoad, rounds
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast

@@ -1,0 +1,233 @@
+"""Forecasts of strategies: from words of the command line of `recipes/train.py` to what they will cost."""
+
+from functools import lru_cache, singledispatch
+
+import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_decentral.compressed.plan.forecast import CompressedForecast
+from lightning_decentral.compressed.strategy import CompressedStrategy
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.travel import Travel
+from lightning_decentral.gossip.plan.forecast import GossipForecast
+from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
+from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding
+from lightning_decentral.gossip.plan.topology.topology import Topology, audiences, step_graph
+from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.gossip.wire.island import AllReduce, FullyShard, Island
+from lightning_decentral.partial.plan.forecast import PartialForecast
+from lightning_decentral.partial.strategy import PartialBackpropStrategy
+from lightning_decentral.pipeline.compute.activation_codec import ExactActivations
+from lightning_decentral.pipeline.compute.stage import Keep
+from lightning_decentral.pipeline.plan.forecast import Pipelining
+from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
+from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
+from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
+from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
+from lightning_decentral.shared.compute.codec.packed import Int2, Int4
+from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8, Plain
+from lightning_decentral.shared.plan.data_parallel import BUCKET_BYTES, DataParallel, ShardedForecast
+from lightning_decentral.shared.plan.forecast import Cluster, Method
+from lightning_decentral.shared.plan.profile import RoundWork
+from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
+
+PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
+# (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json, and codec-packed-2-cores
+# for four and two bits, there of differences, which take longer than the codes by themselves.
+CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
+    BFloat16(): (0.093e-9, 0.185e-9),
+    Float16(): (0.089e-9, 0.184e-9),
+    Int8(): (0.413e-9, 0.22e-9),
+    Int4(): (1.513e-9, 0.726e-9),
+    Int2(): (1.798e-9, 0.825e-9),
+    DifferenceCompression(Int8()): (1.16e-9, 0.276e-9),
+    DifferenceCompression(Int4()): (1.513e-9, 0.726e-9),
+    DifferenceCompression(Int2()): (1.798e-9, 0.825e-9),
+}
+
+# One island of all devices has nobody to gossip with.
+ALONE: dict[type[Within], Method] = {ReplicatedCost: DataParallel(), Shards: ShardedForecast()}
+
+
+@lru_cache(maxsize=256)  # a map of clusters asks for the same words in every cell, and composing takes long
+def strategy_of(words: str) -> Strategy:
+    """What these words make.
+
+    Raises:
+        ValueError: they name something that isn't there.
+    """
+    named = [word for word in words.split() if word.startswith("strategy=")]
+    others = [word for word in words.split() if word.lstrip("+~").startswith(("strategy/", "strategy."))]
+    if len(named) != 1:
+        raise ValueError(f"{words!r} must have one word strategy=..., such as strategy=gossip strategy/topology=ring")
+    try:
+        with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+            cfg = compose(f"strategy/{named[0].partition('=')[2]}", others)
+        strategy: Strategy = instantiate(cfg.strategy, _convert_="all")
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{words!r} can't be composed: {' '.join(str(error).split())}") from None
+    return strategy
+
+
+@singledispatch
+def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
+    """The forecast of a strategy.
+
+    Raises:
+        ValueError: there is none, or the strategy can't serve the cluster.
+    """
+    raise ValueError(f"there is no forecast for {type(strategy).__name__}: use one of this package's strategies or ddp")
+
+
+@method_of.register
+def _(strategy: DDPStrategy, cluster: Cluster, slices: int) -> Method:
+    asked = strategy._ddp_kwargs.get("bucket_cap_mb")
+    return DataParallel() if asked is None else DataParallel(bucket_bytes=int(asked * 2**20))
+
+
+@method_of.register
+def _(strategy: CompressedStrategy, cluster: Cluster, slices: int) -> Method:
+    if not strategy.codec.encodes:
+        return DataParallel(strategy.bucket_bytes or BUCKET_BYTES)
+    encoding = encoding_of(strategy.codec)
+    return CompressedForecast(strategy.bucket_bytes, encoding.wire_bytes, encoding.work)
+
+
+@method_of.register
+def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
+    within = within_of(strategy.island)
+    workers = strategy.island.workers(cluster.workers, cluster.per_node)
+    topology = strategy.topology.placed(max(1, cluster.per_node // within.devices))
+    for fragment in topology.fragments:
+        strategy.combine.check(fragment, workers, strategy.weights, strategy.delay)
+    if workers == 1 and within.devices > 1:
+        return ALONE[type(within)]
+    states = strategy.states.items()
+    for _, travel in states:
+        travel.check(topology, workers, strategy.weights, strategy.delay)
+    return GossipForecast(
+        topology,
+        strategy.delay,
+        strategy.weights,
+        encoding_of(strategy.codec, strategy.combine.copies),
+        within,
+        tuple(beside(name, travel, topology) for name, travel in states),
+        kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
+    )
+
+
+def beside(name: str, travel: Travel, topology: Topology) -> Beside:
+    """A state that travels along a topology."""
+    return Beside(name, travel.along(topology), encoding_of(travel.codec, travel.combine.copies))
+
+
+@singledispatch
+def kept_by(combine: object) -> int:
+    """Copies of the parameters that a rule's state has, by the state that it makes for some."""
+    raise TypeError(f"{combine!r} is no rule")
+
+
+@kept_by.register
+def _(combine: Combine) -> int:
+    some = torch.zeros(1024)
+    return round(sum(state.numel() for state in combine.init(some).values()) / len(some))
+
+
+@kept_by.register
+def _(combine: ConsensusControl) -> int:
+    return kept_by(combine.inner)
+
+
+def estimates(codec: Codec, topology: Topology, workers: int) -> int:
+    """Copies of the parameters that a codec of differences keeps: for each audience, and each source of a period; of
+    the worker that has the most."""
+    if not codec.remembers:
+        return 0
+    steps, ranks = range(topology.period(workers)), range(workers)
+    heard = [{j for step in steps for j in step_graph(topology, workers, step).sources[rank]} for rank in ranks]
+    told = [set(audiences(topology, rank, workers).values()) for rank in ranks]
+    return max(len(sources) + len(groups) for sources, groups in zip(heard, told, strict=True))
+
+
+@method_of.register
+def _(strategy: PartialBackpropStrategy, cluster: Cluster, slices: int) -> Method:
+    _refuse_unread("strategy.cuts", strategy.cuts, "auto")
+    return PartialForecast(strategy.depth)
+
+
+@method_of.register
+def _(strategy: TokenPipelineStrategy, cluster: Cluster, slices: int) -> Method:
+    _refuse_unread("strategy/replicas", strategy.replicas, AverageGradients())
+    _refuse_unread("strategy/activations", strategy.activations, Keep())
+    _refuse_unread("strategy/boundary", strategy.boundary, ExactActivations())
+    own = slices_of(strategy.slicing, slices)
+    return Pipelining(strategy.stages, strategy.microbatches, own, strategy.schedule, strategy.partition)
+
+
+def _refuse_unread(option: str, asked: object, read: object) -> None:
+    """ValueError for what would change a step and no forecast knows."""
+    if asked != read:
+        raise ValueError(f"no forecast reads {option} {asked}: it is predicted as {read} only, so leave the word out")
+
+
+@singledispatch
+def slices_of(slicing: object, slices: int) -> int:
+    """How many a sequence is cut into.
+
+    Raises:
+        ValueError: their lengths are given.
+    """
+    raise ValueError(f"no forecast reads strategy/slicing {slicing}: take uniform with strategy.slicing.n={slices}")
+
+
+@slices_of.register(Planned)
+@slices_of.register(type(None))
+def _(slicing: Planned | None, slices: int) -> int:
+    return slices  # measured when the training starts
+
+
+@slices_of.register(Uniform)
+@slices_of.register(Balanced)
+def _(slicing: Uniform | Balanced, slices: int) -> int:
+    return slicing.n
+
+
+@singledispatch
+def within_of(island: Island) -> Within:
+    """What an island's devices do."""
+    return Alone(island.devices)
+
+
+@within_of.register
+def _(island: AllReduce) -> Within:
+    _refuse_unread("strategy.island.codec", island.codec, Plain())
+    return ReplicatedCost(island.devices)
+
+
+@within_of.register
+def _(island: FullyShard) -> Within:
+    return Shards(island.devices)
+
+
+def encoding_of(codec: Codec, copies: float = 1) -> Encoding:
+    """Bytes by the codec's own formula for float32, matrices unknown; where the profile has no seconds of its own for
+    the codec, those measured on a CPU on top of what messages as they are take, else none."""
+    if not codec.encodes:
+        return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
+
+    def wire_bytes(size: float) -> float:
+        return copies * codec.bytes(MessageLayout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
+
+    assumed = RoundWork(repr(codec), *seconds_per_byte(codec))
+    return Encoding(repr(codec), wire_bytes, assumed, copies, peers_only=True)
+
+
+def seconds_per_byte(codec: Codec) -> tuple[float, float]:
+    """(send, hear) that are assumed of a codec; of one with other blocks those of its kind, of an unknown one none."""
+    alike = (found for known, found in CODEC_SECONDS_PER_BYTE.items() if type(known) is type(codec))
+    return CODEC_SECONDS_PER_BYTE.get(codec) or next(alike, (0.0, 0.0))

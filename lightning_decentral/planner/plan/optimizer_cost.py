@@ -1,0 +1,78 @@
+"""What Muon costs where a profile was made with Adam: its products, by the matrices' shapes, and its memory.
+
+    operations(short s, long l) = 5 (4 s^2 l + 2 s^3)            five times X X^T, its square, and (b A + c A^2) X
+    update(block)  = its update with Adam + operations of its hidden matrices / the rate that the profile measured
+    state          = hidden + 2 (parameters - hidden)            bytes: momentum_buffer; exp_avg and exp_avg_sq
+    while stepping = hidden + 5 min(hidden, max(64 MiB, the largest matrix)), at most
+
+What Adam does element by element stands for what Muon does so.
+
+Source: `optim.muon`, `optim.newton_schulz`.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lightning_decentral.shared.plan.profile import BlockCost, Model, Sides
+
+STEPS = 5
+CALL_BYTES = 64 * 2**20
+ELEMENT_BYTES = 4
+ALIKE = ("adam", "adamw")
+MUON = "muon"
+
+
+def operations(hidden: Iterable[Sides], steps: int = STEPS) -> int:
+    """Of Newton-Schulz on these matrices; a product of [a, b] and [b, c] is 2 a b c."""
+    return sum(steps * (4 * s**2 * long + 2 * s**3) for s, long in hidden)
+
+
+def hidden_bytes(hidden: Iterable[Sides]) -> int:
+    """Of float32."""
+    return sum(ELEMENT_BYTES * short * long for short, long in hidden)
+
+
+def stepping_bytes(hidden: Sequence[Sides]) -> int:
+    """Of Muon while it steps, at most."""
+    sizes = [hidden_bytes([sides]) for sides in hidden]
+    return sum(sizes) + 5 * min(sum(sizes), max([CALL_BYTES, *sizes]))
+
+
+def products_seconds(model: Model) -> float:
+    """Of Newton-Schulz on all hidden matrices; 0 where none were measured."""
+    return operations(model.hidden) / model.products_per_second if model.products_per_second else 0.0
+
+
+def trained_with(model: Model, optimizer: str) -> Model:
+    """The model as this optimizer, named as in `optimizer=`, would train it, its words saying so.
+
+    Raises:
+        ValueError: the profile can't tell: it is not of this optimizer, nor is it Muon's cost over Adam's.
+    """
+    words = (*(word for word in model.words if not re.match(r"[+~]*optimizer\b", word)), f"optimizer={optimizer}")
+    if optimizer == model.optimizer:
+        return model
+    if optimizer != MUON or model.optimizer not in ALIKE or not model.products_per_second:
+        raise ValueError(
+            f"this profile, of {model.optimizer or 'an unnamed optimizer'}, doesn't tell what {optimizer} costs: "
+            f"profile again with optimizer={optimizer}"
+        )
+    return replace(_muon(model), words=words)
+
+
+def _muon(model: Model) -> Model:
+    hidden, whole = hidden_bytes(model.hidden), model.parameter_bytes
+    return replace(
+        model,
+        blocks=tuple(_turned(block, model.products_per_second) for block in model.blocks),
+        optimizer=MUON,
+        state_bytes=2 * whole - hidden,
+        states=(("momentum_buffer", hidden), ("exp_avg", whole - hidden), ("exp_avg_sq", whole - hidden)),
+        stepping_bytes=stepping_bytes(model.hidden),
+        whole_bytes=hidden,
+    )
+
+
+def _turned(block: BlockCost, rate: float) -> BlockCost:
+    return replace(block, update_seconds=block.update_seconds + operations(block.hidden) / rate)
