@@ -1,0 +1,101 @@
+"""The page that says what to take when shows the committed results, and no other number."""
+
+import re
+
+import choosing
+import pytest
+from choosing import rows
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs" / "choosing.md").read_text()
+
+
+@pytest.mark.parametrize("table", choosing.TABLES, ids=lambda table: table.__name__)
+def test_the_page_shows_the_committed_tables(table) -> None:  # type: ignore[no-untyped-def]
+    assert table() in PAGE
+
+
+def prose() -> str:
+    """Without the tables that are printed, and without code and links."""
+    text = PAGE
+    for table in choosing.TABLES:
+        text = text.replace(table(), "")
+    return re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+
+
+def test_the_prose_has_no_number_of_its_own() -> None:
+    """Settings of the measurements, as they are committed; counts of hosts, seeds and buckets."""
+    speed, hosts = (ROOT / "benchmarks" / "results" / f"cluster-{name}-2-cores.json" for name in ("speed", "accuracy"))
+    rates = {re.sub(r"\D", "", row["rate"]) for row in rows("cluster-speed-2-cores.md")}
+    assert rates == {"200", "400", "1"}
+    named = {"4"}  # of the method "ddp, 4 MB buckets"
+    assert "ddp, 4 MB buckets" in choosing.METHODS
+    stragglers = {row["straggler or model"] for row in rows("cluster-speed-2-cores.md")} & {"3"}
+    sizes = {row["hosts"] for row in rows("cluster-speed-2-cores.md") if row["straggler or model"] == "3"}
+    model = {f"{4 * int(number(speed, 'parameters')) / 1e6:.1f}", f"{number(speed, 'compute'):g}"}
+    assert '"rate": "200mbit"' in hosts.read_text()
+    sizes |= {choosing.SIZES[0], choosing.SIZES[-1]}
+    unmeasured = {"10", "50"}
+    assert set(re.findall(r"\d+(?:\.\d+)?", prose())) <= rates | named | stragglers | sizes | model | unmeasured
+
+
+def number(path, name: str) -> float:  # type: ignore[no-untyped-def]
+    (found,) = re.findall(rf'"{name}": ([\d.]+)', path.read_text())
+    return float(found)
+
+
+def cells() -> dict[tuple[str, str], dict[str, float]]:
+    found = {}
+    for row in rows("cluster-accuracy-2-cores.md"):
+        target = {"resnet": "0.97", "gpt": "1.45", "larger-gpt": "2.5"}[row["title"].partition(":")[0]]
+        last = next(value for head, value in row.items() if head.endswith("at the end"))
+        seconds = float(row[target].partition(" s")[0])
+        found[row["title"].partition(":")[0], row["method"]] = {"seconds": seconds, "end": float(last)}
+    return found
+
+
+def test_what_it_recommends_composes() -> None:
+    words = re.findall(r"`((?:\+?strategy|optimizer)[^`]*=[^`]*)`", PAGE)
+    assert len(words) > 8
+    for line in words:
+        with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+            said = line.split() if "strategy=" in line else ["strategy=ddp", *line.split()]
+            instantiate(compose("train", said).strategy, _convert_="all")
+
+
+def test_what_is_recommended_is_what_was_ahead() -> None:
+    """The sentences of the first table, as comparisons of the committed numbers."""
+    accuracy = cells()
+    speed = {
+        (row["hosts"], row["rate"], row["method"]): float(row["s per step"])
+        for row in rows("cluster-speed-2-cores.md")
+        if row["straggler or model"] == "1"
+    }
+    for rate in ("200mbit", "400mbit"):
+        assert min((s, m) for (n, r, m), s in speed.items() if (n, r) == ("8", rate) and m in choosing.METHODS)[1] == (
+            "gossip, int8"
+        )
+    means = {
+        (row["recipe"], row["run"]): float(row["mean ± deviation"].split()[0]) for row in rows("quality-2-cores.md")
+    }
+    assert max((means[key], key) for key in choosing.EQUAL_STEPS if key[0] == "resnet")[1][1] == "ddp"
+    assert min((means[key], key) for key in choosing.EQUAL_STEPS if key[0] == "gpt")[1][1] == "ddp, AccumAdamW"
+    ratios = []
+    for size in choosing.SIZES:
+        ddp, gossip, codes = (speed[size, "200mbit", method] for method in ("ddp", "gossip", "gossip, int8"))
+        assert codes < gossip < ddp
+        ratios.append(ddp / gossip)
+    assert ratios == sorted(ratios)
+    assert speed["8", "1gbit", "gossip, int8"] > speed["8", "1gbit", "gossip"]
+    assert speed["8", "1gbit", "ddp, 4 MB buckets"] < speed["8", "1gbit", "ddp"]
+    assert min((v["seconds"], k[1]) for k, v in accuracy.items() if k[0] == "resnet")[1] == "gossip, int8"
+    assert min((v["seconds"], k[1]) for k, v in accuracy.items() if k[0] == "gpt")[1] == "gossip, int8, AccumAdamW"
+    assert min((v["seconds"], k[1]) for k, v in accuracy.items() if k[0] == "larger-gpt")[1] == "ddp"
+    assert min((v["end"], k[1]) for k, v in accuracy.items() if k[0] == "gpt")[1] == "ddp, AccumAdamW"
+    assert min((v["end"], k[1]) for k, v in accuracy.items() if k[0] == "larger-gpt")[1] == "ddp"
+    slow = {row["method"]: float(row["times faster than ddp"]) for row in rows("cluster-speed-2-cores.md")
+            if row["straggler or model"] == "3"}  # fmt: skip
+    assert max(slow, key=slow.__getitem__) == "gossip, delay 4"
