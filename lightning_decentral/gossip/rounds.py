@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -26,12 +27,35 @@ from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.transport import Wire
 
 
-def check_numbers(delay: int, heals: int, bucket_bytes: int | None) -> None:
+def check_numbers(delay: int, heals: int, bucket_bytes: int | None, exact_steps: float = 0) -> None:
     """ValueError for a number that no strategy of gossip can have."""
     at_least(0, "0 blocks, 1 overlaps, k lands k updates later", delay=delay)
     at_least(0, "3 is the default, 0 ends the training", heals=heals)
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
+    at_least(0, "0 begins with the rule", exact_steps=exact_steps)
+    if exact_steps > 1 and exact_steps != round(exact_steps):
+        raise ValueError(f"exact_steps must be whole steps or a share of the run below 1, got {exact_steps}")
+
+
+def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float]) -> int:
+    """In steps: `asked`, or below 1 so much of the run as worker 0 estimates it. Then collective.
+
+    Args:
+        module: with its trainer.
+
+    Raises:
+        ValueError: a share of a run without a known end.
+    """
+    if asked >= 1 or not asked:
+        return int(asked)
+    steps = module.trainer.estimated_stepping_batches
+    if not 0 <= steps < inf:
+        raise ValueError(
+            f"exact_steps={asked} is a share of the run, and this run has no known end: give steps, or max_steps to "
+            "the Trainer"
+        )
+    return round(asked * broadcast(float(steps)))
 
 
 class Planned(Protocol):

@@ -19,7 +19,7 @@ from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refus
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import Rounds, check, check_numbers, refuse_lossy
+from lightning_decentral.gossip.rounds import Rounds, check, check_numbers, exact_steps_of, refuse_lossy
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
@@ -31,7 +31,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.plan.arguments import at_least, checked
+from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
@@ -62,7 +62,8 @@ class GossipStrategy(ReplicaStrategy):
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
         heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
             on; 0 ends the training instead, as do rules whose sums over workers would break, and `AllReduce` by NCCL.
-        exact_steps: first updates, after which all workers are averaged exactly, and wait; then the rule begins.
+        exact_steps: first updates, below 1 their share of the run, after which all workers are averaged exactly, and
+            wait; then the rule begins.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
@@ -88,12 +89,11 @@ class GossipStrategy(ReplicaStrategy):
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int | None = None,
         heals: int = 3,
-        exact_steps: int = 0,
+        exact_steps: float = 0,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        check_numbers(delay, heals, bucket_bytes)
-        at_least(0, "0 begins with the rule", exact_steps=exact_steps)
+        check_numbers(delay, heals, bucket_bytes, exact_steps)
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
         self.weights = weights or self.combine.weights
@@ -154,8 +154,8 @@ class GossipStrategy(ReplicaStrategy):
             self._mixers.adopt(optimizer)
 
     def _making(self) -> Making:
-        rounds, exact = Rounds(self, self._module), (self.exact_steps, self._mean_of_flat)
-        return Making(rounds.mixers, rounds.pack, rounds.of_states, *exact)
+        rounds, exact = Rounds(self, self._module), exact_steps_of(self.exact_steps, self._module, self.broadcast)
+        return Making(rounds.mixers, rounds.pack, rounds.of_states, exact, self._mean_of_flat)
 
     def _mean_of_flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         assert self.wire is not None
@@ -251,6 +251,7 @@ class GossipStrategy(ReplicaStrategy):
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
         fixed |= {"states": repr(self.states)} if self.states else {}
+        fixed |= {"exact steps": f"{self.exact_steps:g}"} if self.exact_steps else {}
         fixed |= {"fragments": str(n)} if (n := len(self.topology.fragments)) > 1 else {}
         # An estimate, or a relayed sum, is about one link; anything else goes on over other ones.
         return {**fixed, **self.changeable()} if self.codec.remembers or self.combine.of_links else fixed

@@ -18,6 +18,7 @@ from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
 from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences, step_graph
+from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.island import AllReduce, FullyShard, Island
 from lightning_decentral.partial.plan.forecast import PartialForecast
@@ -110,7 +111,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     states = strategy.states.items()
     for _, travel in states:
         travel.check(topology, workers, strategy.weights, strategy.delay)
-    return GossipForecast(
+    forecast = GossipForecast(
         topology,
         strategy.delay,
         strategy.weights,
@@ -119,6 +120,8 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
         tuple(beside(name, travel, topology) for name, travel in states),
         kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
     )
+    # Of exact steps in steps nobody knows the share: a forecast has no length of the run.
+    return WarmStarted(strategy.exact_steps, forecast) if 0 < strategy.exact_steps < 1 else forecast
 
 
 def beside(name: str, travel: Travel, topology: Topology) -> Beside:

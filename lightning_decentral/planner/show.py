@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from lightning_decentral.gossip.plan.forecast import GossipForecast
+from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.planner.compare import Comparison, Row
 from lightning_decentral.planner.plan.optimizer_cost import ALIKE, MUON, products_seconds
 from lightning_decentral.shared.plan.network import Network
@@ -86,9 +87,10 @@ def verdict(plan: Comparison) -> Iterator[str]:
         yield f"stay with ddp: the fastest other gains {100 * max(0.0, fastest):.0f} %, less than the threshold"
     else:
         yield f"{plan.best.candidate.title}: {100 * gain:+.0f} % steps per second against ddp"
-    if isinstance(plan.best.method, GossipForecast):
+    gossips = isinstance(plan.best.method, (GossipForecast, WarmStarted))
+    if gossips:
         yield "gossip is another algorithm than all-reduce: compare what both reach before you settle"
-    yield from _optimizer(plan.setting.model, isinstance(plan.best.method, GossipForecast))
+    yield from _optimizer(plan.setting.model, gossips)
     if plan.setting.cluster.nodes > 1:
         yield "on every host, as docs/cluster.md says:"
     yield f"python recipes/train.py {plan.command}"

@@ -1,6 +1,7 @@
 """Rules with an anchor are validated, saved and handed back by it; fragments and exact steps run under a trainer."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from lightning_decentral.gossip import (
     Travel,
     simulate,
 )
-from lightning_decentral.gossip.rounds import check
+from lightning_decentral.gossip.rounds import check, exact_steps_of
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.shared.compute.buckets import pack
 from tests.gossip.wire.test_exchange import gradient
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
@@ -86,10 +89,13 @@ class Halves(Quadratic):
         return torch.cat([self.first, self.second])
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_trainer_with_fragments_and_exact_steps_is_the_simulation(tmp_path: Path, delay: int) -> None:
+@pytest.mark.parametrize(("delay", "exact_steps"), [(0, 3), (1, 0.2)])
+def test_a_trainer_with_fragments_and_exact_steps_is_the_simulation(
+    tmp_path: Path, delay: int, exact_steps: float
+) -> None:
+    """A fifth of 14 steps are 3."""
     plan, rule = Stream(4, 2, Complete()), OuterNesterov(lr=None, momentum=None)
-    options = {"topology": plan, "combine": rule, "exact_steps": 3, "delay": delay}
+    options = {"topology": plan, "combine": rule, "exact_steps": exact_steps, "delay": delay}
     in_processes(fit, tmp_path, 14, False, options, Halves())
     x0 = Halves().x.detach().expand(SIZE, -1)
     expected = simulate(plan, rule, gradient, x0, 14, 0.1, delay, exact_steps=3)
@@ -122,6 +128,45 @@ def test_what_does_not_go_together_is_said_before_anybody_talks(options: dict[st
 
 def test_a_coarse_codec_goes_with_ways() -> None:
     assert GossipStrategy(combine=PseudoGradient(), codec=Int4(), topology=Every(2, Complete())).codec == Int4()
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"), [(0, 0), (0.1, 20), (0.999, 200), (0.001, 0), (1, 1), (1.0, 1), (7, 7), (5000, 5000)]
+)
+def test_exact_steps_below_one_are_a_share_of_the_run_that_worker_0_has(asked: float, steps: int) -> None:
+    module = SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=400))
+    assert exact_steps_of(asked, module, lambda own: own / 2) == steps
+
+
+@pytest.mark.parametrize("total", [float("inf"), -1])
+def test_a_share_of_a_run_without_an_end_is_one_line(total: float) -> None:
+    module = SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=total))
+    with pytest.raises(
+        ValueError, match=r"exact_steps=0.1 is a share of the run, .* give steps, or max_steps"
+    ) as error:
+        exact_steps_of(0.1, module, float)
+    assert "\n" not in str(error.value)
+    assert exact_steps_of(3, module, float) == 3
+
+
+@pytest.mark.parametrize("exact_steps", [-1, 1.5, -0.1])
+def test_exact_steps_are_steps_or_a_share(exact_steps: float) -> None:
+    with pytest.raises(ValueError, match="exact_steps must be"):
+        GossipStrategy(exact_steps=exact_steps)
+
+
+def test_a_rule_that_has_begun_does_not_end_where_a_run_is_made_longer() -> None:
+    """The steps that were saved, whatever the share of the longer run is."""
+
+    def of(steps: int) -> Mixers:
+        return Mixers(lambda: Making(list, pack, exact_steps=steps))
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    first, second = of(3), of(300)
+    for mixers in (first, second):
+        mixers.of(optimizer)
+    second.load_state_dict(first.state_dict(), [optimizer])
+    assert (first._timed().exact_steps, second._timed().exact_steps) == (3, 3)
 
 
 def test_stages_have_no_fragments_of_their_own() -> None:

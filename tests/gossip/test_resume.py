@@ -178,7 +178,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool
             "topology": Stream(2, 2, Complete()),
             "combine": PseudoGradient(lr=None, momentum=None),
             "codec": Int4(block=16),
-            "exact_steps": 3,
+            "exact_steps": 0.3,
         },
         {"optimizer": "muon"},
         {"val_check_interval": 4},

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import ConsensusControl, Gossip, Int4, Int8, Outer, PushSum
 from lightning_decentral.gossip.compute.error_feedback import Coded
+from lightning_decentral.gossip.plan.forecast import GossipForecast
+from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.gossip.rounds import Rounds
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -181,6 +183,24 @@ def test_fragments_hide_what_one_message_does_not() -> None:
     ]
     waited = 6e6 / 1e7 - 0.2  # but for the step that hides it
     assert times == pytest.approx([0.2 + waited / 6, 0.2])
+
+
+def test_a_warm_start_is_its_share_of_all_reduces_that_are_waited_for() -> None:
+    """A fifth of the run at the compute and 2 3/4 of the bytes, the rest at what a hidden message takes."""
+    where = Setting(Model("", "cpu", (BlockCost("all", 0.1, 0.1, 0.0, 1_000_000),)), links(0, 1e7), Cluster(SIZE))
+    factors = torch.ones(1, 80, SIZE).double().numpy()
+    whole, warm = (
+        method_of(strategy_of(f"{GOSSIP} strategy.exact_steps={steps}"), where.cluster, 1) for steps in (200, 0.2)
+    )
+    assert isinstance(whole, GossipForecast)  # nobody knows of how many
+    assert isinstance(warm, WarmStarted)
+    reduced = 2 * 3 / 4 * 1e6
+    assert whole.seconds(where, factors)[0] == pytest.approx(0.2)
+    assert warm.seconds(where, factors)[0] == pytest.approx(0.2 + 0.2 * reduced / 1e7)
+    assert warm.card_bytes(where) == pytest.approx(0.2 * reduced + 0.8 * 1e6)
+    assert warm.memory_bytes(where) >= whole.memory_bytes(where)
+    assert len(warm.prices(where)) > len(whole.prices(where))
+    assert warm.tasks(where) == whole.tasks(where)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ class Mixers:
     def __init__(self, making: Callable[[], Making]) -> None:
         self._making = making
         self._all: list[OptimizerMixer] = []
+        self._exact_steps: int | None = None
         self._taken: set[nn.Parameter] = set()
 
     def __iter__(self) -> Iterator[OptimizerMixer]:
@@ -207,12 +208,20 @@ class Mixers:
         found = [mixer for mixer in self._all if mixer.optimizer is optimizer]
         if found:
             return found
-        making = self._making()
+        making = self._timed()
         made, states = making.mixers(), making.states(optimizer)
         for place, mixer in enumerate(made):
             fragment, beside = (place, len(made)), () if place else states
             self._all.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside))
         return self._all[-len(made) :]
+
+    def _timed(self) -> Making:
+        """With the exact steps that the first one had, or those of the run that is resumed."""
+        # A share of a run that is made longer would grow, and a rule that has begun mustn't end.
+        making = self._making()
+        if self._exact_steps is None:
+            self._exact_steps = making.exact_steps
+        return replace(making, exact_steps=self._exact_steps)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take in what this optimizer trains."""
@@ -259,6 +268,7 @@ class Mixers:
         return {
             "mixers": [mixer.state_dict() for mixer in self._all],
             "packs": [list(mixer.packs) for mixer in self._all],
+            "exact_steps": self._exact_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
@@ -268,6 +278,7 @@ class Mixers:
             ValueError: it was taken with another number of optimizers, or with other buckets.
         """
         self.release()
+        self._exact_steps = state.get("exact_steps")
         mixers = [mixer for optimizer in optimizers for mixer in self.of(optimizer)]
         if len(mixers) != len(state["mixers"]):
             each = len(mixers) // max(1, len(optimizers))
