@@ -68,7 +68,10 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     if plan.states:
         words["states beside"] = ", ".join(f"{name}: {travel}" for name, travel in plan.states.items())
     adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
-    hint = "takes smaller steps here than under ddp: see lightning_decentral.optim.Muon and AccumAdam"
+    hint = (
+        "takes smaller steps here than under ddp: for a transformer take lightning_decentral.optim.Muon "
+        "(experiment=gossip_muon), or AccumAdamW (optimizer=accum_adamw); docs/optimizers.md has the table"
+    )
     return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
 
 

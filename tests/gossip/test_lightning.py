@@ -664,7 +664,8 @@ class KeepSummary(Inspect):
 
 
 @pytest.mark.parametrize(("optimizer", "size", "named"), [
-    ("adamw", 2, "AdamW takes smaller steps here than under ddp: see lightning_decentral.optim.Muon and AccumAdam"),
+    ("adamw", 2, "AdamW takes smaller steps here than under ddp: for a transformer take lightning_decentral.optim.Muon "
+     "(experiment=gossip_muon), or AccumAdamW (optimizer=accum_adamw); docs/optimizers.md has the table"),
     ("adamw", 1, None),
     ("accum_adamw", 2, None),
     ("muon", 2, None),
