@@ -1,6 +1,8 @@
 """Forecast of a run that begins with exact averages: a share of its steps all-reduce the parameters, and wait.
 
-seconds, bytes = share of the exact steps + (1 - share) of the rule's
+    seconds, bytes = share of the exact steps + (1 - share) of the rule's
+
+A module of its own, however short: it is a method around that of `forecast`, not a part of it.
 """
 
 from dataclasses import dataclass
