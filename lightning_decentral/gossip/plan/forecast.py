@@ -61,12 +61,35 @@ def ready(
     return found
 
 
-def per_step(moments: Floats, period: int) -> Floats:
-    """[runs]: mean seconds per step by the last worker, over the last 64 or whole periods in them."""
+def per_step(
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats]
+) -> Floats:
+    """[runs]: mean seconds per step by the last worker, over the last 64 or whole periods in them; as `ready`."""
     # The first steps are left out: waiting for a straggler has to spread.
-    counted = COUNTED_STEPS // period * period or COUNTED_STEPS
-    last = moments.max(axis=2)
+    counted = COUNTED_STEPS // len(plan) * len(plan) or COUNTED_STEPS
+    last = ready(compute, exchange, plan, delay, work).max(axis=2)
     return np.asarray((last[:, -1] - last[:, -1 - counted]) / counted, dtype=np.float64)
+
+
+def sampled(
+    compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats]
+) -> Floats:
+    """The same of a period longer than what is counted: a silent step, and what the talks in the counted ones add to
+    it, times as many as there are in a period.
+
+    alone + (per_step - alone) counted talks of a period / (period talks that are counted)
+    """
+    steps, period, size = compute.shape[1], len(plan), compute.shape[2]
+    talking = [step for step, one in enumerate(plan) if not one.silent]
+    alone = per_step(compute, [np.zeros(size)], [Round(np.arange(size)[:, None], ())], delay, [NO_WORK])
+    if not talking:
+        return alone
+    # The first talk is the first step that counts, so that all of what it makes others wait for is in.
+    places = [(talking[0] + step - (steps - COUNTED_STEPS)) % period for step in range(steps)]
+    heard = sum(place in set(talking) for place in places[-COUNTED_STEPS:])
+    shown = [plan[place] for place in places], [work[place % len(work)] for place in places]
+    found = per_step(compute, [exchange[place] for place in places], shown[0], delay, shown[1])
+    return alone + (found - alone) * COUNTED_STEPS * len(talking) / (heard * period)
 
 
 def step_tasks(
@@ -130,7 +153,8 @@ class GossipForecast(Method):
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         exchange, plan = self._plan(setting)
         compute, work = self._compute(setting, factors), self._work(setting)
-        return per_step(ready(compute, exchange, plan, self.delay, work), len(plan))
+        timed = per_step if len(plan) <= COUNTED_STEPS else sampled
+        return timed(compute, exchange, plan, self.delay, work)
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
         exchange, plan = self._plan(setting)

@@ -22,6 +22,7 @@ from lightning_decentral.gossip import (
     PeriodicAverage,
     Ring,
     Star,
+    Stream,
     Topology,
 )
 from lightning_decentral.gossip.plan.forecast import ready, step_tasks
@@ -281,3 +282,29 @@ def test_a_forecast_and_its_tasks_agree_where_all_are_equally_fast() -> None:
     first = max(spans[f"compute {steps - 2} of {rank}"].start for rank in range(8))
     assert last - first == pytest.approx(found.even_seconds)
     assert found.exposed_seconds == pytest.approx(found.even_seconds - model().seconds)
+
+
+# ---- periods longer than what is counted ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [40, 64, 65, 100, 500])
+def test_a_talk_in_many_steps_is_spread_over_them(steps: int) -> None:
+    """Blocking it is waited for, overlapped its first step hides a part of it."""
+    where = setting(rate=1e6)
+    step, sent = model().seconds, 2 * 7 / 8 * PARAMETERS / 1e6 + 14 * 1e-4
+    assert seconds(GossipForecast(Every(steps, Complete()), 0), where) == pytest.approx(step + sent / steps)
+    assert seconds(GossipForecast(Every(steps, Complete()), 1), where) == pytest.approx(step + (sent - step) / steps)
+
+
+def test_fragments_of_a_long_period_are_counted_as_they_come() -> None:
+    """9 parts in 90 steps, of which 64 steps see 7."""
+    where = setting(rate=1e6)
+    sent = 2 * 7 / 8 * PARAMETERS / 9 / 1e6 + 14 * 1e-4
+    found = seconds(GossipForecast(Stream(90, 9, Complete()), 0), where)
+    assert found == pytest.approx(model().seconds + sent / 10)
+
+
+def test_a_graph_without_talks_is_a_step_alone() -> None:
+    assert seconds(GossipForecast(Every(100, FromGraph(nx.empty_graph(8))), 0), setting()) == pytest.approx(
+        model().seconds
+    )
