@@ -13,7 +13,7 @@ from lightning_decentral.gossip.plan.traffic import WorkerBytes, all_reduce_copi
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
 from lightning_decentral.shared.replica import Evaluate
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
@@ -66,13 +66,23 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
         "evaluated": _mean(plan, mixers) if plan.evaluate == "mean" else "each worker's own model",
     }
     if plan.states:
-        words["states beside"] = ", ".join(f"{name}: {travel}" for name, travel in plan.states.items())
+        words["states beside"] = ", ".join(_beside(plan, name, mixers) for name in plan.states)
     adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
     hint = (
         "takes smaller steps here than under ddp: for a transformer take lightning_decentral.optim.Muon "
         "(experiment=gossip_muon), or AccumAdamW (optimizer=accum_adamw); docs/optimizers.md has the table"
     )
     return words | ({"hint": f"{' and '.join(sorted(adams))} {hint}"} if adams else {})
+
+
+def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
+    """One state that travels, and what a worker sends of it in a step where all parameters have it."""
+    travel = plan.states[name]
+    flats = [bucket.flat for of in mixers for bucket in of.buckets]
+    message = sum(travel.codec.bytes(MessageLayout(flat.numel()), flat.dtype) for flat in flats)
+    where = travel.along(plan.topology), plan.weights, plan.worker, plan.workers
+    sent = copies_sent(*where, peers_only=travel.codec.encodes) * message * plan.island.devices
+    return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
 def _mean(plan: Planned, mixers: Sequence[OptimizerMixer]) -> str:

@@ -139,6 +139,24 @@ def test_a_forecasts_bytes_are_those_that_rounds_send(words: str) -> None:
         assert said.startswith(f"{forecast.card_bytes(setting):,.0f} (")
 
 
+def test_the_summary_says_what_a_state_adds_at_most() -> None:
+    """Where all parameters have it, that is what the forecast says, too."""
+    module, strategy = Net(), strategy_of(f"{GOSSIP} {MOMENTUM_IN_INT8}")
+    assert isinstance(strategy, GossipStrategy)
+    optimizer = module.optimizer()
+    run = run_of(strategy, module, optimizer)
+    rounds = Rounds(run, module)
+    mixers = Mixers(lambda: Making(rounds.mixers, rounds.pack, rounds.of_states))
+    mixers.adopt(optimizer)
+    said = described(run, mixers)["states beside"]
+    whole = 9 * 4 * SIDE * SIDE
+    model = Model("", "cpu", (BlockCost("all", 0.1, 0.1, 0.0, whole),), states=(("momentum_buffer", whole),))
+    setting = Setting(model, links(), Cluster(SIZE))
+    more = method_of(strategy, setting.cluster, 1).card_bytes(setting) - whole
+    assert said.endswith(f", up to {more:,.0f} bytes a step")
+    assert said.startswith("momentum_buffer: Travel(codec=Int8(block=256)")
+
+
 @pytest.mark.parametrize("codec", ["plain", "int8", "int4", "int2"])
 def test_a_compressed_averages_bytes_are_those_that_it_sends(codec: str) -> None:
     strategy = strategy_of(f"strategy=compressed strategy/codec={codec}")
