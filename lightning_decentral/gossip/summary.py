@@ -79,9 +79,10 @@ def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
     """One state that travels, and what a worker sends of it in a step where all parameters have it."""
     travel = plan.states[name]
     flats = [bucket.flat for of in mixers for bucket in of.buckets]
+    # Of an island the devices send a part each.
     message = sum(travel.codec.bytes(MessageLayout(flat.numel()), flat.dtype) for flat in flats)
     where = travel.along(plan.topology), plan.weights, plan.worker, plan.workers
-    sent = copies_sent(*where, peers_only=travel.codec.encodes) * message * plan.island.devices
+    sent = copies_sent(*where, peers_only=travel.codec.encodes) * message
     return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
