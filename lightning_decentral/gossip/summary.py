@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -78,7 +79,7 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
 def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
     """One state that travels, and what a worker sends of it in a step where all parameters have it."""
     travel = plan.states[name]
-    flats = [bucket.flat for of in mixers for bucket in of.buckets]
+    flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
     # Of an island the devices send a part each.
     message = sum(travel.codec.bytes(MessageLayout(flat.numel()), flat.dtype) for flat in flats)
     where = travel.along(plan.topology), plan.weights, plan.worker, plan.workers
