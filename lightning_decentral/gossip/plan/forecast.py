@@ -143,6 +143,7 @@ class GossipForecast(Method):
 
     def __post_init__(self) -> None:
         at_least(0, "0 blocks, 1 overlaps", delay=self.delay)
+        at_least(0, "copies of the parameters", kept=self.kept)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
         talks = self._talks(setting)
