@@ -33,7 +33,9 @@ DEVICES = {"gpu": 1, "multigpu": 2}
 
 
 def pytest_collectstart() -> None:
-    """Before any test is imported, and anything forked."""
+    """Before any test is imported, and anything forked. What imports and collecting make stays: no collector looks
+    through it, again and again, until all is there."""
+    gc.disable()
     ports.use()
     fresh.server()
 
@@ -49,10 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: no collector looks through it again. Above all those of forked
-    workers don't, each of which would copy half of the parent's memory by touching it."""
+    """Nor does one later. Above all those of forked workers don't, each of which would copy half of the parent's memory
+    by touching it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -116,6 +116,7 @@ def _serve(questions: Connection) -> None:
 
 def _main(output: str, words: list[str], environment: dict[str, str], folder: Path) -> None:
     os.setsid()
+    gc.enable()  # the tests' process was still collecting when the server was forked
     with open(output, "wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

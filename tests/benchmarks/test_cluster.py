@@ -45,6 +45,9 @@ else:
 GOSSIPS = """
 import sys
 import torch
+from pathlib import Path
+from tests.namespaces import enter
+enter(sys.argv[1])
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 import lightning_decentral
@@ -60,7 +63,7 @@ trainer = Trainer(strategy="gossip", accelerator="cpu", devices=1, num_nodes=2, 
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 point = Point()
 trainer.fit(point, DataLoader(TensorDataset(torch.zeros(200, 1))))
-torch.save((trainer.world_size, point.x.detach()), f"{sys.argv[1]}/{trainer.global_rank}.pt")
+torch.save((trainer.world_size, point.x.detach()), Path(__file__).with_name(f"{trainer.global_rank}.pt"))
 """
 TORCHRUN = """
 import sys
@@ -122,7 +125,9 @@ def test_another_rate_takes_the_place_of_the_first(two: clusters.Cluster) -> Non
 
 @needs_cluster
 def test_lightnings_own_environment_makes_one_world_of_the_hosts(two: clusters.Cluster, tmp_path: Path) -> None:
-    assert two.run([sys.executable, "-c", GOSSIPS, str(tmp_path)], seconds=100) == [0, 0]
+    file = tmp_path / "gossips.py"
+    file.write_text(GOSSIPS)
+    finished([Script(file, (two.host(i),), two.environment(i, port=29500)) for i in range(2)])
     (size, first), (_, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert size == 2
     assert torch.equal(first, second), "training ends with all hosts at the mean"

@@ -1,5 +1,6 @@
 """The wheel carries what the repository has, and works where the repository isn't."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,18 @@ with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
 with initialize_config_dir({here!r}, version_base="1.3"):
     print("reused", compose("mine").strategy._target_)
 print("from", lightning_decentral.__file__)
+"""
+
+COMMANDS = """
+import runpy, sys
+
+for words in ("lightning-decentral-train --cfg job strategy=gossip", "lightning-decentral topology ring --workers 4"):
+    name, *sys.argv[1:] = words.split()
+    sys.argv[0] = {folder!r} + "/" + name
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, ended
 """
 
 APPLICATION = """
@@ -103,15 +116,23 @@ def test_the_wheel_carries_every_file(wheel: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_configurations_compose_elsewhere(clean: Path, tmp_path: Path) -> None:
+def test_configurations_compose_and_the_console_commands_run_elsewhere(clean: Path, tmp_path: Path) -> None:
+    """All in one new process, which has torch and Lightning to import."""
     (tmp_path / "mine.yaml").write_text(MINE)
-    output = run(clean / "bin" / "python", "-c", COMPOSE.format(here=str(tmp_path)), cwd=tmp_path)
+    script = COMPOSE.format(here=str(tmp_path)) + COMMANDS.format(folder=str(clean / "bin"))
+    output = run(clean / "bin" / "python", "-c", script, cwd=tmp_path)
     said = dict(
         line.split(" ", 1) for line in output.splitlines() if line.split(" ", 1)[0] in ("own", "reused", "from")
     )
     assert said["own"] == "lightning_decentral.gossip.Ring"
     assert said["reused"] == "lightning_decentral.GossipStrategy"
     assert Path(said["from"]).is_relative_to(clean)
+    assert "_target_: lightning_decentral.GossipStrategy" in output
+    assert "period: 1 step" in output
+    for name in ("lightning-decentral-train", "lightning-decentral"):
+        command = clean / "bin" / name
+        assert command.read_text().splitlines()[0] == f"#!{clean / 'bin' / 'python'}"
+        assert os.access(command, os.X_OK)
 
 
 @pytest.mark.timeout(240)
@@ -140,11 +161,3 @@ def test_an_editable_install_has_the_launcher_too(tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "--python", python, *words, cwd=tmp_path)
     walk = "import hydra_plugins as h, pkgutil as p; print([m.name for m in p.iter_modules(h.__path__)])"
     assert "shard_parallel" in run(python, "-I", "-c", walk, cwd=tmp_path)
-
-
-@pytest.mark.timeout(240)
-def test_the_console_command_starts_elsewhere(clean: Path, tmp_path: Path) -> None:
-    output = run(clean / "bin" / "lightning-decentral-train", "--cfg", "job", "strategy=gossip", cwd=tmp_path)
-    assert "_target_: lightning_decentral.GossipStrategy" in output
-    output = run(clean / "bin" / "lightning-decentral", "topology", "ring", "--workers", "4", cwd=tmp_path)
-    assert "period: 1 step" in output

@@ -35,7 +35,7 @@ from lightning_decentral.partial import (
 from tests.partial.towers import Batches, Network, Scripted, Tower, Watch, batch_of, fit, run
 from tests.tiny import QUIET, in_processes
 
-STEPS = 50
+STEPS = 20
 MODES = [
     Full(),
     Staircase(),
@@ -44,10 +44,10 @@ MODES = [
     Temporal(order=Random(seed=3), warm_up=5),
     PerWorker(fractions=(0.5, 1.0, 0.25)),
     FreezeOut(total_steps=STEPS),
-    PipeTransformer(every=10),
-    AutoFreeze(every=5),
-    Lisa(every=4, blocks=1),
-    BlockCoordinate(every=4),
+    PipeTransformer(every=4),
+    AutoFreeze(every=2),
+    Lisa(every=2, blocks=1),
+    BlockCoordinate(every=2),
 ]
 
 

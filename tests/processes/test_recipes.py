@@ -1,4 +1,7 @@
-"""The command line: a recipe under each strategy as a user starts it, fit and test in one run."""
+"""The command line: a recipe under each strategy as a user starts it, fit and test in one run.
+
+Second workers are forked: that a command starts them as scripts is in tests/recipes/test_train.py.
+"""
 
 import json
 
@@ -11,7 +14,8 @@ from tests.processes.test_training import ROOT, start
 @pytest.mark.timeout(300)
 def test_the_recipe_trains_in_a_pipeline(tmp_path):
     small = "data.length=64 model.config.n_embd=16 +trainer.limit_train_batches=4 +trainer.limit_val_batches=2"
-    words = f"recipe=gpt strategy=token_pipeline callbacks=pipeline trainer=cpu trainer.devices=2 {small}"
+    pipeline = "strategy=token_pipeline strategy.start_method=fork callbacks=pipeline"
+    words = f"recipe=gpt {pipeline} trainer=cpu trainer.devices=2 {small}"
     more = ("trainer.max_epochs=1", "logger=none", "+trainer.limit_test_batches=2", f"hydra.run.dir={tmp_path}")
     code, output = start(ROOT / "recipes" / "train.py", *words.split(), *more).finish(250)
     assert code == 0, output
@@ -25,7 +29,7 @@ def test_the_recipe_trains_in_a_pipeline(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "devices", "said"), [
-    ("partial_backprop", 2, "Starting with 2 processes"),
+    ("partial_backprop strategy.start_method=fork", 2, "Starting with 2 processes"),
     ("spilled", 1, "on the device"),
 ])  # fmt: skip
 def test_a_recipe_trains_under_other_strategies(tmp_path, strategy, devices, said):

@@ -24,6 +24,14 @@ TINY = [
 ]
 TINY_VIT = [*TINY, "data.batch_size=64", "model.config.hidden_size=16", "model.config.num_hidden_layers=1"]
 TWO_WORKERS = ["trainer.devices=2", "callbacks.worker_loss_monitor.every_n_steps=2"]
+FIT_ALONE = """
+from lightning.pytorch import Trainer
+from lightning_decentral.recipes.train import main
+
+if __name__ == "__main__":
+    Trainer.test = lambda *_, **__: []
+    main()
+"""
 SHORT = ["+trainer.limit_train_batches=4", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1"]
 
 
@@ -160,9 +168,13 @@ def test_two_workers_as_a_user_starts_them(command, strategy):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_sweep_with_two_workers_ends():
+def test_sweep_with_two_workers_ends(tmp_path):
+    """Workers are spawned. A test after the fit would spawn two more, 15 s of a processor that the forked ones of
+    tests/processes and tests/gossip spare."""
+    command = tmp_path / "fit_alone.py"
+    command.write_text(FIT_ALONE)
     sweep = ["strategy=gossip", "trainer.devices=2", "optimizer.lr=1e-3"]
-    code, output = started(SCRIPT, "-m", *TINY_VIT, *SHORT, *sweep, seconds=300)
+    code, output = started(command, "-m", *TINY_VIT, *SHORT, *sweep, seconds=300)
     assert code == 0, output
     assert len(list(Path().glob("outputs/sweep-*/*/csv/metrics.csv"))) == 1
 
