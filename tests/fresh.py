@@ -20,6 +20,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+STAND_IN = "TESTS_STAND_IN"
+"""The variable with what a script takes for its interpreter when it starts others."""
+
 
 class Script:
     """A file that runs as `__main__`, as the leader of a process group.
@@ -123,6 +126,7 @@ def _main(output: str, words: list[str], environment: dict[str, str], folder: Pa
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = os.environ.pop(STAND_IN, sys.executable)
     tempfile.tempdir = None
     os.chdir(folder)
     sys.argv = words

@@ -1,7 +1,7 @@
 """The Python blocks of every page run as one script and print what the page says they print.
 
 The page that a newcomer types first runs in a new interpreter, the others in a child of a server that has the package
-imported: what they import themselves is looked at in their text.
+imported, as their workers do: what they import themselves is looked at in their text.
 """
 
 import os
@@ -15,9 +15,22 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, name, promised, script
 from tests.fresh import Script
+from tests.standing_in import Launching
 
 FIRST = ROOT / "README.md"
 WITH_CODE = [page for page in PAGES if page.exists() and script(page)]
+
+FAILS = """
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_decentral
+class Fails(Callback):
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_rank == 1:
+            raise ValueError("worker 1 fails")
+quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+Trainer(**quiet, devices=2, strategy="gossip", callbacks=[Fails()]).fit(BoringModel())
+"""
 
 
 def run(file: Path, seconds: float) -> tuple[int, str]:
@@ -45,7 +58,7 @@ def test_the_pages_have_code_and_promises() -> None:
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.py"
     file.write_text(script(page))
-    status, output = run(file, seconds=120) if page == FIRST else Script(file).finish(seconds=120)
+    status, output = run(file, seconds=120) if page == FIRST else Launching(file).finish(seconds=120)
     assert status == 0, output
     missing = [text for text in promised(script(page)) if text not in output]
     assert not missing, f"the page promises {missing}, its code printed:\n{output}"
@@ -63,3 +76,12 @@ def test_a_page_that_hangs_is_killed(tmp_path: Path) -> None:
     file.write_text("import time\ntime.sleep(60)\n")
     assert run(file, seconds=0.5)[0] == 124
     assert Script(file).finish(seconds=0.5)[0] == 124
+    assert Launching(file).finish(seconds=0.5)[0] == 124
+
+
+def test_a_page_whose_worker_fails_fails(tmp_path: Path) -> None:
+    file = tmp_path / "page.py"
+    file.write_text(FAILS)
+    status, output = Launching(file).finish(seconds=60)
+    assert status not in (0, 124)
+    assert "ValueError: worker 1 fails" in output

@@ -12,6 +12,7 @@ import yaml
 
 from lightning_decentral.recipes import train
 from tests.fresh import Script
+from tests.standing_in import Launching
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "train.py"
@@ -59,10 +60,10 @@ def message(*words, monkeypatch):
     return ended.value.code
 
 
-def started(command, *words, seconds=110):
-    """Exit status and output of the command in a process that has the package imported; its workers don't."""
+def started(command, *words, seconds=110, script=Script):
+    """Exit status and output of the command in a process that has the package imported; workers of a Script don't."""
     unseeded = {name: None for name in os.environ if name.startswith("PL_")}
-    return Script(command, words, unseeded, folder=Path()).finish(seconds)
+    return script(command, words, unseeded, folder=Path()).finish(seconds)
 
 
 def only(pattern):
@@ -155,9 +156,11 @@ def test_sweep_with_scripts_as_workers_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "strategy"), [(SCRIPT, "ddp"), (INSTALLED, "gossip")], ids=["script", "installed"])
-def test_two_workers_as_a_user_starts_them(command, strategy):
-    code, output = started(command, *TINY_VIT, *SHORT, f"strategy={strategy}", *TWO_WORKERS)
+@pytest.mark.parametrize(("command", "strategy", "script"), [
+    (SCRIPT, "ddp", Launching), (INSTALLED, "gossip", Script),
+], ids=["script", "installed"])  # fmt: skip
+def test_two_workers_as_a_user_starts_them(command, strategy, script):
+    code, output = started(command, *TINY_VIT, *SHORT, f"strategy={strategy}", *TWO_WORKERS, script=script)
     assert code == 0, output
     assert "Starting with 2 processes" in output
     rows = list(csv.DictReader(only("outputs/vit-*/csv/metrics.csv").open()))
