@@ -1,8 +1,8 @@
 """Scripts whose workers, too, have the package imported already.
 
-Lightning starts a worker as a new interpreter, which imports torch and Lightning: 6 s of a processor. Here that
-interpreter is a shell, which says what it was given, waits for a process of the server (tests/fresh.py) that gets the
-same file, words and variables, and ends as that does.
+Lightning and torchrun start a worker as a new interpreter, which imports torch and Lightning: 6 s of a processor. Here
+that interpreter is a shell, which says what it was given, waits for a process of the server (tests/fresh.py) that gets
+the same file, words and variables, and ends as that does.
 """
 
 import shutil
@@ -50,7 +50,8 @@ class Launching(Script):
 
     def _start(self) -> None:
         for given in set(self._place.glob("*.environment")) - self._workers.keys():
-            folder, file, *words = _entries(given.with_suffix(".words"))
+            # torchrun asks for output without a buffer
+            folder, file, *words = [word for word in _entries(given.with_suffix(".words")) if word != "-u"]
             variables = dict(entry.split("=", 1) for entry in _entries(given))
             self._workers[given] = Script(Path(file), tuple(words), variables, Path(folder))
 

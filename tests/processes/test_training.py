@@ -11,6 +11,7 @@ import torch.distributed.run
 
 from tests import ports
 from tests.fresh import Script
+from tests.standing_in import Launching
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -81,7 +82,8 @@ def test_lightning_starts_the_processes(tmp_path: Path, script: Path, strategy: 
 @pytest.mark.slow
 def test_torchrun_starts_the_processes(tmp_path: Path, script: Path) -> None:
     words = ("--standalone", "--nproc-per-node=2", str(script), str(tmp_path), "gossip", "2", "5")
-    code, output = start(Path(torch.distributed.run.__file__), *words).finish(100)
+    torchrun = Launching(Path(torch.distributed.run.__file__), words, {"PYTHONPATH": str(ROOT)}, ROOT)
+    code, output = torchrun.finish(100)
     assert code == 0, output[-4000:]
     assert_mean_of_own(tmp_path, 2, [0, 1])
 
