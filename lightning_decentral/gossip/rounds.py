@@ -35,7 +35,9 @@ def check_numbers(delay: int, heals: int, bucket_bytes: int | None, exact_steps:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
     at_least(0, "0 begins with the rule", exact_steps=exact_steps)
     if exact_steps > 1 and not float(exact_steps).is_integer():  # nor is infinity
-        raise ValueError(f"exact_steps must be whole steps or a share of the run, got {exact_steps}: give 100, or 0.1 for a tenth")
+        raise ValueError(
+            f"exact_steps must be whole steps or a share of the run, got {exact_steps}: give 100, or 0.1 for a tenth"
+        )
 
 
 def exact_steps_of(asked: float, module: Any, broadcast: Callable[[float], float]) -> int:
