@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ Compute = Callable[[Tensor | None], Tensor]
 
 class Activations(ABC):
     """What is kept of a chunk for its backward."""
+
+    repeats: ClassVar[bool] = False
+    """Whether a forward is run again at its backward."""
 
     @abstractmethod
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
@@ -42,6 +46,8 @@ class Recompute(Activations):
 
     Costs one more forward. It takes the place of a model's own gradient checkpointing, which drops keys and values.
     """
+
+    repeats: ClassVar[bool] = True
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
         # Reentrant, the first stage would get no gradients: nothing that comes in asks for one.

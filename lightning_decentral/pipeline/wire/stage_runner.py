@@ -1,7 +1,8 @@
 """Runs a stage step after step: its channel, its shapes, tied weights, and what stages sum when a step ends."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from lightning_decentral.pipeline.compute.activation_codec import Boundary
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.compute.repeatable import put_back, unchanged
 from lightning_decentral.pipeline.compute.stage import Activations, Stage
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
@@ -47,6 +49,7 @@ class StageRunner:
         self._edges, self.schedule, self._activations = edges, schedule, activations
         self._boundary, self.device = boundary, device
         self._shapes: dict[torch.Size, list[Shape]] = {}
+        self._known_repeatable = False
         self.rank = 0 if over is None else over.rank
         self.size = 1 if over is None else over.size
 
@@ -84,8 +87,22 @@ class StageRunner:
         weights = Apart() if self.schedule.splits else AtOnce()
         stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
         executor = Executor(stage, self.channel(stage), close, own)
-        executor.run(actions)
+        with self._repeatable(slices):
+            executor.run(actions)
         return executor, stage
+
+    @contextmanager
+    def _repeatable(self, slices: Sequence[int]) -> Iterator[None]:
+        """ValueError, the first time, where this model can't be run in slices, or again."""
+        repeated = self._activations.repeats and torch.is_grad_enabled()
+        if self._known_repeatable or not (len(slices) > 1 or repeated):
+            yield
+            return
+        sliced = "slices of a sequence", "train with slicing=Uniform(1)"
+        again = "a forward and its recomputation", "train with activations=Keep()"
+        with unchanged(self.model.module, *(again if repeated else sliced)):
+            yield
+        self._known_repeatable = True
 
     def empty(self, call: Call, slices: Sequence[int]) -> Stage:
         """The stage before its first chunk."""
@@ -110,7 +127,8 @@ class StageRunner:
         if self.over is None or call.inputs.shape in self._shapes or self.model.shape(call, 0, 1) is not None:
             return
         shapes: list[Shape] = []
-        with evaluating(self.model.module):  # dropout draws nothing, no statistics are taken of zeros
+        # Dropout draws nothing, and no statistics are taken of zeros.
+        with evaluating(self.model.module), put_back(self.model.module):
             for r in range(self.size):
                 mine = None
                 if r == self.rank:
