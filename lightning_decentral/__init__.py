@@ -50,13 +50,13 @@ REGISTRIES = {
 FABRIC = {
     "compressed": ("FabricCompressedStrategy", "ddp with a quantized all-reduce"),
     "gossip": ("FabricGossipStrategy", "decentralized gossip averaging"),
+    "partial_backprop": ("FabricPartialBackpropStrategy", "structured partial backpropagation"),
 }
 FABRIC_REGISTRIES = {
     "lightning.fabric.strategies": __name__,
     "lightning_fabric.strategies": f"{__name__}.pytorch_lightning",
 }
 TRAINERS_ALONE = {
-    "partial_backprop": "its cuts are found and verified in a whole training step, which a Trainer has",
     "spilled": "it frees what a step has used when a Trainer says that the step is over",
     "token_pipeline": "it runs a training step slice by slice, for which a Trainer hands it over whole",
 }
@@ -88,13 +88,17 @@ def _enter(package: str, strategies: ModuleType) -> None:
 def _enter_loops(package: str, strategies: ModuleType) -> None:
     names = strategies.STRATEGY_REGISTRY
     for name, (strategy, what) in FABRIC.items():
-        registry.register(names, name, functools.partial(_made, f"{package}.{name}", strategy), what)
+        registry.register(names, name, functools.partial(_made, f"{package}.{_folder(name)}", strategy), what)
     for name, why in TRAINERS_ALONE.items():
         registry.register(names, name, functools.partial(_refused, name, why), "for Trainers alone")
 
 
 def _refused(name: str, why: str, **_: Any) -> Any:
-    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or gossip or compressed with Fabric")
+    raise ValueError(f"{name} doesn't work with Fabric: {why}; use a Trainer, or {' or '.join(FABRIC)} with Fabric")
+
+
+def _folder(name: str) -> str:
+    return STRATEGIES[NAMES[name][0]]
 
 
 def _made(package: str, strategy: str, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """Structured partial backpropagation: the backward stops at a cut, its depth planned for each worker and step.
 
 `strategy` binds it to Lightning, `callbacks` are what users watch, `start` is what they read first, `dry_run` is a
-training step without a trace.
+training step without a trace, `agreed` what all workers cut; `fabric` binds it to loops with Fabric.
 Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below.
 """
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_decentral.partial.compute.frozen_update import Decay as Decay
     from lightning_decentral.partial.compute.frozen_update import Forget as Forget
     from lightning_decentral.partial.compute.frozen_update import Skip as Skip
+    from lightning_decentral.partial.fabric import FabricPartialBackpropStrategy as FabricPartialBackpropStrategy
     from lightning_decentral.partial.plan.cost import Balance as Balance
     from lightning_decentral.partial.plan.cost import Blocks as Blocks
     from lightning_decentral.partial.plan.cost import Parameters as Parameters

@@ -86,12 +86,17 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
-    """From a copy of the module to a function that repeats its `training_step(*args)`: the same random numbers, and
-    the same buffers (ranges that fake quantization has seen, the iterates of a spectral norm), which a step changes."""
+    """From a copy of the module to a function that repeats its `training_step(*args)`."""
+    return repeated(lambda trial: step_of(trainer, trial, *args, **kwargs))
+
+
+def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
+    """From a copy of the module to a function that repeats its step: the same random numbers, and the same buffers
+    (ranges that fake quantization has seen, the iterates of a spectral norm), which a step changes."""
     random = worker_state.random_state()
 
     def prepared(trial: Any) -> Run:
-        step = step_of(trainer, trial, *args, **kwargs)
+        step = step_of(trial)
         before = {name: buffer.detach().clone() for name, buffer in trial.named_buffers()}
 
         def run() -> Tensor:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.partial.agreed import agreed, recall, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
 from lightning_decentral.partial.compute.uneven_batches import shared
@@ -19,7 +20,6 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
-from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
@@ -111,31 +111,15 @@ class PartialBackpropStrategy(ReplicaStrategy):
             self._buffers = RunningBuffers(self._module, buffers)
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
-        found: CutPlan | str = ""
-        if self.global_rank == 0:
-            before = worker_state.random_state()  # the search draws random numbers of the run's generators
-            try:
-                found = search(self._module, self._wish(), self.balance, run_of(self._module.trainer, *batch, **kwargs))
-            except ValueError as error:
-                found = str(error)  # the others wait for an answer: the error travels as one
-            worker_state.set_random_state(before)
-        found = self.broadcast(found)
-        if isinstance(found, str):
-            raise ValueError(found)
-        return self._drive(found)
-
-    def _wish(self) -> Cuts:
-        """The cuts of the checkpoint that is resumed, if they were wished for in the same words."""
-        saved = self._saved  # and not searched for again: a measured balance may come out otherwise today
-        return list(saved["boundaries"]) if saved and saved["wish"] == _words(self.cuts) else self.cuts
+        run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)
+        return self._drive(
+            agreed(self.global_rank, self.broadcast, lambda: search(self._module, wish, self.balance, run))
+        )
 
     def _drive(self, plan: CutPlan) -> DepthController:
         place = Rank(self.global_rank, self._shares())
         driver = DepthController(self._module, plan, timed(self.depth, self._module.trainer, self._saved or {}), place)
-        cuts, kind = list(plan.boundaries), type(self.depth).__name__
-        # A memory is about the segments and the assignment that it was made with.
-        if self._saved and (self._saved["boundaries"], self._saved["depth"]) == (cuts, kind):
-            driver.memory = tuple(self._saved["memory"])
+        recall(driver, self._saved)
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.bucket_bytes)
         self.driver, self._saved = driver, None
@@ -240,10 +224,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def progress_state(self) -> dict[str, Any]:
         if self.driver is None:
             return {}
-        plan = self.driver.plan
-        cuts = {"wish": _words(self.cuts), "boundaries": list(plan.boundaries)}
-        depth = {"depth": type(self.depth).__name__, "memory": list(self.driver.memory)}
-        return {**cuts, **depth, **warm_up_state(self.depth, self.driver.assignment)}
+        return {**remembered(self.driver, self.cuts), **warm_up_state(self.depth, self.driver.assignment)}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
         self._saved = state or None
@@ -266,7 +247,3 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def sent_bytes(self) -> float:
         """Gradients that this worker sent since fit began (its part of collective calls)."""
         return 0.0 if self._reducer is None else self._reducer.sent_bytes
-
-
-def _words(cuts: Cuts) -> str:
-    return str(cuts) if isinstance(cuts, (int, str)) else ", ".join(cuts)

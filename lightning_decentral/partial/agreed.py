@@ -1,0 +1,54 @@
+"""Cuts and depths that all workers agree on: worker 0's, or those of the checkpoint that is resumed.
+
+Every binding (a Trainer's, Fabric's) says in its own way when a step begins; what it cuts is decided here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_decentral.partial.compute.search import CutPlan, Cuts
+from lightning_decentral.partial.wire.depth_controller import DepthController
+from lightning_decentral.shared.compute import worker_state
+
+
+def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPlan]) -> CutPlan:
+    """What worker 0 found, without a trace in its random numbers. Collective.
+
+    Raises:
+        ValueError: on every worker, why there is no such cut.
+    """
+    found: CutPlan | str = ""
+    if rank == 0:
+        before = worker_state.random_state()  # the search draws random numbers of the run's generators
+        try:
+            found = find()
+        except ValueError as error:
+            found = str(error)  # the others wait for an answer: the error travels as one
+        worker_state.set_random_state(before)
+    found = broadcast(found)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
+    """The cuts of the checkpoint that is resumed, if they were wished for in the same words."""
+    # And not searched for again: a measured balance may come out otherwise today.
+    return list(saved["boundaries"]) if saved and saved["wish"] == words(cuts) else cuts
+
+
+def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
+    """For a checkpoint: the cuts, and what the assignment remembers."""
+    wish = {"wish": words(cuts), "boundaries": list(driver.plan.boundaries)}
+    return {**wish, "depth": type(driver.assignment).__name__, "memory": list(driver.memory)}
+
+
+def recall(driver: DepthController, saved: Mapping[str, Any] | None) -> None:
+    """Take up a checkpoint's memory, which is about the segments and the assignment that it was made with."""
+    now = list(driver.plan.boundaries), type(driver.assignment).__name__
+    if saved and (saved["boundaries"], saved["depth"]) == now:
+        driver.memory = tuple(saved["memory"])
+
+
+def words(cuts: Cuts) -> str:
+    return str(cuts) if isinstance(cuts, (int, str)) else ", ".join(cuts)
