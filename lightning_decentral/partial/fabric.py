@@ -89,7 +89,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = super().setup_module(module)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # a teacher
