@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.cli.answers import answer
 from lightning_decentral.cli.options import Parser, number, refuse_unwritable, whole
 from lightning_decentral.planner.network import SIZES, Meter
 from lightning_decentral.planner.plan import host_links as files
@@ -28,6 +29,14 @@ from lightning_decentral.shared.wire.objects import gather_objects, gather_world
 from lightning_decentral.shared.wire.transport import Wire, connect, world
 
 Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The answer: lines through what was measured, and each host's device."""
+
+    network: tuple[LinkCost, ...]
+    hosts: dict[str, str]
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -137,25 +146,21 @@ def run(options: argparse.Namespace) -> None:
         if rank != 0:
             measured(wire, options, plan, device, per_node, lambda text: None)
             return
-        console = Console()
-        with console.status("measuring") as status:
+        # Behind --json standard output is the answer alone.
+        with Console(stderr=True).status("measuring") as status:
             found = measured(wire, options, plan, device, per_node, status.update)
-    _tell(console, options, *found)
+    _tell(options, *found)
 
 
 def _tell(
-    console: Console,
-    options: argparse.Namespace,
-    costs: Sequence[LinkCost],
-    links: HostLinks | None,
-    hosts: Mapping[str, str],
+    options: argparse.Namespace, costs: Sequence[LinkCost], links: HostLinks | None, hosts: Mapping[str, str]
 ) -> None:
-    console.print(shown(costs))
     write(_with(read(options.model), costs, hosts), options.out or options.model)
-    console.print(f"wrote {options.out or options.model}")
+    wrote = [f"wrote {options.out or options.model}"]
     if links:
         links.write(options.hosts)
-        console.print(f"wrote {options.hosts}: lightning-decentral placement {options.hosts}")
+        wrote.append(f"wrote {options.hosts}: lightning-decentral placement {options.hosts}")
+    answer(options, Measured(tuple(costs), dict(hosts)), shown(costs), *wrote)
 
 
 def _with(profile: Profile, costs: Sequence[LinkCost], hosts: Mapping[str, str]) -> Profile:
@@ -175,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
         "--longest-seconds", type=number, default=0.5, help="no larger message after one that took longer"
     )
     made.add_argument("--timeout-seconds", type=number, default=600.0, help="for a worker that doesn't answer")
+    made.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")
     return made
 
 

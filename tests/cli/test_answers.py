@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli import cuts, gang_schedule, placement, planning, profile, schedule, topology
+from lightning_decentral.cli import cuts, gang_schedule, network, placement, planning, profile, schedule, topology
 from lightning_decentral.cli.answers import blocks, quiet, say
 from lightning_decentral.cli.completion import options_of
 from lightning_decentral.recipes import command as cli
@@ -30,6 +30,7 @@ ANSWERS = {
     "plan": (planning.Planned, planning.Method),
     "topology": (topology.Told,),
     "profile": (profile.Profiled,),
+    "network": (network.Measured,),
     "placement": (placement.Placed,),
     "schedule": (schedule.Scheduled, schedule.Outcome, gang_schedule.Gangs, gang_schedule.Turn),
 }
@@ -120,6 +121,18 @@ def test_json_has_the_fields_of_the_answer_and_nothing_else(
     for kind, row in zip(inner, rows, strict=False):
         first = next(iter(row.values() if name == "schedule" else row))
         assert list(first) == [field.name for field in dataclasses.fields(kind)]
+
+
+def test_every_command_answers_with_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    (names,) = re.findall(r"\{(\S+)\}", capsys.readouterr().out.splitlines()[0])
+    commands = set(names.split(",")) - {"completion"}
+    assert commands | {"network"} == set(ANSWERS)  # the meter is a module of its own, for torchrun
+    for name in commands:
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        assert "--json" in capsys.readouterr().out, name
 
 
 def test_the_page_lists_every_field() -> None:

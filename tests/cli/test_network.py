@@ -1,6 +1,7 @@
 """The network's profile in real processes on loopback, nodes simulated by LOCAL_WORLD_SIZE; hard kills."""
 
 import dataclasses
+import json
 import os
 import platform
 import re
@@ -71,8 +72,11 @@ def measure(
 def test_the_profile_gets_a_network(tmp_path: Path, size: int, per_node: int) -> None:
     write(Profile(MODEL, (), (1.0,), {"there": "cpu"}), tmp_path / "profile.json")
     words = ["--sizes", *map(str, SIZES), "--repeats", "2", "--hosts", "hosts.json"]
-    output, *others = measure(tmp_path, size, per_node, *words)
+    output, *others = measure(tmp_path, size, per_node, *words, *(["--json"] if size == 2 else []))
     assert output.endswith("\n0"), output
+    if size == 2:
+        answered = json.loads(output.removesuffix("\n0"))
+        assert [cost["operation"] for cost in answered["network"]][:2] == list(OPERATIONS)[:2]
     assert others == ["0"] * (size - 1), "one worker speaks"
     found = read(tmp_path / "profile.json")
     assert (found.model, found.variation) == (MODEL, (1.0,)), "what was there stays"
