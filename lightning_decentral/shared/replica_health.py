@@ -5,15 +5,15 @@ neither a validation nor a checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_decentral.shared.wire.fsdp import local
-from lightning_decentral.shared.wire.health import Ailment, Unequal, ailing, mean_of_others, mend, none_sound, unequal
+from lightning_decentral.shared.compute.equality import TOLERANCE, Unequal, bits, looks, unequal
+from lightning_decentral.shared.wire.fsdp import is_sharded, local
+from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, mend, none_sound
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -53,8 +53,9 @@ class ReplicaHealth:
     """
 
     def __init__(self, of: Replica) -> None:
-        self.left_out, self._warned = 0, False
+        self.left_out = 0
         self._of = of
+        self._told = -1.0  # the largest difference that was said
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As the strategy's `mean_of`, bit for bit, where all are sound; otherwise the mean of the others, and worker 0
@@ -86,27 +87,71 @@ class ReplicaHealth:
             rank_zero_warn(line)
 
     def check_equal(self) -> None:
-        """See that replicas that take the same updates are the same. Collective; nothing where they may differ.
+        """See that what should be the same on several workers is: replicas that take the same updates, with their
+        buffers, and the parameters of the devices of an island that hold them whole. Collective.
 
-        Warns of one that differs by no more than hardware may make it.
+        A bit that differs is a warning, said again where the difference has doubled: workers of different hardware
+        may honestly differ by rounding.
 
         Raises:
-            FloatingPointError: one isn't, by worker, parameter and values; on all workers.
+            FloatingPointError: a parameter is over `TOLERANCE` apart, by worker and values; on all workers.
         """
-        if self._of.wire is None or self._of.alone or self._of.drifts or not self._of.rounds():
+        if self._of.wire is None or self._of.alone or not self._of.rounds():
             return
+        of_group = self._together()
+        if of_group is None:
+            return
+        named = self._alike()
+        if all(len(set(members.values())) == 1 for members in self._grouped(of_group, bits(named))):
+            return
+        found = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
+        self._judge(sorted(found, key=lambda one: -one.apart))
+
+    def _together(self) -> Callable[[int], int] | None:
+        """A number for every worker, the same for those that hold the same; None: there are no two."""
+        if self._of.drifts:
+            devices = self._of.devices_per_worker
+            return (lambda rank: rank // devices) if devices > 1 else None
         over = self._of.replica_group()
         assert over is not None
-        assert self._of.lightning_module is not None
-        named = dict(self._of.lightning_module.named_parameters())
-        found: Unequal | None = self._of.meet(lambda: unequal(list(named.values()), over))
-        said = found.said(list(named)[found.tensor], lambda replica: self._number(replica, over)) if found else ""
-        for problem, slight in sorted(self._of.gather((said, found is not None and found.slight)), key=itemgetter(1)):
-            if problem and not slight:
-                raise FloatingPointError(problem)
-            if problem and not self._warned:
-                rank_zero_warn(problem)
-                self._warned = True
+        stride = self._of.world_size // over.size
+        return (lambda rank: rank % stride) if over.size > 1 else None
+
+    def _alike(self) -> dict[str, Tensor]:
+        module = self._of.lightning_module
+        assert module is not None
+        found = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
+        # Statistics of a drifting worker's devices are each device's own, as those of workers are.
+        return found if self._of.drifts else {**found, **dict(module.named_buffers())}
+
+    def _grouped(self, of_group: Callable[[int], int], value: Any) -> list[dict[int, Any]]:
+        """{worker: what it says} of each group of workers that hold the same. Collective."""
+        groups: dict[int, dict[int, Any]] = {}
+        for rank, said in enumerate(self._of.gather(value)):
+            groups.setdefault(of_group(rank), {})[rank] = said
+        return list(groups.values())
+
+    def _judge(self, found: Sequence[Unequal]) -> None:
+        """The same on all workers."""
+        if not found:
+            return
+        module = self._of.lightning_module
+        assert module is not None
+        trained = {name for name, _ in module.named_parameters()}
+        for one in found:
+            # What is absurd on a device of an island is left out of the mean, with its island.
+            if one.name in trained and one.apart > TOLERANCE and not (self._of.drifts and one.absurd):
+                raise FloatingPointError(
+                    f"{one}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. Resume "
+                    "from the last one, and look at the worker's memory and at what writes to its parameters"
+                )
+        if found[0].apart > 2 * self._told:
+            self._told = found[0].apart
+            rank_zero_warn(
+                f"{found[0]}, and they should be the same bit for bit, as should {len(found)} tensors that aren't. "
+                "Workers of different hardware round differently; among equal ones look for a learning rate or data "
+                "type of one worker alone, for what writes to its parameters or buffers, and at its memory"
+            )
 
     def _number(self, replica: int, over: Transport) -> int:
         """The worker that has this number among the replicas: there may be others between them, of other stages."""

@@ -1,4 +1,4 @@
-"""Which replicas are sick (NaN, infinity, an absurd number) or, where all must be equal, differ from the others."""
+"""Which replicas are sick (NaN, infinity, an absurd number), and the mean of the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,6 @@ from torch import Tensor
 from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, sound
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
-
-TOLERANCE = 1e-2
-"""Of replicas that take the same updates, of a tensor's largest magnitude: rounding stays far below, a wrong update or
-a flipped exponent doesn't."""
-EXACT = 1e-12
-"""What the order of a float64 sum may change in the mean of equal numbers, in the same measure."""
 
 
 @dataclass(frozen=True)
@@ -92,79 +86,3 @@ def none_sound(sick: Mapping[int, Ailment], workers: int) -> str:
         "or save; earlier checkpoints stay. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
         "operation with detect_anomaly=True"
     )
-
-
-@dataclass(frozen=True)
-class Unequal:
-    """Two replicas that should be the same: (replica, its smallest, largest and mean value) of one tensor, by number.
-
-    The second is the one that stands out.
-
-    Attributes:
-        slight: they differ by no more than replicas of unlike hardware may.
-    """
-
-    tensor: int
-    slight: bool
-    usual: tuple[int, tuple[float, float, float]]
-    other: tuple[int, tuple[float, float, float]]
-
-    def said(self, name: str, number_of: Callable[[int], int]) -> str:
-        """One line.
-
-        Args:
-            number_of: the worker that a replica is.
-        """
-        (one, a), (two, b) = self.usual, self.other
-        if self.slight:
-            apart = max(abs(x - y) for x, y in zip(a, b, strict=True))
-            return (
-                f"worker {number_of(two)}'s {name} differs from worker {number_of(one)}'s by {apart:.2g}, and both take"
-                " the same updates: rounding where processors are unlike, elsewhere something writes to one of them"
-            )
-        return (
-            f"worker {number_of(two)}'s {name} is from {b[0]:.4g} to {b[1]:.4g} with mean {b[2]:.4g}, worker "
-            f"{number_of(one)}'s from {a[0]:.4g} to {a[1]:.4g} with mean {a[2]:.4g}, and they must be equal: nothing "
-            "is validated or saved, earlier checkpoints stay. Resume from the last one, and look at the worker's memory"
-            " and at what writes to its parameters"
-        )
-
-
-@torch.no_grad()
-def unequal(tensors: Sequence[Tensor], over: Transport) -> Unequal | None:
-    """The first tensor that isn't the same on all workers; None: all are. The same answer on all.
-
-        |p_i - p_j| > TOLERANCE max(1e-3, s)    p: smallest, largest, mean; s: the usual largest magnitude
-                    > EXACT s                   slight: no tensor differs by more
-
-    Collective: gathers three numbers for each tensor. Not their bits: workers of different hardware may honestly differ
-    by rounding.
-    """
-    rows = [torch.cat([extremes(t.detach()), _mean(t.detach())]) for t in tensors if real(t)]
-    if over.size == 1 or not rows:
-        return None
-    pending, gathered = over.all_gather(torch.stack(rows))
-    pending.wait()
-    values = torch.stack(list(gathered)).cpu()  # [workers, tensors, 3]
-    scales = values[..., :2].abs().amax(-1).nan_to_num(torch.inf)
-    order = scales.argsort(dim=0, stable=True)
-    usual = order[(over.size - 1) // 2]  # the lower median, so that of two workers the larger one stands out
-    middle = values.gather(0, usual.view(1, -1, 1).expand(1, -1, 3))
-    apart = (values - middle).abs().masked_fill((values == middle) | (values.isnan() & middle.isnan()), 0.0)
-    apart = apart.nan_to_num(torch.inf, torch.inf).amax(-1)
-    usual_scale = scales.gather(0, usual[None])[0]
-    wrong = (apart > TOLERANCE * usual_scale.clamp(min=1e-3)).any(0)
-    differs = wrong if wrong.any() else (apart > EXACT * usual_scale).any(0)
-    if not differs.any():
-        return None
-    column, places = int(differs.int().argmax()), [place for place, tensor in enumerate(tensors) if real(tensor)]
-    pair = [int(usual[column]), int(apart[:, column].argmax())]
-    said = [(worker, tuple(values[worker, column].tolist())) for worker in pair]
-    return Unequal(places[column], not bool(wrong.any()), *said)
-
-
-def _mean(tensor: Tensor) -> Tensor:
-    """Float64 [1]; of complex numbers that of both parts."""
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    wide = parts.float() if parts.element_size() == 1 else parts
-    return (wide.sum(dtype=torch.float64) / max(1, wide.numel())).view(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.wire.health import Unequal, ailing, mean_of_others, none_sound, unequal
+from lightning_decentral.shared.wire.health import ailing, mean_of_others, none_sound
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend
@@ -77,46 +77,3 @@ def test_a_mean_of_nobody_is_refused_in_one_line() -> None:
         assert said.startswith("none of the 2 workers has a sound model (worker 0 holds NaN)")
         assert "\n" not in said
         assert of_one_less == ""
-
-
-def other(value: float, size: int, over: Transport) -> Unequal | None:
-    """The last worker's second tensor has one other number, the first one other bit."""
-    tensors = [
-        torch.tensor([2.0, 1.0, 2.0 + 3e-7 * (over.rank == size - 1)]),
-        torch.tensor([-1.0, 3.0, 0.5, 0.25]),
-        torch.tensor(over.rank),
-    ]
-    if over.rank == size - 1:
-        tensors[1][3] = value
-    return unequal(tensors, over)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, -1e30, 7.0, -2.5])
-def test_a_replica_that_is_not_equal_is_found_by_worker_and_tensor(size: int, value: float) -> None:
-    for found in CPU.world(size, partial(other, value, size)):
-        assert found is not None
-        assert (found.tensor, found.slight, found.usual[0] < size - 1, found.other[0]) == (1, False, True, size - 1)
-        assert f"worker {size - 1}'s w is from" in found.said("w", lambda replica: replica)
-
-
-@pytest.mark.parametrize("value", [0.25, 0.2501])
-def test_what_hardware_may_make_unlike_is_found_and_slight(value: float) -> None:
-    for found in CPU.world(3, partial(other, value, 3)):
-        assert found is not None
-        assert (found.tensor, found.slight, found.other[0]) == (0, True, 2)
-        assert "worker 2's w differs from worker" in found.said("w", lambda replica: replica)
-
-
-def test_a_bit_in_the_middle_of_many_is_found() -> None:
-    def flipped(over: Transport) -> Unequal | None:
-        many = torch.linspace(-1, 1, 100_001)
-        many[5] += 1e-6 * over.rank
-        return unequal([many], over)
-
-    assert all(found is not None and found.slight for found in CPU.world(2, flipped))
-
-
-def test_replicas_that_hold_the_same_nan_are_equal() -> None:
-    tensors = [torch.tensor([NAN, 1.0]), torch.tensor([INF, -INF]), torch.empty(0)]
-    assert CPU.world(2, partial(unequal, tensors)) == [None] * 2
