@@ -16,6 +16,13 @@ from lightning_decentral.shared.wire.fsdp import is_sharded, local
 from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, mend, none_sound
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
+WHY = {
+    "parameters": "They should be the same bit for bit: workers of different hardware round differently; among equal "
+    "ones look for a learning rate of one worker alone, for what writes to its parameters, and at its memory",
+    "buffers": "After each update they are worker 0's, which are saved: something has changed them since, on each worker "
+    "by itself (a validation that updates them, say) or on one alone",
+}
+
 
 class Replica(Protocol):
     """What is asked of the strategy whose replicas are judged."""
@@ -55,7 +62,7 @@ class ReplicaHealth:
     def __init__(self, of: Replica) -> None:
         self.left_out = 0
         self._of = of
-        self._told = -1.0  # the largest difference that was said
+        self._told: dict[str, float] = {}  # the largest difference that was said
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As the strategy's `mean_of`, bit for bit, where all are sound; otherwise the mean of the others, and worker 0
@@ -133,25 +140,24 @@ class ReplicaHealth:
 
     def _judge(self, found: Sequence[Unequal]) -> None:
         """The same on all workers."""
-        if not found:
-            return
         module = self._of.lightning_module
         assert module is not None
         trained = {name for name, _ in module.named_parameters()}
-        for one in found:
+        parameters = [one for one in found if one.name in trained]
+        for one in parameters:
             # What is absurd on a device of an island is left out of the mean, with its island.
-            if one.name in trained and one.apart > TOLERANCE and not (self._of.drifts and one.absurd):
+            if one.apart > TOLERANCE and not (self._of.drifts and one.absurd):
                 raise FloatingPointError(
                     f"{one}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. Resume "
                     "from the last one, and look at the worker's memory and at what writes to its parameters"
                 )
-        if found[0].apart > 2 * self._told:
-            self._told = found[0].apart
-            rank_zero_warn(
-                f"{found[0]}, and they should be the same bit for bit, as should {len(found)} tensors that aren't. "
-                "Workers of different hardware round differently; among equal ones look for a learning rate or data "
-                "type of one worker alone, for what writes to its parameters or buffers, and at its memory"
-            )
+        self._say("parameters", parameters)
+        self._say("buffers", [one for one in found if one.name not in trained])
+
+    def _say(self, kind: str, found: Sequence[Unequal]) -> None:
+        if found and found[0].apart > 2 * self._told.get(kind, -1.0):
+            self._told[kind] = found[0].apart
+            rank_zero_warn(f"{found[0]}, one of {len(found)} {kind} that differ between workers. {WHY[kind]}")
 
     def _number(self, replica: int, over: Transport) -> int:
         """The worker that has this number among the replicas: there may be others between them, of other stages."""

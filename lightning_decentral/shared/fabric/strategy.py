@@ -233,6 +233,7 @@ class FabricWorkers(DDPStrategy):
         """x_i <- the mean of the workers, after what is in flight has landed. Collective; the last call of a loop."""
         if self.wire is not None:
             with self._telling():
+                self.health.check_equal()
                 if self.mean_model.apart:
                     self.settle()
                     self.mean_model.take(floating(self.modules))
@@ -249,6 +250,7 @@ class FabricWorkers(DDPStrategy):
             return
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
         with self._telling():
+            self.health.check_equal()
             self._checkpoints.save(path, state, converted, storage_options)
 
     def load_checkpoint(

@@ -2,8 +2,10 @@
 
     job            worker 0's word: "open <token>", or "closed <digest of the token>"
     layout         worker 0's number of nodes, and of devices on each
-    differs        one line, of the first worker that has another layout; all end with it
+    differs        one line, of the first worker that has another layout, which ends
     here/<rank>    whoever claims this rank
+    verdict        "complete", or why all end: another layout came, and they weren't complete soon after; where they
+                   are, what came was another job's
 
 A job's keys begin with its token: one of the environment variable LIGHTNING_DECENTRAL_TOKEN, the same on all workers,
 or a random one, which worker 0 writes down where every program that reaches the port can read it. A token keeps stray
@@ -27,6 +29,9 @@ from lightning_decentral.shared.wire.transport import prefixed, tcp_store
 
 TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
 LOOK_SECONDS = 0.05
+DOUBT_SECONDS = 10.0
+"""So long workers wait for the rest of theirs once one with another layout has come."""
+COMPLETE = "complete"
 LINGER_SECONDS = 2.0
 """Worker 0 takes the store with it: where nobody will train, the others get so long to find out why."""
 
@@ -153,14 +158,29 @@ class Meeting:
         self._wait(lambda: bool(store.check(["layout"])), end, lambda: "worker 0")
         first = store.get("layout").decode(errors="replace")
         if first != mine:
-            line = f"worker {self.rank} has {mine}, worker 0 has {first}: give every worker the same"
-            store.compare_set("differs", "", line)
-        self._refuse_other_layouts(store)
+            line = (
+                f"worker {self.rank} has {mine}, worker 0 has {first}: give every worker the same, and every job a "
+                "MASTER_PORT of its own"
+            )
+            raise ValueError(store.compare_set("differs", "", line).decode(errors="replace"))
 
-    @staticmethod
-    def _refuse_other_layouts(store: Any) -> None:
-        if store.check(["differs"]):
-            raise ValueError(store.get("differs").decode(errors="replace"))
+    def _doubts(self, store: Any) -> Callable[[], str]:
+        """Why all end, if called long enough after the first call that finds another layout; empty until then.
+
+        Not at once: a stray worker of another job must not end this one, and without a token only its own workers'
+        coming says that it is a stray.
+        """
+        since: list[float] = []
+        patience = min(DOUBT_SECONDS, self.timeout.total_seconds() / 2)
+
+        def doubt() -> str:
+            if store.check(["differs"]):
+                since.append(time.monotonic())
+                if since[-1] - since[0] >= patience:
+                    return str(store.get("differs").decode(errors="replace"))
+            return ""
+
+        return doubt
 
     def _all_here(self, store: Any, end: float) -> Any:
         self._compare_layouts(store, end)
@@ -170,14 +190,16 @@ class Meeting:
                 f"a worker {self.rank} is at {self.place} already: another job meets at this port; "
                 "set MASTER_PORT to a free one"
             )
-        missing = list(range(self.size))
+        missing, doubt = list(range(self.size)), self._doubts(store)
 
         def names() -> str:
             return " and ".join(f"worker {rank}" for rank in missing)
 
         def come() -> bool:
-            self._refuse_other_layouts(store)
             missing[:] = [rank for rank in missing if not store.check([f"here/{rank}"])]
+            line = doubt() if missing else COMPLETE
+            if line or store.check(["verdict"]):
+                _obey(store.compare_set("verdict", "", line).decode(errors="replace"))
             return not missing
 
         try:
@@ -197,6 +219,11 @@ class Meeting:
                     "not started, ended before it came, or can't reach this address; see its own output"
                 )
             time.sleep(LOOK_SECONDS)
+
+
+def _obey(verdict: str) -> None:
+    if verdict != COMPLETE:
+        raise ValueError(verdict)
 
 
 def _digest(what: str, token: str) -> str:

@@ -100,9 +100,27 @@ def test_nodes_that_were_told_other_numbers_of_devices_or_nodes_all_say_so(
     outcomes = crew(len(places), meet_as_told, own=own)
     line = rf"ValueError: worker \d has num_nodes={second[0]}, devices={second[1]}, worker 0 has num_nodes={first[0]}, "
     for outcome in outcomes:
-        assert re.fullmatch(rf"{line}devices={first[1]}: give every worker the same", outcome.error), outcome
+        assert re.fullmatch(rf"{line}devices={first[1]}: give every worker the same, .*", outcome.error), outcome
         assert outcome.seconds < 60
     assert len({outcome.error for outcome in outcomes}) == 1
+
+
+def meet_beside_a_stray(stray: str) -> str:
+    """Worker 2 is another job's, which has other nodes and devices; worker 1 comes after it."""
+    rank = int(os.environ["LOCAL_RANK"])
+    if rank == 2:
+        os.environ["LOCAL_RANK"] = stray
+        return meet(4, (2, 2))
+    time.sleep(0.3 * rank)
+    return meet(2, (1, 2))
+
+
+@pytest.mark.parametrize("stray", ["1", "3"], ids=["a rank of ours", "a rank of its own"])
+def test_a_stray_worker_with_another_layout_ends_alone(stray: str) -> None:
+    first, second, third = crew(3, meet_beside_a_stray, stray)
+    assert said([first, second]) == ["of 1", "of 0"]
+    assert third.error.startswith(f"ValueError: worker {stray} has num_nodes=2, devices=2, worker 0 has num_nodes=1, ")
+    assert third.error.endswith("every job a MASTER_PORT of its own")
 
 
 def test_only_the_address_asked_for_reaches_the_store() -> None:
