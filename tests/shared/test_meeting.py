@@ -4,20 +4,30 @@ import gc
 import os
 import threading
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_decentral import GossipStrategy, PartialBackpropStrategy, SpilledStrategy
-from lightning_decentral.gossip import PushSum
+import lightning_decentral
+from lightning_decentral import (
+    CompressedStrategy,
+    GossipStrategy,
+    PartialBackpropStrategy,
+    SpilledStrategy,
+    TokenPipelineStrategy,
+)
+from lightning_decentral.gossip import AllReduce, PushSum
+from lightning_decentral.pipeline import Given
 from lightning_decentral.shared.wire.meeting import notices
 from lightning_decentral.shared.wire.pending import PeerLost
 from tests.crew import crew
-from tests.tiny import QUIET, Net, SizedBatches
+from tests.pipeline.training import Language
+from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 
 def held() -> tuple[int, int]:
@@ -37,35 +47,58 @@ def no_more(now: tuple[int, int], before: tuple[int, int]) -> bool:
     return now[0] <= before[0] and now[1] <= before[1] + 1  # one that is yet to be closed
 
 
-def fits(count: int, strategy: type, options: dict[str, Any], folder: Path, devices: int = 2) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Kind:
+    """A strategy and what it trains here."""
+
+    strategy: type
+    options: dict[str, Any] = field(default_factory=dict)
+    module: type[LightningModule] = Net
+    loaders: tuple[Any, ...] = (SizedBatches(3), SizedBatches(1))
+    devices: int = 2
+
+
+def fits(count: int, kind: Kind, folder: Path) -> list[tuple[int, int]]:
     """(threads, descriptors) after each of so many trainers; the first has used what stays, and nobody else's goes."""
     rows: list[tuple[int, int]] = []
     for _ in range(count):
-        trainer, module = Trainer(**QUIET, max_steps=3, devices=devices, strategy=strategy(**options)), Net()
-        trainer.fit(module, SizedBatches(3), SizedBatches(1))
-        trainer.validate(module, SizedBatches(1), verbose=False)
+        strategy, module = kind.strategy(**kind.options), kind.module()
+        trainer = Trainer(**QUIET, max_steps=3, devices=kind.devices, strategy=strategy)
+        trainer.fit(module, *kind.loaders)
+        trainer.validate(module, *kind.loaders[1:], verbose=False)
         trainer.save_checkpoint(folder / "between.ckpt")
-        del trainer, module
+        del trainer, module, strategy
         rows.append(settled(rows))
     assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
     return rows
 
 
-@pytest.mark.parametrize(("strategy", "options"), [
-    (GossipStrategy, {}),
-    (GossipStrategy, {"combine": PushSum(), "evaluate": "own"}),
-    (PartialBackpropStrategy, {"cuts": ["second"]}),
-], ids=["gossip", "push-sum", "partial"])  # fmt: skip
-def test_a_fit_gives_its_threads_and_descriptors_back(strategy: type, options: dict[str, Any], tmp_path: Path) -> None:
-    for outcome in crew(2, fits, 4, strategy, options, tmp_path):
+KINDS = {
+    "gossip": Kind(GossipStrategy),
+    "push-sum": Kind(GossipStrategy, {"combine": PushSum(), "evaluate": "own"}),
+    "island": Kind(GossipStrategy, {"island": AllReduce(devices=2)}),
+    "partial": Kind(PartialBackpropStrategy, {"cuts": ["second"]}),
+    "compressed": Kind(CompressedStrategy),
+    "pipeline": Kind(TokenPipelineStrategy, {"slicing": Given((5, 8))}, Language, ()),
+}
+SPILLED = Kind(SpilledStrategy, {"memory_bytes": 2500}, devices=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_gives_its_threads_and_descriptors_back(kind: str, tmp_path: Path) -> None:
+    for outcome in crew(2, fits, 4, KINDS[kind], tmp_path):
         assert not outcome.error, outcome.output
         check_no_slope(*outcome.value[1:])
 
 
 def test_a_spilled_fit_gives_its_threads_and_descriptors_back(tmp_path: Path) -> None:
-    (outcome,) = crew(1, fits, 4, SpilledStrategy, {"memory_bytes": 2500}, tmp_path, 1)
-    assert not outcome.error, outcome.output
-    check_no_slope(*outcome.value[1:])
+    check_no_slope(*in_processes(fits, 4, SPILLED, tmp_path)[1:])
+
+
+def test_every_strategy_is_asked_for_what_it_leaves_behind() -> None:
+    asked = {kind.strategy for kind in (*KINDS.values(), SPILLED)}
+    names = [name for name in lightning_decentral.__all__ if name.endswith("Strategy")]
+    assert asked == {getattr(lightning_decentral, name) for name in names}
 
 
 def check_no_slope(first: tuple[int, int], *later: tuple[int, int]) -> None:
