@@ -13,6 +13,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import WorkerBytes, all_reduce_copies, copies_sent, copies_through_card
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
 from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
 from lightning_decentral.shared.replica import Evaluate
@@ -31,6 +32,8 @@ class Planned(Protocol):
     island: Island
     delay: int
     evaluate: Evaluate
+    heals: int
+    member: IslandMember
     optimizers: list[Optimizer]
 
     @property
@@ -66,6 +69,8 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
         "bytes through a node's card": through_card(plan, of_worker),
         "evaluated": _mean(plan, mixers) if plan.evaluate == "mean" else "each worker's own model",
     }
+    if size > 1:
+        words["a worker with NaN"] = healing(plan)
     if plan.states:
         words["states beside"] = ", ".join(_beside(plan, name, mixers) for name in plan.states)
     adams = {type(o).__name__ for o in plan.optimizers if isinstance(o, (Adam, AdamW)) and size > 1}
@@ -91,6 +96,14 @@ def _mean(plan: Planned, mixers: Sequence[OptimizerMixer]) -> str:
     """Of what the workers show."""
     anchors = plan.island.shards == 1 and any(of.mixer.shown() for of in mixers)
     return "the mean of the workers' anchors" if anchors else "the mean of the workers"
+
+
+def healing(plan: Planned) -> str:
+    """What becomes of a worker whose parameters aren't finite."""
+    reason = "heals=0" if plan.heals == 0 else plan.combine.incurable(plan.topology, plan.workers, plan.weights)
+    if not plan.member.heals:
+        reason = f"by NCCL the devices of {plan.island!r} don't ask each other"
+    return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
 def through_card(plan: Planned, of_worker: WorkerBytes) -> str:

@@ -19,8 +19,8 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 WHY = {
     "parameters": "They should be the same bit for bit: workers of different hardware round differently; among equal "
     "ones look for a learning rate of one worker alone, for what writes to its parameters, and at its memory",
-    "buffers": "After each update they are worker 0's, which are saved: something has changed them since, on each worker "
-    "by itself (a validation that updates them, say) or on one alone",
+    "buffers": "After each update they are worker 0's, which are saved: something has changed them since, on each "
+    "worker by itself (a validation that updates them, say) or on one alone",
 }
 
 

@@ -1,0 +1,60 @@
+"""What the start says of a worker with NaN is what becomes of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_decentral.gossip import (
+    AllReduce,
+    Complete,
+    Every,
+    ExactDiffusion,
+    Exponential,
+    Gossip,
+    GradientTracking,
+    OuterNesterov,
+    PseudoGradient,
+    PushSum,
+    RelaySum,
+    Ring,
+    Solo,
+    Tree,
+)
+from lightning_decentral.gossip.summary import healing
+
+
+def plan(combine: Any, topology: Any, *, heals: int = 3, able: bool = True, island: Any = None) -> Any:
+    member = SimpleNamespace(heals=able)
+    given = {"combine": combine, "topology": topology, "heals": heals, "member": member, "island": island or Solo()}
+    return SimpleNamespace(workers=4, weights=combine.weights, **given)
+
+
+@pytest.mark.parametrize(
+    ("combine", "topology"),
+    [
+        (Gossip(), Ring()),
+        (PushSum(), Exponential()),
+        (ExactDiffusion(), Ring()),
+        (GradientTracking(), Ring()),
+        (OuterNesterov(), Every(4, Complete())),
+    ],
+    ids=str,
+)
+def test_a_worker_heals_under_these(combine: Any, topology: Any) -> None:
+    assert healing(plan(combine, topology)) == "takes its neighbours' parameters, 3 times at most"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (plan(RelaySum(), Tree()), "its neighbours subtract what they sent"),
+        (plan(PseudoGradient(), Every(4, Complete())), "it hears ways from an anchor"),
+        (plan(GradientTracking(), Exponential()), "where another hears it than it hears"),
+        (plan(Gossip(), Ring(), heals=0), "heals=0"),
+        (plan(Gossip(), Ring(), able=False, island=AllReduce(2)), "by NCCL the devices of AllReduce"),
+    ],
+    ids=lambda given: "" if isinstance(given, str) else f"{given.combine}, {given.heals}",
+)
+def test_training_ends_under_these(given: Any, reason: str) -> None:
+    assert healing(given).startswith(f"ends the training: {reason}")
