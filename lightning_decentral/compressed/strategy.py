@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
+from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
@@ -34,6 +35,8 @@ class CompressedStrategy(ReplicaStrategy):
         codec: of the gradients. `Int8()`, the default, sends a quarter of the bytes; `Plain()` is `ddp` itself.
         bucket_bytes: gradients that travel together, at most, unless one parameter has more; by default an eighth of
             the model, 2 to 256 MiB: the codes of the last bucket can't hide behind the backward.
+        nonfinite: what a step does whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without
+            an update, on all workers alike; a loss scaler skips by itself.
         timeout: how long a worker waits for another, anywhere, before it ends.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
@@ -50,12 +53,14 @@ class CompressedStrategy(ReplicaStrategy):
         *,
         codec: Codec | None = None,
         bucket_bytes: int | None = None,
+        nonfinite: NonFinite = "stop",
         timeout: timedelta = TIMEOUT,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
         self.codec = codec or Int8()
         self.bucket_bytes = bucket_bytes
+        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         refuse_impossible(self.codec, bucket_bytes)
         self._mean: Mean | None = None
         self._gradients: GradientAverage | None = None

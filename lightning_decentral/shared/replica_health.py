@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.equality import TOLERANCE, Unequal, bits, looks, unequal
 from lightning_decentral.shared.wire.fsdp import is_sharded, local
 from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, mend, none_sound
@@ -73,6 +74,7 @@ class ReplicaHealth:
         """
         over, devices = self._of.replica_group(), self._of.devices_per_worker
         assert over is not None
+        self._check_same_tensors(tensors)
         sick: dict[int, Ailment] = self._of.meet(lambda: ailing(tensors, over, devices))
         self._agree(tensors, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
         if not sick:
@@ -82,6 +84,19 @@ class ReplicaHealth:
         if left_out and self._of.heals:
             mend(tensors, means)
         return means
+
+    def _check_same_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Parameters and buffers may have come or gone on one worker alone since the models were compared."""
+        forms = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
+        mine = digest(forms)
+        every = self._of.gather(mine)
+        groups = [set(rows.values()) for rows in self._by(self._same_stage(), every)]
+        if any(len(of_group) > 1 for of_group in groups):
+            counts = self._of.gather(len(forms))
+            raise RuntimeError(
+                f"the workers' models have come apart: they average {' and '.join(map(str, counts))} tensors, or of "
+                "other shapes and types: register buffers and change types on every worker alike"
+            )
 
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
         """Every worker knows what any found: a stage of a pipeline sees its own replicas alone."""
@@ -120,9 +135,13 @@ class ReplicaHealth:
             devices = self._of.devices_per_worker
             return (lambda rank: rank // devices) if devices > 1 else None
         over = self._of.replica_group()
+        return self._same_stage() if over is not None and over.size > 1 else None
+
+    def _same_stage(self) -> Callable[[int], int]:
+        over = self._of.replica_group()
         assert over is not None
         stride = self._of.world_size // over.size
-        return (lambda rank: rank % stride) if over.size > 1 else None
+        return lambda rank: rank % stride
 
     def _alike(self) -> dict[str, Tensor]:
         module = self._of.lightning_module
@@ -133,8 +152,12 @@ class ReplicaHealth:
 
     def _grouped(self, of_group: Callable[[int], int], value: Any) -> list[dict[int, Any]]:
         """{worker: what it says} of each group of workers that hold the same. Collective."""
+        return self._by(of_group, self._of.gather(value))
+
+    @staticmethod
+    def _by(of_group: Callable[[int], int], every: Sequence[Any]) -> list[dict[int, Any]]:
         groups: dict[int, dict[int, Any]] = {}
-        for rank, said in enumerate(self._of.gather(value)):
+        for rank, said in enumerate(every):
             groups.setdefault(of_group(rank), {})[rank] = said
         return list(groups.values())
 

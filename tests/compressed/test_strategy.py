@@ -185,3 +185,31 @@ def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path) -> None:
 def test_wrong_options(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         CompressedStrategy(**options)
+
+
+class NaN(Net):
+    """Worker 1's second loss is not a number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if (self.global_rank, batch_idx) == (1, 1) else loss
+
+
+def fit_nan(folder: Path, nonfinite: Any) -> dict[str, Tensor]:
+    settings = {**QUIET, "enable_checkpointing": True, "max_steps": 4, "default_root_dir": folder}
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    module = NaN()
+    strategy = compressed(nonfinite=nonfinite)
+    Trainer(**settings, devices=2, strategy=strategy, callbacks=[saving]).fit(module, SizedBatches(6))
+    return module.state_dict()
+
+
+def test_nan_on_one_worker_ends_the_training_before_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="FloatingPointError: the gradients hold NaN or infinity on all workers"):
+        in_processes(fit_nan, tmp_path, "stop")
+    assert [file.name for file in tmp_path.glob("*.ckpt")] == ["step=1.ckpt"]
+
+
+def test_a_step_with_nan_is_skipped_and_leaves_no_trace_in_what_was_rounded_away(tmp_path: Path) -> None:
+    found = in_processes(fit_nan, tmp_path, "skip")
+    assert all(bool(torch.isfinite(value).all()) for value in found.values())

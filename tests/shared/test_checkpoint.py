@@ -144,6 +144,14 @@ def _another_codec(path: Path, worker: Worker) -> None:
     worker.codec = "Int8()"
 
 
+def _another_method(path: Path, worker: Worker) -> None:
+    worker.plan = dict  # type: ignore[method-assign]
+
+
+def _no_state(path: Path, worker: Worker) -> None:
+    torch.save(torch.zeros(3), own_file(path))
+
+
 def _damaged(path: Path, worker: Worker) -> None:
     own_file(path).write_bytes(b"no checkpoint")
 
@@ -158,6 +166,8 @@ def _missing(path: Path, worker: Worker) -> None:
     (_another_workers, "is worker 0's, not worker 1's"),
     (_another_format, "is of another format"),
     (_another_codec, r"saved with codec Plain\(\), this run has Int8\(\)"),
+    (_another_method, r"saved with codec Plain\(\), this run has None"),
+    (_no_state, "it holds a Tensor"),
     (_damaged, "can't read its own state"),
     (_missing, "can't read its own state"),
 ])  # fmt: skip
@@ -275,6 +285,24 @@ def test_a_name_that_differs_between_workers_is_worker_0s(tmp_path: Path) -> Non
     with pytest.warns(UserWarning, match="name differs between workers"):
         saved(tmp_path, worker)
     assert (tmp_path / "theirs.ckpt").exists()
+
+
+def test_what_stands_in_the_way_of_a_workers_file_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / ".workers").write_text("no folder")
+    with pytest.raises(OSError, match=r"worker 0 can't write .*\.state \(Not a directory\); the checkpoint before"):
+        saved(tmp_path, Worker())
+
+
+def test_an_old_file_that_cannot_be_removed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    own, path = checkpoints(Worker()), tmp_path / "last.ckpt"
+    state = {"state_dict": {"x": torch.tensor([2.0])}, "optimizer_states": []}
+    own.save(state, path, None)
+    monkeypatch.setattr(store.Durable, "remove", refuse)
+    with pytest.warns(UserWarning, match=r"worker 0 can't remove .*\.state: .*Permission denied"):
+        own.save(state, path, None)
 
 
 def test_removing_takes_the_workers_files_too(tmp_path: Path) -> None:

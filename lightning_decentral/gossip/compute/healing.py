@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, State
 from lightning_decentral.gossip.compute.integrity import Sick
-from lightning_decentral.shared.compute.health import scale, sound
+from lightning_decentral.shared.compute.health import FACTOR, scale, sound
 
 PATIENCE = 32
 """Rounds that a worker waits for somebody sound."""
@@ -101,6 +101,8 @@ def first_poisoned(named: Iterable[tuple[str, Tensor]]) -> str:
         if most != most or most == float("inf"):
             return f"{name} holds {'NaN' if most != most else 'infinity'}"
     name, most = max(found, key=lambda pair: pair[1])
+    if most <= FACTOR:
+        return "all of them are sound by now"
     return f"{name} holds {most:.2g}"
 
 

@@ -31,7 +31,8 @@ class Reading:
         try:
             io, trusted = self._worker.checkpoint_io, weights_only is False
             checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=not trusted)
-            wrong = self._damage(checkpoint, path)
+            kind = type(checkpoint).__name__
+            wrong = self._damage(checkpoint, path) if isinstance(checkpoint, dict) else f"it holds a {kind}"
         except (FileNotFoundError, IsADirectoryError, PermissionError):
             raise  # these name the file, and it isn't damaged
         except Exception as error:
@@ -83,8 +84,9 @@ class Reading:
         if mark.get("size") != size:
             return f"saved by {mark.get('size')} workers, resumed on {size}"
         saved = mark.get("plan", {})
-        differing = [key for key in plan if saved.get(key) != plan[key]]
-        return next((f"saved with {key} {saved.get(key)}, this run has {plan[key]}" for key in differing), None)
+        # What either has: another method's plan has other keys, and its state would be misread.
+        differing = [key for key in {**plan, **saved} if saved.get(key) != plan.get(key)]
+        return next((f"saved with {key} {saved.get(key)}, this run has {plan.get(key)}" for key in differing), None)
 
     def read_own(
         self, path: str | Path, mark: Mapping[str, Any], weights_only: bool | None, problem: str | None = None

@@ -4,6 +4,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,7 +147,8 @@ class Saving:
     def _all(self, write: Callable[[], None], file: str, own_file: str) -> None:
         problems = [p for p in self._worker.gather(self._tried(write, file)) if p]
         if problems:
-            store_of(self._worker, own_file).remove(own_file)  # room on a full disk
+            with suppress(OSError):  # what kept it from being written may keep it from being removed
+                store_of(self._worker, own_file).remove(own_file)  # room on a full disk
             raise OSError(f"{problems[0]}; the checkpoint before this one is kept")
 
     def _tried(self, write: Callable[[], None], file: str) -> str | None:
@@ -160,7 +162,10 @@ class Saving:
 
     def _replace(self, place: Store) -> None:
         for file in self._stale:
-            place.remove(file)
+            try:
+                place.remove(file)
+            except OSError as error:  # the new save is complete: no reason to end
+                warnings.warn(f"worker {self._worker.global_rank} can't remove {file}: {line(error)}", stacklevel=2)
         for folder in {os.path.dirname(file) for file in self._stale if file.endswith(".state")}:
             store.prune(folder)
         self._stale = []

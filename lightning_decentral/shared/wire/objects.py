@@ -1,5 +1,6 @@
 """Values from worker to worker, in the plain encoding; one that can't be sent is an error on all of them."""
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -119,6 +120,24 @@ def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], No
     pending, rows = over.all_gather(tensor.detach().contiguous())
     meet(pending.wait)
     return torch.stack(rows)
+
+
+def check_same_call(over: Transport, what: str) -> None:
+    """See that all workers are about to do the same thing: another one of the same kind would be misread, or end the
+    process in the transport's own thread. Collective; one sum of two numbers.
+
+    Raises:
+        RuntimeError: on every worker, what it does, where another does something else.
+    """
+    code = int.from_bytes(hashlib.sha256(what.encode()).digest()[:3])
+    sums = torch.tensor([code, code * code], device=_place(over))
+    over.all_reduce(sums).wait()
+    # n sum c^2 > (sum c)^2 unless all are equal: nobody can take his own for everybody's.
+    if sums.tolist() != [over.size * code, over.size * code * code]:
+        raise RuntimeError(
+            f"worker {over.rank} came to {what}, another worker to something else: let all workers make the same "
+            "collective calls (self.log with sync_dist=True on all of them or on none)"
+        )
 
 
 def _done(pending: tuple[list[Any], list[Any]]) -> None:

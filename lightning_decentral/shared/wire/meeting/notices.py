@@ -149,6 +149,12 @@ def _sentence(endings: Mapping[int, Ending]) -> str | None:
     return "".join(f"worker {rank} ended: {e.reason} (in {e.phase})" for rank, e in first) or None
 
 
+ALL_LIVE = (
+    "all live, so its network is cut, or workers wait for different things (a collective call, as sync_dist=True or "
+    "all_gather, on some of them only); see the output of the others"
+)
+
+
 class Presence:
     """One worker's place on the board: a thread that beats and reads, since whoever waits is blocked in a message.
 
@@ -196,7 +202,7 @@ class Presence:
         lost, phase = is_loss(error), self._phase()
         if lost:
             head = one_line(error).split(" (")[0].split(":")[0] if isinstance(error, PeerLost) else None
-            cause = self._notices.blame() or "it ended or its network is cut; see the output of the others"
+            cause = self._notices.blame() or ALL_LIVE
             error.args = (f"{head or f'worker {self._notices.rank} lost the others'} in {phase}: {cause}",)
         reason = one_line(error) if lost else f"{type(error).__name__}: {one_line(error)}"
         with suppress(RuntimeError):  # the store is gone: so is who could read it
@@ -207,12 +213,20 @@ class Presence:
 
 def is_loss(error: BaseException) -> bool:
     """Whether the error says that a peer was lost, in this package's words or in the raw ones of the transport."""
-    if isinstance(error, PeerLost) or (isinstance(error, TimeoutError) and "didn't come to" in str(error)):
+    if isinstance(error, PeerLost) or (isinstance(error, TimeoutError) and "didn't come to" in _text(error)):
         return True
-    raw = type(error).__name__.startswith("Dist") or re.search(r"gloo/|Connection closed by peer|NCCL", str(error))
+    raw = type(error).__name__.startswith("Dist") or re.search(r"gloo/|Connection closed by peer|NCCL", _text(error))
     return isinstance(error, RuntimeError) and bool(raw)
 
 
 def one_line(error: BaseException) -> str:
     """The first line of its text."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next((line.strip() for line in _text(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _text(error: BaseException) -> str:
+    """Empty for an error of a user's own that can't say what it is: the others must hear of it all the same."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

@@ -76,6 +76,18 @@ def test_workers_that_await_each_other_end_when_one_has_ended(boards: list[Notic
         boards[1].await_all("groups", 5)
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_that_cannot_say_what_it_is_is_told_by_its_type(boards: list[Notices]) -> None:
+    presence = Presence(boards[1], lambda: "step 3")
+    presence.leave(Wordless())
+    presence.close()
+    assert boards[0].look() == {1: Ending("Wordless: Wordless", "step 3", lost=False)}
+
+
 @pytest.mark.parametrize(("error", "lost"), [
     (PeerLost("worker 1 lost neighbour 2 (Connection closed by peer): it ended"), True),
     (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5855"), True),

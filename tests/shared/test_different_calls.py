@@ -1,0 +1,79 @@
+"""Workers that come to different collective calls, or whose models have come apart, all say so: none dies of it."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral.shared.wire.objects import check_same_call
+from lightning_decentral.shared.wire.transport import Transport
+from tests.backends import Backend
+from tests.crew import crew
+from tests.tiny import QUIET, Net, SizedBatches
+
+TIMEOUT = timedelta(seconds=2)
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "gossip": lambda: GossipStrategy(timeout=TIMEOUT),
+    "compressed": lambda: CompressedStrategy(timeout=TIMEOUT),
+    "partial": lambda: PartialBackpropStrategy(cuts=["second"], timeout=TIMEOUT),
+}
+
+
+class LogsAlone(Net):
+    """The others come to their validation's reduction, of another type, meanwhile."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1 and batch_idx == 1:
+            self.log("alone", loss, sync_dist=True, on_step=True)
+        return loss
+
+
+class Grows(Callback):
+    """Worker 1 alone has one more buffer."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 1:
+            pl_module.register_buffer("late", torch.zeros(3))
+
+
+def fit(strategy: str, module: type[Net], *callbacks: Callback) -> None:
+    settings = {**QUIET, "max_steps": 4, "val_check_interval": 2, "devices": 2}
+    trainer = Trainer(**settings, strategy=STRATEGIES[strategy](), callbacks=list(callbacks))
+    trainer.fit(module(), SizedBatches(6), SizedBatches(1))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_worker_that_alone_logs_with_sync_dist_ends_all_in_one_line(strategy: str) -> None:
+    for outcome in crew(2, fit, strategy, LogsAlone, seconds=40):
+        said = outcome.error.partition(": ")
+        assert said[0] in ("RuntimeError", "PeerLost"), outcome
+        assert "another worker to something else" in said[2] or "sync_dist=True or all_gather, on some of" in said[2]
+        assert "\n" not in said[2]
+
+
+def test_models_that_have_come_apart_are_never_averaged() -> None:
+    for outcome in crew(2, fit, "gossip", Net, Grows(), seconds=40):
+        assert outcome.error.startswith("RuntimeError: the workers' models have come apart: they average 12 and 13 ")
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("size", [2, 3])
+def test_only_the_same_call_is_the_same(size: int) -> None:
+    def same(over: Transport) -> None:
+        check_same_call(over, "a mean")
+
+    def another(over: Transport) -> str:
+        with pytest.raises(RuntimeError) as error:
+            check_same_call(over, "a sum" if over.rank == 1 else "a mean")
+        return str(error.value)
+
+    cpu = Backend("cpu", "cpu")
+    assert cpu.world(size, same) == [None] * size
+    for rank, said in enumerate(cpu.world(size, another)):
+        assert said.startswith(f"worker {rank} came to a {'sum' if rank == 1 else 'mean'}, another worker to something")
