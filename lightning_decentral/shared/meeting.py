@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence, new_board
-from lightning_decentral.shared.wire.meeting.rendezvous import Meeting
+from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.transport import Wire, connect, connected, own_connection
 
@@ -104,9 +104,17 @@ class Attendance:
         settings: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
         rank, size = environment.global_rank(), environment.world_size()
         if size > 1 and not connected():
-            place = environment.main_address, environment.main_port, rank, size
+            try:
+                place = environment.main_address, environment.main_port, rank, size
+            except ValueError as error:
+                raise ValueError(f"MASTER_PORT must be a number ({error}): set it alike on all workers") from error
             settings["store"] = Meeting(*place, self.timeout, _hosted(), (of.num_nodes, of.num_processes)).store()
-        _init_dist_connection(environment, of.process_group_backend, **settings)
+        try:
+            _init_dist_connection(environment, of.process_group_backend, **settings)
+        except RuntimeError as error:
+            if "store" not in settings:
+                raise
+            raise group_failed(settings["store"], rank, error) from error
         board = new_board()
         if connected():
             self._store = own_connection(board)

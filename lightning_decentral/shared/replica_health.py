@@ -146,7 +146,7 @@ class ReplicaHealth:
     def _alike(self) -> dict[str, Tensor]:
         module = self._of.lightning_module
         assert module is not None
-        found = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
+        found: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
         # Statistics of a drifting worker's devices are each device's own, as those of workers are.
         return found if self._of.drifts else {**found, **dict(module.named_buffers())}
 

@@ -187,6 +187,18 @@ def test_a_damaged_plain_file_is_one_line(tmp_path: Path) -> None:
         checkpoints(Worker()).load(path, None)
 
 
+def test_workers_that_read_different_checkpoints_are_told_so(tmp_path: Path) -> None:
+    """A node with a disk of its own may have an older save under the same name."""
+
+    class Beside(Worker):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, "step 2, 12345678"] if str(value).startswith("step") else super().gather(value)
+
+    path = saved(tmp_path, Worker(), global_step=4)
+    with pytest.raises(ValueError, match=r"different checkpoints at .*\.ckpt \(step 4, \w{8} and step 2, 12345678\)"):
+        checkpoints(Beside()).load(path, None)
+
+
 @pytest.mark.parametrize("of", ["mean", "own"])
 def test_no_flipped_byte_goes_unnoticed(tmp_path: Path, of: str) -> None:
     """A byte that is flipped is refused, or isn't part of what is loaded (the padding of the archive)."""

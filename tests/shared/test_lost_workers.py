@@ -178,3 +178,15 @@ def test_whoever_loses_a_stage_says_so(where: str, kind: str, size: int) -> None
 def test_who_had_the_store_is_named(where: str, phase: str) -> None:
     """Nobody can ask it any more who is silent."""
     check_ends(fit, gossip, where, "dies", phase, 3, victim=0)
+
+
+def start() -> None:
+    Trainer(**QUIET, max_steps=1, devices=2, strategy=GossipStrategy(timeout=TIMEOUT)).fit(Net(), SizedBatches(1))
+
+
+def test_a_worker_that_can_make_no_group_is_named_in_one_line() -> None:
+    """An interface that isn't there; the other waits for it."""
+    for outcome in crew(2, start, own={1: {"GLOO_SOCKET_IFNAME": "nope0"}}, seconds=30):
+        assert re.fullmatch(
+            r"MeetingFailed: worker 1 can't make a group \([^\n]*nope0\): look at GLOO_.*", outcome.error
+        )

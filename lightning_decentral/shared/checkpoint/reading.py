@@ -71,10 +71,24 @@ class Reading:
             raise ValueError(f"{problems[0]}{_others(path)}")
         if reports[0][1]:
             raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)}{_others(path)}")
+        self._check_same(path, None if missing else checkpoint)
         if any(absent for _, absent in reports):
             whole = self._worker.broadcast(checkpoint)
             return whole if missing else checkpoint
         return checkpoint
+
+    def _check_same(self, path: str | Path, checkpoint: Mapping[str, Any] | None) -> None:
+        """Nodes with disks of their own may have another save under the same name. Collective."""
+        mine = None
+        if checkpoint is not None:
+            mark = checkpoint.get(KEY, {})
+            mine = f"step {checkpoint.get('global_step')}, {str(mark.get('digest', 'no digest'))[:8]}"
+        found = dict.fromkeys(one for one in self._worker.gather(mine) if one is not None)
+        if len(found) > 1:
+            raise ValueError(
+                f"workers read different checkpoints at {os.fspath(path)} ({' and '.join(found)}): give every worker "
+                "the same file, or remove the old one where only worker 0's is meant"
+            )
 
     def misfit(self, mark: Mapping[str, Any]) -> str | None:
         """Why no worker can go on from its own state."""

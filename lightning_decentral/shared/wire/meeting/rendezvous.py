@@ -15,6 +15,7 @@ programs and other jobs apart; it isn't encryption: what is sent is readable on 
 import errno
 import hashlib
 import os
+import re
 import secrets
 import socket
 import threading
@@ -58,6 +59,15 @@ class Meeting:
     timeout: timedelta
     hosted: bool
     layout: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 1 << 16:
+            raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {self.port}: set a free one on all workers")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"there is no worker {self.rank} among {self.size}: set NODE_RANK, LOCAL_RANK, num_nodes and devices "
+                "to what was started"
+            )
 
     @property
     def place(self) -> str:
@@ -115,7 +125,12 @@ class Meeting:
 
     def _listen(self) -> int:
         """The descriptor of a socket that only the given address reaches."""
-        family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise MeetingFailed(
+                f"worker 0 knows no address {self.address} ({error.strerror}): set MASTER_ADDR to one of its own"
+            ) from error
         # The own name may stand for loopback here and for the network's address elsewhere.
         everywhere = self.layout[0] > 1 and str(address[0]).startswith(("127.", "::1"))
         for place in [] if everywhere else [address]:
@@ -219,6 +234,20 @@ class Meeting:
                     "not started, ended before it came, or can't reach this address; see its own output"
                 )
             time.sleep(LOOK_SECONDS)
+
+
+def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
+    """What to raise in place of the transport's raw words: the same line on all workers that still reach the store, of
+    the first that couldn't make a group; the others only waited for it."""
+    words = (
+        re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip() or type(error).__name__
+    )  # not where in gloo
+    line = f"worker {rank} can't make a group ({words}): look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, at its "
+    line += "network and at what the others say"
+    with suppress(RuntimeError):  # the store is gone
+        line = store.compare_set("failed", "", line).decode(errors="replace")
+        time.sleep(LINGER_SECONDS if rank == 0 else 0.0)
+    return MeetingFailed(line)
 
 
 def _obey(verdict: str) -> None:

@@ -123,6 +123,23 @@ def test_a_stray_worker_with_another_layout_ends_alone(stray: str) -> None:
     assert third.error.endswith("every job a MASTER_PORT of its own")
 
 
+@pytest.mark.parametrize(("port", "rank", "said"), [
+    (0, 0, "MASTER_PORT must be from 1 to 65535, got 0"),
+    (70000, 0, "MASTER_PORT must be from 1 to 65535, got 70000"),
+    (29500, 2, "there is no worker 2 among 2"),
+    (29500, -1, "there is no worker -1 among 2"),
+])  # fmt: skip
+def test_a_place_that_cannot_be_is_refused(port: int, rank: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Meeting("127.0.0.1", port, rank, 2, TIMEOUT, hosted=False, layout=(1, 2))
+
+
+def test_an_address_that_nobody_knows_is_said_in_one_line() -> None:
+    place = Meeting("no.such.host.invalid", ports.free(), 0, 2, TIMEOUT, hosted=False, layout=(1, 2))
+    with pytest.raises(rendezvous.MeetingFailed, match=r"worker 0 knows no address no.such.host.invalid \("):
+        place.store()
+
+
 def test_only_the_address_asked_for_reaches_the_store() -> None:
     """torch's own store listens on all of a machine's addresses."""
     place = Meeting("127.0.0.1", ports.free(), 0, 2, TIMEOUT, hosted=False, layout=(1, 2))
