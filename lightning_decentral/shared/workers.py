@@ -33,8 +33,8 @@ from lightning_decentral.shared.refusals import StartMethod, named, refuse_sync_
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
-from lightning_decentral.shared.wire.objects import broadcast_world, check_same_call, gather_rows, gather_world
-from lightning_decentral.shared.wire.transport import Transport, Wire, connected, everyone
+from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world, reduce_alike
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
 class WorkersStrategy(DDPStrategy):
@@ -204,16 +204,8 @@ class WorkersStrategy(DDPStrategy):
         return self.meet(lambda: broadcast_world(obj, src))
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        whole = partial(super().reduce, tensor, group, reduce_op)
-        if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or group is not None or not connected():
-            return self.meet(whole)  # a device would be waited for
-
-        def alike() -> Tensor:
-            kind = f"{reduce_op} of {tensor.dtype} {list(tensor.shape)}"
-            check_same_call(everyone(), f"a reduction ({kind}) in {self._attendance.phase().split()[0]}")
-            return whole()
-
-        return self.meet(alike)
+        whole, phase = partial(super().reduce, tensor, group, reduce_op), self._attendance.phase().split()[0]
+        return self.meet(partial(reduce_alike, whole, tensor, group, f"{reduce_op}, {phase}"))
 
     def gather(self, value: Any) -> list[Any]:
         return self.meet(lambda: gather_world(value))

@@ -140,6 +140,18 @@ def check_same_call(over: Transport, what: str) -> None:
         )
 
 
+def reduce_alike(reduce: Callable[[], Tensor], tensor: Any, group: Any, how: str) -> Tensor:
+    """`reduce()` of a tensor, after all workers have seen that they are about to reduce the same; on a device, which
+    would be waited for, and in another group at once. Collective.
+
+    Raises:
+        RuntimeError: on every worker, where one reduces something else.
+    """
+    if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and group is None and connected():
+        check_same_call(everyone(), f"a reduction ({how}: {tensor.dtype} {list(tensor.shape)})")
+    return reduce()
+
+
 def _done(pending: tuple[list[Any], list[Any]]) -> None:
     for one in (*pending[0], *pending[1]):
         one.wait()
