@@ -204,8 +204,7 @@ class WorkersStrategy(DDPStrategy):
         return self.meet(lambda: broadcast_world(obj, src))
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        whole, phase = partial(super().reduce, tensor, group, reduce_op), self._attendance.phase().split()[0]
-        return self.meet(partial(reduce_alike, whole, tensor, group, f"{reduce_op}, {phase}"))
+        return self.meet(partial(reduce_alike, super().reduce, self._attendance.phase, tensor, group, reduce_op))
 
     def gather(self, value: Any) -> list[Any]:
         return self.meet(lambda: gather_world(value))

@@ -140,16 +140,22 @@ def check_same_call(over: Transport, what: str) -> None:
         )
 
 
-def reduce_alike(reduce: Callable[[], Tensor], tensor: Any, group: Any, how: str) -> Tensor:
-    """`reduce()` of a tensor, after all workers have seen that they are about to reduce the same; on a device, which
-    would be waited for, and in another group at once. Collective.
+def reduce_alike(
+    reduce: Callable[[Any, Any, Any], Tensor], phase: Callable[[], str], tensor: Any, group: Any, op: Any
+) -> Tensor:
+    """`reduce(tensor, group, op)`, after all workers have seen that they are about to reduce the same; on a device,
+    which would be waited for, and in another group at once. Collective.
+
+    Args:
+        phase: what this worker does right now, its kind in the first word (steps may be counted apart).
 
     Raises:
         RuntimeError: on every worker, where one reduces something else.
     """
     if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and group is None and connected():
-        check_same_call(everyone(), f"a reduction ({how}: {tensor.dtype} {list(tensor.shape)})")
-    return reduce()
+        kind = f"{op}, {tensor.dtype} {list(tensor.shape)}"
+        check_same_call(everyone(), f"a reduction ({kind}; {phase().split()[0]})")
+    return reduce(tensor, group, op)
 
 
 def _done(pending: tuple[list[Any], list[Any]]) -> None:

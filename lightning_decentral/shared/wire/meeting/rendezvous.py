@@ -239,9 +239,8 @@ class Meeting:
 def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
     """What to raise in place of the transport's raw words: the same line on all workers that still reach the store, of
     the first that couldn't make a group; the others only waited for it."""
-    words = (
-        re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip() or type(error).__name__
-    )  # not where in gloo
+    said = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # not where in gloo's sources
+    words = said or type(error).__name__
     line = f"worker {rank} can't make a group ({words}): look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, at its "
     line += "network and at what the others say"
     with suppress(RuntimeError):  # the store is gone
