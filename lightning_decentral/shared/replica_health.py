@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_decentral.shared.compute.digest import digest
-from lightning_decentral.shared.compute.equality import TOLERANCE, Unequal, bits, looks, unequal
+from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, unequal
 from lightning_decentral.shared.wire.fsdp import is_sharded, local
 from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, mend, none_sound
 from lightning_decentral.shared.wire.transport import Transport, Wire

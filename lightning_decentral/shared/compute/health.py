@@ -1,12 +1,17 @@
 """Health of workers by the largest number that each holds: NaN, infinity, and what is absurd beside the others.
 
-Short, and by itself: messages, the mean model and gradients are judged by one formula.
+Messages, the mean model and gradients are judged by one formula. Replicas that must be the same are judged by their
+bits and, where these differ, by numbers that say by how much, and who it is.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lightning_decentral.shared.compute.digest import digest, fingerprint
 
 FACTOR = 1e9
 """A variance may honestly be the square of 30000 times another worker's deviation; parameters never come near."""
@@ -47,3 +52,107 @@ def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
     # The extremes carry NaN and infinity: one pass and no copy. Torch compares no numbers of one byte.
     smallest, largest = torch.aminmax(real.float() if real.element_size() == 1 else real)
     return smallest, largest
+
+
+# ---- replicas that must be the same ----------------------------------------------------------------------------------
+
+TOLERANCE = 1e-2
+"""Of a tensor's largest magnitude: rounding stays far below, a wrong update or a flipped exponent doesn't."""
+
+Look = tuple[int, float, float, float]
+"""What is compared of one tensor: fingerprint, smallest, largest and mean element."""
+
+
+@torch.no_grad()
+def bits(named: Mapping[str, Tensor]) -> str:
+    """One digest for names, types, shapes and every bit of these tensors."""
+    return digest({name: [t.dtype, list(t.shape), int(fingerprint(t))] for name, t in named.items()})
+
+
+@torch.no_grad()
+def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
+    """{name: what is compared of it}."""
+    return {name: _look(tensor.detach()) for name, tensor in named.items()}
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """A tensor of two workers that isn't the same: (worker, its look; None where it has no such tensor).
+
+    Attributes:
+        other: the one that stands out.
+        apart: the largest difference of their smallest, largest and mean element, as a part of the usual magnitude.
+    """
+
+    name: str
+    usual: tuple[int, Look | None]
+    other: tuple[int, Look | None]
+    apart: float
+
+    @property
+    def absurd(self) -> bool:
+        """NaN, infinity, or far beyond the other's numbers."""
+        return not self.apart < FACTOR
+
+    def __str__(self) -> str:
+        (one, a), (two, b) = self.usual, self.other
+        return f"worker {two}'s {self.name} {_said(b)}, worker {one}'s {_said(a)}"
+
+
+def unequal(rows: Mapping[int, Mapping[str, Look]]) -> list[Unequal]:
+    """Every tensor whose bits aren't the same on all, the furthest apart first.
+
+        apart = max |p_i - p_j| / max(1e-3, s)    p: smallest, largest, mean; s: the usual largest magnitude
+
+    What most workers have is usual; where no look is more frequent than others, that of the lower median by magnitude,
+    so that of two workers the larger one stands out.
+
+    Args:
+        rows: {worker: its looks}.
+    """
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    found = [_compared(name, {worker: row.get(name) for worker, row in rows.items()}) for name in names]
+    return sorted((one for one in found if one is not None), key=lambda one: -one.apart)
+
+
+def _compared(name: str, looks: Mapping[int, Look | None]) -> Unequal | None:
+    seen = Counter(_bits(look) for look in looks.values())
+    if len(seen) == 1:
+        return None
+    most = max(seen.values())
+    frequent = sorted((w for w, look in looks.items() if seen[_bits(look)] == most), key=lambda w: (_size(looks[w]), w))
+    usual = frequent[(len(frequent) - 1) // 2]
+    differ = [w for w, look in looks.items() if _bits(look) != _bits(looks[usual])]
+    aparts = {w: _apart(looks[w], looks[usual]) for w in differ}
+    other = max(differ, key=lambda w: aparts[w])
+    return Unequal(name, (usual, looks[usual]), (other, looks[other]), aparts[other])
+
+
+def _bits(look: Look | None) -> int | None:
+    return look and look[0]
+
+
+def _size(look: Look | None) -> float:
+    """The largest magnitude; infinity for NaN and for no tensor."""
+    ends = [abs(end) for end in look[1:3]] if look else [float("inf")]
+    return max(end if end == end else float("inf") for end in ends)
+
+
+def _apart(look: Look | None, usual: Look | None) -> float:
+    if look is None or usual is None:
+        return float("inf")
+    pairs = [(a, b) for a, b in zip(look[1:], usual[1:], strict=True) if a != b and (a == a or b == b)]
+    apart = max((abs(a - b) for a, b in pairs), key=lambda d: (d != d, d), default=0.0)
+    return apart / max(1e-3, _size(usual)) if apart < float("inf") else float("inf")
+
+
+def _look(tensor: Tensor) -> Look:
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    wide = parts.float() if parts.element_size() == 1 else parts
+    mean = wide.sum(dtype=torch.float64) / max(1, wide.numel())
+    low, high = extremes(wide).tolist()
+    return int(fingerprint(tensor)), low, high, float(mean)
+
+
+def _said(look: Look | None) -> str:
+    return f"is from {look[1]:.7g} to {look[2]:.7g} with mean {look[3]:.7g}" if look else "doesn't exist"

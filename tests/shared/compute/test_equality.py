@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.digest import fingerprint
-from lightning_decentral.shared.compute.equality import TOLERANCE, Unequal, bits, looks, unequal
+from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, unequal
 
 NAN, INF = float("nan"), float("inf")
 
