@@ -129,7 +129,7 @@ def check_same_call(over: Transport, what: str) -> None:
     Raises:
         RuntimeError: on every worker, what it does, where another does something else.
     """
-    code = int.from_bytes(hashlib.sha256(what.encode()).digest()[:3])
+    code = int.from_bytes(hashlib.sha256(what.encode()).digest()[:3], "big")
     sums = torch.tensor([code, code * code], device=_place(over))
     over.all_reduce(sums).wait()
     # n sum c^2 > (sum c)^2 unless all are equal: nobody can take his own for everybody's.
