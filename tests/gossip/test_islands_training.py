@@ -243,9 +243,9 @@ def test_evaluation_consensus_and_bytes_are_those_of_islands(tmp_path: Path, isl
     norm = sum(((v + last[-1][k]) / 2).square().sum() for k, v in first[-1].items()).sqrt()
     for row in seen:
         assert row["consensus"] == pytest.approx((float(apart), float(apart / norm)), rel=1e-9)
-        # One peer hears this device's part in each of the rounds, behind a header of two int64.
+        # One peer hears this device's part in each of the rounds, behind a header of three numbers.
         part = row["elements"] // (2 if isinstance(island, AllReduce) else 1)
-        assert row["bytes"] == STEPS * (8 * part + 16)
+        assert row["bytes"] == STEPS * (8 * part + 24)
         assert row["summary"]["workers"] == f"2 islands, each {island!r}"
     assert [row["sampler"] for row in seen] == [{"num_replicas": 4, "rank": rank} for rank in range(4)]
     for name, value in {k: (v + last[-1][k]) / 2 for k, v in first[-1].items()}.items():

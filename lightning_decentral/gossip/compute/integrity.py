@@ -2,18 +2,21 @@
 
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.compute.health import FACTOR
+from lightning_decentral.shared.compute.health import FACTOR, scales_in, sound
 
 # One would be too soon for a round that lands on a second stream, beside the step.
 LAG = 2
 """Rounds until the host reads a device's verdict."""
 
+
+FUSED = torch.float32, torch.float64, torch.float16, torch.bfloat16
+"""Types that torch's fused optimizers take."""
 
 _ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
 
@@ -51,27 +54,25 @@ class Verdicts:
         self._open: deque[tuple[int, Sequence[int], AsyncRead]] = deque()
         self._refused_in: dict[int, int] = {}
 
-    def hear(self, round: int, headers: Mapping[int, Tensor], scales: Tensor, sane: Tensor) -> None:
+    def hear(self, round: int, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
         """What was said in a round; `complaint` tells why this worker's own message isn't sound, as far as known.
 
         Args:
-            headers: (round, elements of all buckets), int64 [2], of this worker and each that it heard.
-            scales: `health.scale` of each one's message, [workers].
-            sane: whether each one's is sound beside the others', `health.sound(scales)`.
+            headers: (round, elements of all buckets, scale) as `health.stated` makes them, of each of `workers`.
+            sane: whether each one's message is sound beside the others', `health.sound(scales_in(headers))`.
 
         Raises:
             RuntimeError: a source is in another round, or its model has another size.
         """
-        verdicts = torch.stack([scales < torch.inf, sane], dim=1).long()
-        flags = torch.cat([torch.stack([*headers.values()]), verdicts], dim=1)
-        if flags.device.type != "cuda":
-            self._judge([*headers], flags)
+        if headers.device.type != "cuda":
+            self._judge(workers, headers, sane)
             return
         while self._open and self._open[0][0] <= round - LAG:
-            _, workers_then, flags_then = self._open.popleft()
-            self._judge(workers_then, flags_then.read())
+            _, workers_then, arrived = self._open.popleft()
+            then = arrived.read()
+            self._judge(workers_then, then, sound(scales_in(then)))  # the device's verdict: it's of comparisons
         # Copied to pinned memory, and read long after the device passed the verdict.
-        self._open.append((round, [*headers], AsyncRead(flags)))
+        self._open.append((round, workers, AsyncRead(headers)))
 
     def refuse_own(self, mixed: Sequence[Tensor]) -> None:
         """After the mixing: `Sick`, with what the neighbours said, where this worker's own message wasn't sound."""
@@ -79,9 +80,11 @@ class Verdicts:
         if complaint:
             raise Sick(complaint, mixed, self._sick_round)
 
-    def _judge(self, workers: Sequence[int], flags: Tensor) -> None:
-        rows = dict(zip(workers, flags.tolist(), strict=True))
-        step, elements, finite, sane = rows.pop(self._rank)
+    def _judge(self, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
+        finite = headers.view(torch.float64)[:, 2] < torch.inf
+        said = zip(headers[:, :2].tolist(), finite.tolist(), sane.tolist(), strict=True)
+        rows = {worker: (*numbers, *healthy) for worker, (numbers, *healthy) in zip(workers, said, strict=True)}
+        step, elements, own_finite, own_sane = rows.pop(self._rank)
         for source, (other_step, other_elements, *healthy) in rows.items():
             if other_step != step:
                 raise RuntimeError(
@@ -95,8 +98,8 @@ class Verdicts:
                 )
             if not all(healthy):
                 self._count(source, step, _ABSURD if healthy[0] else "NaN or infinity")
-        if not sane:
-            held = _ABSURD if finite else f"NaN or infinity{self._beyond}"
+        if not own_sane:
+            held = _ABSURD if own_finite else f"NaN or infinity{self._beyond}"
             self._sick_round = step
             self.complaint = (
                 f"worker {self._rank}: its parameters hold {held} in round {step}; its "
@@ -118,10 +121,32 @@ class Verdicts:
 
 
 def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
-    """heard <- own unless `healthy`, in place."""
+    """heard <- own unless `healthy`, in place; what is healthy costs no pass."""
     # A device decides by itself: to ask it would make the host wait.
     if healthy.device.type != "cuda" and bool(healthy):
         return
+    # Overwritten: NaN times a weight of zero would still be NaN.
     for tensor, mine in zip(heard, own, strict=True):
-        # Overwritten: NaN times a weight of zero would still be NaN.
-        torch.where(healthy, tensor, mine, out=tensor)
+        if tensor.is_cuda and tensor.dtype in FUSED and mine.shape == tensor.shape:
+            _copy_unless(healthy, tensor, mine)
+        else:
+            torch.where(healthy, tensor, mine, out=tensor)
+
+
+def _copy_unless(healthy: Tensor, target: Tensor, source: Tensor) -> None:
+    """target <- source, by a kernel that ends at once where `healthy`: torch has such a one only for optimizers, which
+    skip their step where gradients overflowed. SGD's first step at rate 0 copies the gradient to its momentum.
+    """
+    torch._fused_sgd_(
+        [source],  # it moves by 0
+        [source],
+        [target],
+        weight_decay=0.0,
+        momentum=1.0,
+        lr=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+        found_inf=healthy.float(),
+    )

@@ -13,7 +13,7 @@ from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
-from lightning_decentral.shared.compute.health import scale, sound
+from lightning_decentral.shared.compute.health import scales_in, sound, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -79,13 +79,11 @@ class CliqueExchange(Exchange[CliqueMessages]):
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> CliqueMessages:
         """Memory until landed: one copy of the message."""
         clique = self._clique(step)
-        # Filled on the device: copying numbers there would make the host wait.
-        numbers = [torch.full((1,), n, dtype=torch.int64, device=self.device) for n in (step, self._elements)]
-        row = torch.cat([*numbers, scale(message).view(1).view(torch.int64)])
+        row = stated([step, self._elements], message, self.device)
         # Divided before the sum, which in half precision could overflow.
         totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
         # The sender itself leaves out a message with NaN: nobody could take it out of the sum.
-        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], torch.isfinite(_scale(row)))
+        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], torch.isfinite(scales_in(row)))
         return CliqueMessages(self, clique, step, first, row, message, totals)
 
     def depart(self, started: Sequence[CliqueMessages], step: int) -> None:
@@ -99,10 +97,9 @@ class CliqueExchange(Exchange[CliqueMessages]):
     def landed(self, part: CliqueMessages) -> list[Tensor]:
         """The mean of those whose messages were finite; this worker's own where one was absurd."""
         self._tally.land(part.pending, part.departed, part.first)
-        headers = {worker: row[:2] for worker, row in zip(part.clique, part.rows, strict=True)}
-        scales = _scale(torch.stack(list(part.rows)))
-        sane, finite = sound(scales), torch.isfinite(scales)
-        self._verdicts.hear(part.step, headers, scales, sane)
+        said = torch.stack(list(part.rows))
+        sane, finite = sound(scales_in(said)), torch.isfinite(scales_in(said))
+        self._verdicts.hear(part.step, part.clique, said, sane)
         heard = finite.sum()  # all, unless someone's message was refused
         for total in part.totals:
             total.div_((heard.clamp(min=1) / len(part.clique)).to(total.dtype))
@@ -117,7 +114,3 @@ class CliqueExchange(Exchange[CliqueMessages]):
 
     def traffic(self) -> Traffic:
         return self._tally.traffic(self._verdicts.refused)
-
-
-def _scale(rows: Tensor) -> Tensor:
-    return rows[..., 2:].view(torch.float64)[..., 0]

@@ -22,7 +22,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, T
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.health import scale, sound
+from lightning_decentral.shared.compute.health import scale, scales_in, sound, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -38,7 +38,6 @@ class PeerMessages(Started):
     step: int
     first: int
     message: Sequence[Tensor]
-    scale: Tensor
     header: Tensor
     packets: Mapping[int, Buffers]
     headers: Mapping[int, Tensor]
@@ -116,12 +115,9 @@ class PeerExchange(Exchange[PeerMessages]):
         packets = self.coder.encode(message, at.heard_by, step, first)
         buffers = self.coder.buffers(at.sources, message, first)
         # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
-        largest = scale(message)
-        # Filled on the device: copying numbers there would make the host wait.
-        header = torch.full((2,), self._elements, dtype=torch.int64, device=self.device)
-        header[0].fill_(step)
+        header = stated([step, self._elements], message, self.device)
         headers = {j: torch.empty_like(header) for j in at.sources}
-        return PeerMessages(self, step, first, message, largest, header, packets, headers, buffers)
+        return PeerMessages(self, step, first, message, header, packets, headers, buffers)
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
         sends, receives = [part.sends() for part in started], [part.receives() for part in started]
@@ -136,10 +132,12 @@ class PeerExchange(Exchange[PeerMessages]):
     def landed(self, part: PeerMessages) -> list[Tensor]:
         self._tally.land(part.incoming, part.departed, part.first)
         heard = self.coder.decode(part.buffers, part.message, part.first)
-        scales = torch.stack([part.scale, *map(scale, heard.values())])
-        sane = sound(scales)
+        for j in heard if self.coder.encodes else ():  # decoded here, perhaps from another estimate
+            scales_in(part.headers[j]).copy_(scale(heard[j]))
+        said = torch.stack([part.header, *(part.headers[j] for j in heard)])
+        sane = sound(scales_in(said))
         # A worker that took another number of steps would pair rounds wrongly without a sign.
-        self._verdicts.hear(part.step, {self.transport.rank: part.header, **part.headers}, scales, sane)
+        self._verdicts.hear(part.step, [self.transport.rank, *heard], said, sane)
         healthy = dict(zip(heard, sane[1:], strict=True))
         for j, tensors in heard.items():
             refuse(tensors, part.message, healthy[j])

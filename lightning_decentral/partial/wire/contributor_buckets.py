@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
-from lightning_decentral.shared.wire.gradients import GradientBucket, flag, pack, used
-from lightning_decentral.shared.wire.pending import Together
+from lightning_decentral.shared.wire.gradients import GradientBucket, flag, pack
 
 Kind = tuple[torch.dtype, torch.device]
 Ranks = tuple[int, ...]
@@ -25,19 +24,39 @@ class ContributorBucket(GradientBucket):
         super().__init__(parameters)
         self.ranks, self.flat = ranks, flat
         self.bytes = flat.numel() * flat.element_size()
-        self._sums, self._flags = flat.split([self.elements, len(self.parameters)])
+        self._sums, self.flags = flat.split([self.elements, len(self.parameters)])
 
     def pack(self, weight: float) -> None:
         """weight * gradient, zeros where there is none; and the flags."""
         pack(self.gradients, self.parameters, self._sums)
         self._sums.mul_(weight)
-        flag(self.gradients, self._flags)
+        flag(self.gradients, self.flags)
 
-    def land(self) -> None:
+    def land(self, used: Sequence[bool]) -> None:
         """Wait; then into `.grad` of every parameter for which some worker had a gradient."""
-        pending = self.pending or Together([])
-        pending.wait()
-        self.store(self._sums, used(self.gradients, self._flags, pending))
+        self.wait()
+        self.store(self._sums, used)
+
+    def wait(self) -> None:
+        """Until its sums are here; on a device the stream waits."""
+        if self.pending is not None:
+            self.pending.wait()
+
+
+def used(buckets: Sequence[ContributorBucket]) -> list[list[bool]]:
+    """Of which parameters some worker had a gradient, bucket by bucket.
+
+    Only who lacks a gradient waits for the others, and reads it from its device: once, for all buckets.
+    """
+    lacking = [any(gradient is None for gradient in bucket.gradients) for bucket in buckets]
+    asked = [bucket for bucket, some in zip(buckets, lacking, strict=True) if some]
+    for bucket in asked:
+        bucket.wait()
+    counts = iter(torch.cat([bucket.flags.float() for bucket in asked]).tolist() if asked else ())
+    return [
+        [bool(next(counts)) if some else True for _ in bucket.parameters]
+        for bucket, some in zip(buckets, lacking, strict=True)
+    ]
 
 
 @dataclass

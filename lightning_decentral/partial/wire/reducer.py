@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
-from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
+from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing, used
 from lightning_decentral.shared.wire.gradients import Launcher
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -118,8 +118,8 @@ class Reducer:
         self._launcher.rest()
         for bucket in self._launcher.buckets:  # all under way before the first landing waits
             self._hand_on(bucket)
-        for bucket in self._launcher.buckets:
-            bucket.land()
+        for bucket, some in zip(self._launcher.buckets, used(self._launcher.buckets), strict=True):
+            bucket.land(some)
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), self._place.size)
         self._launcher.begin(())
 

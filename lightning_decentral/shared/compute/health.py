@@ -26,10 +26,17 @@ def sound(scales: Tensor) -> Tensor:
     Args:
         scales: [workers, ...], each the largest magnitude of what a worker holds, as `scale` gives it.
     """
-    finite = scales < torch.inf  # so is no NaN; magnitudes are not below 0
-    ordered = scales.nan_to_num(nan=torch.inf, posinf=torch.inf).sort(0).values
-    middle = (finite.sum(0, keepdim=True) - 1).clamp(min=0) // 2
-    return finite & (scales <= FACTOR * ordered.gather(0, middle)[0].clamp(min=1))
+    known = scales.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # Half of what the type holds at most: no product overflows, so that infinity is never sound.
+    return known <= _lower_median(known).clamp(1, torch.finfo(scales.dtype).max / FACTOR / 2) * FACTOR
+
+
+def _lower_median(scales: Tensor) -> Tensor:
+    """Of what is finite of each column; infinity where nothing is."""
+    if len(scales) == 2:  # a message and its only hearer: a fifth of the kernels
+        return scales.amin(0)
+    middle = ((scales < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
+    return scales.sort(0).values.gather(0, middle)[0]
 
 
 def scale(tensors: Sequence[Tensor]) -> Tensor:
@@ -37,6 +44,19 @@ def scale(tensors: Sequence[Tensor]) -> Tensor:
     ends = torch.stack([end for t in tensors for end in _ends(t)])
     largest: Tensor = torch.linalg.vector_norm(ends, torch.inf, dtype=torch.float64)
     return largest
+
+
+def stated(numbers: Sequence[int], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """(numbers, bits of `scale(tensors)`), int64 [numbers + 1]: said before a message, so that who hears it needn't go
+    over all of it again."""
+    # Filled on the device: copying numbers there would make the host wait.
+    rows = [torch.full((1,), number, dtype=torch.int64, device=device) for number in numbers]
+    return torch.cat([*rows, scale(tensors).view(1).view(torch.int64)])
+
+
+def scales_in(stated: Tensor) -> Tensor:
+    """[...] of what was stated, [..., numbers + 1]: a view, float64."""
+    return stated.view(torch.float64)[..., -1]
 
 
 def extremes(tensor: Tensor) -> Tensor:

@@ -207,9 +207,9 @@ def count(delay: int, transport: Transport) -> Traffic:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_bytes_are_counted_by_the_formula(delay: int) -> None:
-    """Ring: two neighbours hear DIM float64 and a header of two int64 in every round."""
+    """Ring: two neighbours hear DIM float64 and a header of three numbers in every round."""
     for traffic in CPU.world(4, partial(count, delay)):
-        assert (traffic.bytes_sent, traffic.rounds) == (STEPS * 2 * (DIM * 8 + 16), STEPS)
+        assert (traffic.bytes_sent, traffic.rounds) == (STEPS * 2 * (DIM * 8 + 24), STEPS)
         assert traffic.in_flight_seconds >= traffic.wait_seconds > 0
 
 

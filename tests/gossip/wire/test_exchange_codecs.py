@@ -273,12 +273,12 @@ def count(codec: Codec, topology: Topology, transport: Transport) -> tuple[Traff
 
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_bytes_are_counted_by_the_formula(codec: Codec) -> None:
-    """Ring: two neighbours hear the payload and a header of two int64 in every round; hypercube: one."""
+    """Ring: two neighbours hear the payload and a header of three numbers in every round; hypercube: one."""
     expected = codec.bytes(MessageLayout(DIM, MATRICES), torch.float32)
     for topology, targets in ((Ring(), 2), (Hypercube(), 1)):
         for traffic, message_bytes in CPU.world(4, partial(count, codec, topology)):
             assert message_bytes == expected
-            assert (traffic.bytes_sent, traffic.rounds) == (STEPS * targets * (expected + 16), STEPS)
+            assert (traffic.bytes_sent, traffic.rounds) == (STEPS * targets * (expected + 24), STEPS)
 
 
 def poisoned(bad: float, codec: Codec, transport: Transport) -> tuple[Tensor, int, str, list[Tensor]]:

@@ -27,7 +27,7 @@ def test_a_worker_that_hears_itself_stays_where_it_is(heard: int) -> None:
         mixer.step()
     mixer.drain()
     assert torch.allclose(mixer.buckets[0].flat, x, atol=1e-6)
-    assert exchange.traffic().bytes_sent == 3 * heard * (4 * 1000 + 16)
+    assert exchange.traffic().bytes_sent == 3 * heard * (4 * 1000 + 24)
     assert not exchange.traffic().refused
 
 

@@ -1,7 +1,7 @@
 """LAW: a partial backward gives the means of the hosts, in any order in which streams may run.
 
 A worker that has all gradients waits for nothing. One that lacks some asks its device which of them others have, once
-for each bucket: that is a wait, and the only one.
+a step for all buckets: that is a wait, and the only one.
 """
 
 from functools import partial
@@ -25,8 +25,8 @@ def step(assignment: DepthAssignment, bucket_bytes: int, make: Make, engine: Eng
     before, rank = len(engine.waits), make.hosts.rank
     reference.backward(rank, SIZE, blocks, make.group, assignment, bucket_bytes, x)
     lacks = any(rank not in ranks for ranks in contributors(assignment, SIZE, 0, reference.SEGMENTS))
-    assert bool(engine.waits[before:]) == lacks
-    assert all("shared/wire/gradients.py" in wait for wait in engine.waits[before:])
+    assert len(engine.waits[before:]) == lacks
+    assert all("partial/wire/contributor_buckets.py" in wait for wait in engine.waits[before:])
     gradients = [p.grad for p in blocks.parameters()]
     return [None if g is None else g.cpu() for g in gradients]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, sound
+from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, scales_in, sound, stated
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,6 +27,24 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_who_is_sound(scales: list[float], expected: list[int]) -> None:
     assert sound(torch.tensor(scales, dtype=torch.float64)).int().tolist() == expected
+
+
+def test_two_are_judged_as_any_number_is() -> None:
+    """LAW: s_i is finite and s_i <= FACTOR max(1, the smallest that is finite)."""
+    some = [0.0, 1e-3, 1.0, 5.0, FACTOR, 2 * FACTOR, 6 * FACTOR, 1e30, 1e300, INF, NAN]
+    for a in some:
+        for b in some:
+            least = min((s for s in (a, b) if s < INF), default=INF)
+            expected = [s < INF and s <= FACTOR * max(1.0, least) for s in (a, b)]
+            assert sound(torch.tensor([a, b], dtype=torch.float64)).tolist() == expected, (a, b)
+
+
+def test_what_was_stated_is_read_again() -> None:
+    rows = torch.stack([stated([3, 2**40], [torch.tensor([1.0, -4.5])], torch.device("cpu")) for _ in range(2)])
+    assert rows[:, :2].tolist() == [[3, 2**40]] * 2
+    scales_in(rows)[1] = NAN
+    assert scales_in(rows)[0] == 4.5
+    assert sound(scales_in(rows)).tolist() == [True, False]
 
 
 def test_columns_are_judged_by_themselves() -> None:
