@@ -59,7 +59,8 @@ class GossipStrategy(ReplicaStrategy):
         evaluate: "mean" validates and tests the mean of the workers (or a rule's anchors), "own" each worker's model.
         timeout: how long a worker waits for another, anywhere, before it ends.
         bucket_bytes: largest flat tensor that is sent as one message; by default an eighth of what an optimizer trains,
-            from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency.
+            from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency. On a device
+            1 GiB: there all land together.
         heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
             on; 0 ends the training instead, as do rules whose sums over workers would break, and `AllReduce` by NCCL.
         exact_steps: first updates, below 1 their share of the run, after which all workers are averaged exactly, and

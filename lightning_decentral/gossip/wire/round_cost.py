@@ -20,7 +20,7 @@ from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import bucket_bytes_of
+from lightning_decentral.shared.compute.buckets import message_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
 from lightning_decentral.shared.compute.codec.packed import Int4
@@ -133,4 +133,4 @@ def _seconds(codec: Codec, heard: int, size: int, device: torch.device, pause: C
 def _buckets(size: int, device: torch.device) -> list[_Bucket]:
     """As many as training would make of one parameter's rows."""
     whole = torch.ones(size // ELEMENT_BYTES, device=device)
-    return [_Bucket(part) for part in whole.split(bucket_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]
+    return [_Bucket(part) for part in whole.split(message_bytes_of([nn.Parameter(whole)]) // ELEMENT_BYTES)]

@@ -15,6 +15,9 @@ from torch.nn.parameter import UninitializedParameter
 ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
 MOST_BUCKET_BYTES = 256 * 2**20
 LEAST_BUCKET_BYTES = 2 * 2**20
+DEVICE_BUCKET_BYTES = 2**30
+"""A device sends all buckets of a round in one launch and lands none before all have come, and each costs it some
+twenty kernels: few are better than many."""
 BUCKETS = 8
 SHORT = 16
 """A last bucket of at most one part in so many may overlap with the next round."""
@@ -157,10 +160,10 @@ class Pool:
 def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
     """The last bucket in two where it's long and has a place for that, so that the last one is short."""
     # The next round's messages may begin while the last bucket's are under way; were it longer, two neighbours' would
-    # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps (without a
-    # delay, on a device), for one small message more: so a checkpoint fits everywhere.
+    # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps without a
+    # delay, for one small message more: so a checkpoint fits both. A device sends all buckets at once.
     whole = sum(bucket.bytes for bucket in buckets)
-    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole):
+    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole) or buckets[-1].flat.is_cuda:
         return [*buckets]
     *others, last = buckets
     each = last.flat.element_size()
@@ -210,13 +213,18 @@ def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
     return min(max(-(-whole // BUCKETS), LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
 
 
+def message_bytes_of(parameters: Sequence[nn.Parameter]) -> int:
+    """Of a bucket of a message in which all parameters travel: on a host `bucket_bytes_of` them, on a device 1 GiB."""
+    return DEVICE_BUCKET_BYTES if any(p.is_cuda for p in parameters) else bucket_bytes_of(parameters)
+
+
 def pack(
     parameters: Iterable[nn.Parameter],
     bucket_bytes: int | None = None,
     make: Callable[[Sequence[nn.Parameter]], Bucket] = Bucket,
 ) -> list[Bucket]:
     """Buckets over the given parameters, in order, one dtype and device each, each made by `make`; none over
-    `bucket_bytes` (by default `bucket_bytes_of` them) unless one parameter is. Tied parameters count once; what is
+    `bucket_bytes` (by default `message_bytes_of` them) unless one parameter is. Tied parameters count once; what is
     empty or not floating point or complex is left out.
 
     Raises:
@@ -224,7 +232,7 @@ def pack(
     """
     parameters = list(parameters)
     if bucket_bytes is None:
-        bucket_bytes = bucket_bytes_of(parameters)
+        bucket_bytes = message_bytes_of(parameters)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):

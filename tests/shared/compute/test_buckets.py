@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from lightning_decentral.shared.compute.buckets import SHORT, TAIL, Bucket, is_short, pack, with_tail
+from tests import simulated
+from tests.simulated import CUDA
 
 
 class Mixed(nn.Module):
@@ -144,6 +146,15 @@ def test_spans_adopt_replaced_storage() -> None:
     assert all(bool((span.flat == 3).all()) for span in spans)
     spans[1].flat.zero_()
     assert not parameter[-1].any()
+
+
+def test_a_device_has_few_buckets_and_no_tail() -> None:
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(12)]  # 1 MiB each
+    assert len(with_tail(pack(p for layer in layers for p in layer.parameters()))) > 2
+    with simulated.device(0):
+        there = [p for layer in layers for p in layer.to(CUDA).parameters()]
+        assert len(with_tail(pack(there))) == 1
+        assert len(with_tail(pack(there, 2**21))) == 6
 
 
 def test_bad_input() -> None:
