@@ -30,7 +30,7 @@ from tests.simulated import CUDA
 ELEMENTS, WARM_UP = 2**18, 18
 NO_KERNELS = {
     *("view", "_unsafe_view", "slice", "select", "split", "as_strided", "detach", "alias", "expand", "t", "transpose"),
-    *("permute", "unsqueeze", "squeeze", "unbind", "view_as_real", "lift_fresh", "split_with_sizes"),
+    *("permute", "unsqueeze", "unfold", "squeeze", "unbind", "view_as_real", "lift_fresh", "split_with_sizes"),
     *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
 }
 UNREAD = {"copy_", "fill_", "zero_"}
@@ -75,8 +75,12 @@ class Counting(TorchDispatchMode):
         elif name not in NO_KERNELS:
             out = [t for t in tree_leaves((kwargs or {}).get("out")) if isinstance(t, Tensor)]
             read = _places([args[1:] if name in UNREAD else args, {**(kwargs or {}), "out": None}])
-            written = args if name in SKIPPING else [result, out]
-            moved = sum(read.values()) + sum(_places(written).values())
+            written = _places(args if name in SKIPPING else [result, out])
+            if name == "index_select":  # of its source it reads what it writes
+                read[args[0].data_ptr(), args[0].numel()] = 0
+                moved = sum(read.values()) + 2 * sum(written.values())
+            else:
+                moved = sum(read.values()) + sum(written.values())
             self.kernels[name] += 1
             self.moved[name] += moved
             self.in_the_way += moved if simulated.current() is self._training else 0

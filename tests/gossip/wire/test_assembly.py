@@ -1,4 +1,4 @@
-"""What an assembled exchange holds: as many buffers after many rounds as after few."""
+"""What an assembled exchange holds: as many buffers after many rounds as after few, and the same groups on all."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip import Gossip, Own, Plain
+from lightning_decentral.gossip import Codec, Gossip, Int8, Own, Plain
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Complete, Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.assembly import ExchangeByStep, assembled
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
+from tests.gossip.topologies import every_topology
 from tests.gossip.wire.test_exchange import Row
 
 HERE = Together([])
@@ -46,6 +48,43 @@ def exchange_of(topology: Topology, workers: int) -> Any:
         peers=lambda group: Alike(len(group)) if 0 in group else None, exchange=lambda exchange: exchange
     )
     return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0)
+
+
+def groups_of(topology: Topology, workers: int, worker: int, codec: Codec) -> list[tuple[int, ...]]:
+    """In the order in which this worker makes them."""
+    made: list[tuple[int, ...]] = []
+
+    def peers(group: Sequence[int]) -> Transport | None:
+        made.append(tuple(group))
+        return Alike(len(group)) if worker in group else None
+
+    member: Any = SimpleNamespace(peers=peers, exchange=lambda exchange: exchange)
+    assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0)
+    return made
+
+
+def cliques_of(topology: Topology, workers: int, step: int) -> set[tuple[int, ...]] | None:
+    """Of a step whose matrix is the mean over cliques; those of one are none."""
+    matrix = mixing_matrix(topology, workers, step)
+    heard = [tuple(j for j in range(workers) if row[j]) for row in matrix]
+    means = all(abs(row[j] - 1 / len(mine)) < 1e-12 for row, mine in zip(matrix, heard, strict=True) for j in mine)
+    closed = all(heard[j] == mine for mine in heard for j in mine)
+    return {mine for mine in heard if len(mine) > 1} if means and closed else None
+
+
+@pytest.mark.parametrize(("topology", "workers"), every_topology(range(2, 9), most_fragments=1), ids=str)
+def test_all_workers_make_the_same_groups_in_one_order(topology: Topology, workers: int) -> None:
+    """Else one would wait in a group's making for who is in another's. All are one group for messages; each clique is
+    one where a step's cliques, of more than two, are all-reduced."""
+    made = groups_of(topology, workers, 0, Plain())
+    assert all(groups_of(topology, workers, worker, Plain()) == made for worker in range(1, workers))
+    assert groups_of(topology, workers, 0, Int8()) == [everyone := tuple(range(workers))]
+    steps = [cliques_of(topology, workers, step) for step in range(topology.period(workers))]
+    reduced = [cliques for cliques in steps if cliques and any(len(clique) > 2 for clique in cliques)]
+    if reduced and all(cliques is not None for cliques in steps):  # then pairs are groups, too
+        assert sorted(made) == sorted(set().union(*(cliques or () for cliques in steps)))
+    else:
+        assert sorted(made) == sorted([*set().union(*reduced), everyone])
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,9 @@ def _hashed(x: Tensor) -> Tensor:
 
 def _gathered(midpoints: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
     """The same where pieces are asked for together."""
-    before = start % piece
-    places = torch.arange(before, before + stop - start, dtype=torch.int32, device=starts.device)
-    first = starts[start // piece :].index_select(0, places.div(piece, rounding_mode="floor"))
-    return midpoints.index_select(0, places.remainder_(piece).add_(first))
+    # Row k of the view is what begins at place k: nothing but the numbers themselves is written.
+    rows = midpoints.unfold(0, piece, 1).index_select(0, starts[start // piece : -(-stop // piece)])
+    return rows.view(-1)[start % piece :][: stop - start]
 
 
 @lru_cache(maxsize=4)

@@ -46,7 +46,7 @@ class Int8(Codec):
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         for rows, rounded, scale in self._encoded(message, payload, frame):
             # While q is in the cache. A zero may have a sign that its hearers' has not.
-            rows.copy_(rounded.mul_(scale))
+            torch.mul(rounded, scale, out=rows)
 
     def _encoded(self, message: Tensor, payload: Payload, frame: Frame) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(rows of the message, q, scale) of pieces that have been encoded."""
@@ -76,10 +76,7 @@ class Int8(Codec):
             scale = scales[start // self.block :][: (stop - start) // columns].unsqueeze(1)
             rows, exact = out[start:stop].view(-1, columns), torch.promote_types(out.dtype, torch.float32)
             # Half precision is computed in float32 and rounded once.
-            values = rows if out.dtype == exact else torch.empty_like(rows, dtype=exact)
-            values.copy_(quantized[start:stop].view(-1, columns)).mul_(scale.to(exact))
-            if values is not rows:
-                rows.copy_(values)
+            torch.mul(quantized[start:stop].view(-1, columns), scale.to(exact), out=rows)
 
 
 class _Copied(Codec):

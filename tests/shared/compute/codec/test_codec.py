@@ -33,7 +33,9 @@ from lightning_decentral.shared.compute.codec.counter_rng import (
     shorts,
     uniform,
 )
+from tests import simulated
 from tests.gossip.codecs import instances, payload, round_trip
+from tests.simulated import CUDA
 
 CPU = torch.device("cpu")
 TYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -320,6 +322,17 @@ def test_dither_is_uniform_and_a_function_of_key_and_place() -> None:
     views = torch.cat([_midpoints(CPU)[s : s + piece] for s in starts.tolist()])
     for start, stop in ((0, number), (70_000, number), (120_000, 180_000), (249_990, number)):
         assert torch.equal(_gathered(_midpoints(CPU), starts, piece, start, stop), views[start:stop])
+
+
+@pytest.mark.parametrize(("piece", "number"), [(256, 256 * 3), (192, 1000), (2**16, 70_000), (5, 7)])
+def test_the_dither_of_a_device_is_the_hosts(piece: int, number: int) -> None:
+    """From the first place and from within a piece, over ends of pieces."""
+    expected = torch.cat([dither(number, 7, piece, CPU)(s, min(s + piece, number)) for s in range(0, number, piece)])
+    with simulated.device(0):
+        noise = dither(number, 7, piece, CUDA)
+        for start in (0, piece - 1, piece):
+            for stop in (start + 1, number):
+                assert torch.equal(noise(start, stop).cpu(), expected[start:stop])
 
 
 def test_each_midpoint_of_the_dither_is_as_likely() -> None:
