@@ -4,6 +4,7 @@ Copies to the device and back go on streams of their own, forward and backward a
 a parameter of the host can't become one of the simulated device, as it does where it's updated there.
 """
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from lightning_decentral import SpilledStrategy
 from tests import simulated
 from tests.simulated import CUDA
 from tests.simulated.streams import Event, Stream
-from tests.spilled.spilling import Chain, fit, rows
+from tests.spilled.spilling import LAYERS, Chain, fit, rows
 
 STEPS = 3
 
@@ -41,10 +42,15 @@ def expected() -> list[Tensor]:
     return parameters(fit(Chain(), rows(), max_steps=STEPS, limit_val_batches=0))
 
 
+def run(seed: int, steps: int) -> tuple[list[Tensor], Counter[str]]:
+    """(parameters after so many steps, what made the host wait, how often)."""
+    settings = {"max_steps": steps, "limit_val_batches": 0, "accelerator": Accelerator()}
+    with simulated.device(seed) as engine:
+        return parameters(fit(Chain(), rows(), OnDevice(memory_bytes=10**9), **settings)), Counter(engine.waits)
+
+
 def trained(seed: int) -> list[Tensor]:
-    settings = {"max_steps": STEPS, "limit_val_batches": 0, "accelerator": Accelerator()}
-    with simulated.device(seed):
-        return parameters(fit(Chain(), rows(), OnDevice(memory_bytes=10**9), **settings))
+    return run(seed, STEPS)[0]
 
 
 def wrong(seeds: range = range(6)) -> int:
@@ -60,6 +66,15 @@ def wrong(seeds: range = range(6)) -> int:
 
 def test_training_is_that_of_the_host_in_any_schedule() -> None:
     assert wrong() == 0
+
+
+def test_a_step_waits_once_a_visit_of_a_block() -> None:
+    """Before what the visit before used is given back: forward and backward, and where a step begins and ends. So much
+    is by design: what comes next begins where nothing is queued, and the memory is bounded by what is counted."""
+    (_, before), (_, after) = run(0, STEPS), run(0, STEPS + 1)
+    more = after - before
+    assert more.total() == 2 * LAYERS + 2
+    assert all("synchronize spilled/compute/transfer.py" in wait for wait in more)
 
 
 @pytest.mark.parametrize(
