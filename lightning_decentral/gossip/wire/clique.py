@@ -83,7 +83,8 @@ class CliqueExchange(Exchange[CliqueMessages]):
         # Divided before the sum, which in half precision could overflow.
         totals = [torch.div(m, len(clique), out=self.pool.take(m)) for m in message]
         # The sender itself leaves out a message with NaN: nobody could take it out of the sum.
-        refuse(totals, [torch.zeros((), dtype=m.dtype, device=m.device) for m in message], torch.isfinite(scales_in(row)))
+        nothing = [torch.zeros((), dtype=m.dtype, device=m.device) for m in message]
+        refuse(totals, nothing, torch.isfinite(scales_in(row)))
         return CliqueMessages(self, clique, step, first, row, message, totals)
 
     def depart(self, started: Sequence[CliqueMessages], step: int) -> None:
