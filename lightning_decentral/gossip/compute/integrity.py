@@ -127,7 +127,7 @@ def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> N
         return
     # Overwritten: NaN times a weight of zero would still be NaN.
     for tensor, mine in zip(heard, own, strict=True):
-        if tensor.is_cuda and tensor.dtype in FUSED and mine.shape == tensor.shape:
+        if tensor.device.type == "cuda" and tensor.dtype in FUSED and mine.shape == tensor.shape:
             _copy_unless(healthy, tensor, mine)
         else:
             torch.where(healthy, tensor, mine, out=tensor)

@@ -163,7 +163,7 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
     # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps without a
     # delay, for one small message more: so a checkpoint fits both. A device sends all buckets at once.
     whole = sum(bucket.bytes for bucket in buckets)
-    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole) or buckets[-1].flat.is_cuda:
+    if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole) or _on_device(buckets[-1].flat):
         return [*buckets]
     *others, last = buckets
     each = last.flat.element_size()
@@ -191,6 +191,10 @@ def is_short(last_bytes: int, whole_bytes: int) -> bool:
     return SHORT * last_bytes <= whole_bytes
 
 
+def _on_device(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
 def _slowest(parameter: Tensor) -> int:
     """Size of the dimension with the largest stride in a dense copy: neighbours in memory stay in one row."""
     dense = torch.empty_like(parameter, device="meta")
@@ -215,7 +219,7 @@ def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
 
 def message_bytes_of(parameters: Sequence[nn.Parameter]) -> int:
     """Of a bucket of a message in which all parameters travel: on a host `bucket_bytes_of` them, on a device 1 GiB."""
-    return DEVICE_BUCKET_BYTES if any(p.is_cuda for p in parameters) else bucket_bytes_of(parameters)
+    return DEVICE_BUCKET_BYTES if any(map(_on_device, parameters)) else bucket_bytes_of(parameters)
 
 
 def pack(
