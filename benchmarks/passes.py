@@ -35,8 +35,6 @@ NO_KERNELS = {
 }
 UNREAD = {"copy_", "fill_", "zero_"}
 """They write to their first argument and don't read it."""
-SKIPPING = {"_fused_sgd_"}
-"""They end at once where a flag on the device is set."""
 
 
 class Cost(NamedTuple):
@@ -67,15 +65,12 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        skipped = (kwargs or {}).get("found_inf")
         if not any(t.is_cuda for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)):
             return result  # the host's own
-        if name in SKIPPING and skipped is not None and bool(skipped):
-            self.kernels[name] += 1
-        elif name not in NO_KERNELS:
+        if name not in NO_KERNELS:
             out = [t for t in tree_leaves((kwargs or {}).get("out")) if isinstance(t, Tensor)]
             read = _places([args[1:] if name in UNREAD else args, {**(kwargs or {}), "out": None}])
-            written = _places(args if name in SKIPPING else [result, out])
+            written = _places([result, out])
             if name == "index_select":  # of its source it reads what it writes
                 read[args[0].data_ptr(), args[0].numel()] = 0
                 moved = sum(read.values()) + 2 * sum(written.values())

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from benchmarks.passes import Counting, cost
 from lightning_decentral.gossip import Codec, Gossip, Int8, Plain
-from lightning_decentral.gossip.compute.integrity import refuse
 from tests import simulated
 from tests.simulated import CUDA
 
 
 @pytest.mark.parametrize(
     ("codec", "neighbours", "passes", "kernels"),
-    [(Plain(), 1, 12, 18), (Plain(), 2, 15, 28), (Int8(), 1, 28.6, 51)],
+    [(Plain(), 1, 15, 17), (Plain(), 2, 21, 26), (Int8(), 1, 31.6, 50)],
     ids=str,
 )
 def test_a_round_costs_no_more(codec: Codec, neighbours: int, passes: float, kernels: int) -> None:
-    """Copy 2, own check 1; for each neighbour mixing 3; correction 6. The aim is 6 in all, which takes a kernel of
-    our own."""
+    """Copy 2, own check 1; for each neighbour refusing 3, mixing 3; correction 6.
+
+    The aim is 6 in all, which takes a kernel of our own."""
     found = cost(codec, neighbours)
     assert passes - 1 < found.passes <= passes + 0.1
     assert found.kernels <= kernels
@@ -36,19 +36,6 @@ def test_what_goes_over_the_parameters_once_more_is_counted() -> None:
         after = cost(Plain())
     assert after.passes - before.passes == pytest.approx(2)
     assert after.kernels - before.kernels == 1
-
-
-@pytest.mark.parametrize(("healthy", "moved"), [(True, 0), (False, 4 * 400)])
-def test_what_a_flag_skips_is_a_launch_and_no_pass(healthy: bool, moved: int) -> None:
-    """Else it reads two tensors once each, and writes both."""
-    with simulated.device(0):
-        heard, own, flag = (torch.ones(100).to(CUDA), torch.ones(100).to(CUDA), torch.tensor(healthy).to(CUDA))
-        with Counting() as counting:
-            refuse([heard], [own], flag)
-            torch.ones(3)  # the host's
-    assert counting.kernels["_fused_sgd_"] == 1
-    assert counting.moved["_fused_sgd_"] == moved + (0 if healthy else 4)
-    assert counting.kernels.total() == 2
 
 
 def test_operations_are_counted_as_a_device_does_them() -> None:

@@ -15,9 +15,6 @@ LAG = 2
 """Rounds until the host reads a device's verdict."""
 
 
-FUSED = torch.float32, torch.float64, torch.float16, torch.bfloat16
-"""Types that torch's fused optimizers take."""
-
 _ABSURD = f"numbers over {FACTOR:.0e} times its neighbours'"
 
 
@@ -121,32 +118,10 @@ class Verdicts:
 
 
 def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
-    """heard <- own unless `healthy`, in place; what is healthy costs no pass."""
+    """heard <- own unless `healthy`, in place; what is healthy costs no pass on the host."""
     # A device decides by itself: to ask it would make the host wait.
     if healthy.device.type != "cuda" and bool(healthy):
         return
     # Overwritten: NaN times a weight of zero would still be NaN.
     for tensor, mine in zip(heard, own, strict=True):
-        if tensor.device.type == "cuda" and tensor.dtype in FUSED and mine.shape == tensor.shape:
-            _copy_unless(healthy, tensor, mine)
-        else:
-            torch.where(healthy, tensor, mine, out=tensor)
-
-
-def _copy_unless(healthy: Tensor, target: Tensor, source: Tensor) -> None:
-    """target <- source, by a kernel that ends at once where `healthy`: torch has such a one only for optimizers, which
-    skip their step where gradients overflowed. SGD's first step at rate 0 copies the gradient to its momentum.
-    """
-    torch._fused_sgd_(
-        [source],  # it moves by 0
-        [source],
-        [target],
-        weight_decay=0.0,
-        momentum=1.0,
-        lr=0.0,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=True,
-        found_inf=healthy.float(),
-    )
+        torch.where(healthy, tensor, mine, out=tensor)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.integrity import FUSED, refuse
+from lightning_decentral.gossip.compute.integrity import refuse
 from tests import simulated
 from tests.simulated import CUDA
 
 NAN, INF = float("nan"), float("inf")
-TYPES = (*FUSED, torch.complex64)
+TYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64
 
 
 def refused(healthy: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -32,15 +32,3 @@ def test_what_is_refused_is_overwritten_and_nothing_else(dtype: torch.dtype, hea
             assert torch.equal(own, before)
             assert torch.equal(heard, before) == (not healthy)
         torch.testing.assert_close(there[0], here[0], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", FUSED, ids=str)
-def test_a_kernel_with_its_flag_set_changes_nothing(dtype: torch.dtype) -> None:
-    """Torch's own optimizer, by the step that `refuse` asks it for: momentum <- gradient unless the flag is set."""
-    for flag, expected in ((1.0, 7.0), (0.0, 3.0)):
-        source, target = torch.full((9,), 3.0, dtype=dtype), torch.full((9,), 7.0, dtype=dtype)
-        settings = {"weight_decay": 0.0, "momentum": 1.0, "lr": 0.0, "dampening": 0.0}
-        flags = {"nesterov": False, "maximize": False, "is_first_step": True}
-        torch._fused_sgd_([source], [source], [target], **settings, **flags, found_inf=torch.tensor(flag))
-        assert target.eq(expected).all()
-        assert source.eq(3.0).all()
