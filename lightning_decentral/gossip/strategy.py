@@ -90,7 +90,7 @@ class GossipStrategy(ReplicaStrategy):
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int | None = None,
         heals: int = 3,
-        exact_steps: float = 0,
+        exact_steps: float = 0.0,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
@@ -104,7 +104,7 @@ class GossipStrategy(ReplicaStrategy):
         self.island = island or Solo()
         self.starts_on_host = self.island.shards > 1  # the whole model may not fit on one device
         self.delay, self.evaluate = delay, evaluate
-        self.bucket_bytes, self.heals, self.exact_steps = bucket_bytes, heals, exact_steps
+        self.bucket_bytes, self.heals, self.exact_steps = bucket_bytes, heals, float(exact_steps)
         self.member = IslandMember(None, 1, self.meet)
         self._mixers = Mixers(self._making)
         self._matrices = WholeMatrices([], self.member)
