@@ -35,10 +35,13 @@ def held() -> tuple[int, int]:
 
 
 def settled(rows: list[tuple[int, int]]) -> tuple[int, int]:
-    """What is held, after a while for the store's thread, which closes what its clients have closed in its own time."""
+    """What is held, after a while for the store's thread, which closes what its clients have closed in its own time,
+    and for threads that have been told to end."""
     gc.collect()
     end = time.monotonic() + 5
-    while rows and not no_more(held(), rows[0]) and time.monotonic() < end:
+    while time.monotonic() < end:
+        if threading.active_count() == 1 and (not rows or no_more(held(), rows[0])):
+            break
         time.sleep(0.01)
     return held()
 
