@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
-from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
 from lightning_decentral.shared.meeting import TIMEOUT
+from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates

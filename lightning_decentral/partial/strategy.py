@@ -20,8 +20,8 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
-from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
 from lightning_decentral.shared.meeting import TIMEOUT
+from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers

@@ -26,7 +26,7 @@ from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from lightning_decentral.shared.gradient_check import GradientCheck, NonFinite
+from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0

@@ -27,8 +27,8 @@ from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.coordination import Result, uneven
 from lightning_decentral.shared.evaluation import Evaluation
-from lightning_decentral.shared.gradient_check import Unchecked
 from lightning_decentral.shared.meeting import TIMEOUT, Attendance
+from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, named, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
