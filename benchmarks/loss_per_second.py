@@ -1,0 +1,212 @@
+"""Seconds to a loss on slow networks: gossip, codes and outer rounds with Muon against the strongest forms of `ddp`.
+
+    sudo python benchmarks/loss_per_second.py --recipes gpt --seeds 0 1 2 --rates 10mbit 50mbit 200mbit 1gbit
+
+Hosts are network namespaces (`cluster.py`); computation, messages and losses are real, on processors that all hosts
+share. A loss after so many steps doesn't depend on the network, so it is measured once, over links that hide nothing
+and delay nothing, whole runs with every seed; a step is timed at each rate, over some tens of steps. Seconds to a loss
+are the one times the other. Learning rates are those that `docs/optimizers.md` calls tuned: a method's own.
+
+Writes `results/loss-per-second-<hardware>.json` and `.md`; what is in the first isn't measured again. Needs root and
+iproute2. `--tables` writes the page again.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster import ClusterError, cluster
+from cluster_accuracy import INT8, LOSS, Recipe, measure
+from cluster_accuracy import RECIPES as PLAIN_RECIPES
+from hardware import description, sentence, slug
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import Progress
+
+HERE = Path(__file__).parent
+DDP = ["strategy=ddp"]
+MUON = [*DDP, "optimizer=muon"]
+METHODS = {
+    "ddp": DDP,
+    "ddp, AccumAdamW": [*DDP, "optimizer=accum_adamw"],
+    "ddp, fp16 hook": [*DDP, "hook=fp16"],
+    "ddp, PowerSGD": [*DDP, "hook=powersgd"],
+    "ddp, Muon": MUON,
+    "ddp, Muon, fp16 hook": [*MUON, "hook=fp16"],
+    "ddp, Muon, PowerSGD": [*MUON, "hook=powersgd"],
+    "gossip, int8, AccumAdamW": [*INT8, "optimizer=accum_adamw"],
+    "gossip, int8, Muon": ["experiment=gossip_muon"],
+    "compressed, int4, Muon": ["experiment=compressed_muon"],
+    "outer rounds of 8, int4, Muon": [
+        "experiment=muloco", "strategy.topology.steps=8", "strategy.combine.lr=0.7", "strategy.combine.momentum=0.5",
+    ],
+}  # fmt: skip
+"""The first form of `ddp` is what the others are compared with; whose name begins with it is a peer."""
+GPT = PLAIN_RECIPES["gpt"]
+# In 256 tokens a worker and step Muon's products cost as much as the rest; in 1,024 about a quarter of that.
+LARGER_BATCH = GPT._replace(words=[*GPT.words, "data.batch_size=16"], steps=280, every=8)
+RECIPES = {"gpt": GPT, "gpt-1024-tokens": LARGER_BATCH, "larger-gpt": PLAIN_RECIPES["larger-gpt"]}
+FREE = "10gbit"
+"""Links for the losses: no method waits for them."""
+TIMED = {"10mbit": 26, "50mbit": 50}
+"""Steps that are run, elsewhere 74; timed are those after the tenth, a multiple of the outer rounds' 8."""
+
+
+def of(recipe: str) -> Recipe:
+    """With all methods."""
+    return RECIPES[recipe]._replace(methods=METHODS)
+
+
+def options_of(steps: int | None, longest: float) -> argparse.Namespace:
+    return argparse.Namespace(steps=steps, longest=longest)
+
+
+def curves(hosts: int, recipe: Recipe, seed: int, steps: int | None, longest: float) -> dict[str, Any]:
+    """{method: {"steps", "scores", "bytes_sent", ...}} of whole runs."""
+    with cluster(hosts, FREE, name="losses") as place:
+        return dict(measure(place, recipe, options_of(steps, longest), seed)["methods"])
+
+
+def seconds(hosts: int, recipe: Recipe, rate: str, longest: float) -> dict[str, float]:
+    """{method: seconds per step at the rate}."""
+    steps = TIMED.get(rate, 74)
+    with cluster(hosts, rate, name="seconds") as place:
+        found = measure(place, recipe._replace(every=steps), options_of(steps, longest), 0)["methods"]
+    return {method: run["seconds_per_step"] for method, run in found.items()}
+
+
+class Table:
+    """What was measured of one recipe on so many hosts, over seeds and rates."""
+
+    def __init__(self, results: dict[str, Any], recipe: str, hosts: int) -> None:
+        begin = f"{recipe} {hosts} "
+        self.title = f"{recipe}, {hosts} hosts"
+        self.runs = [run for key, run in results["curves"].items() if key.startswith(begin)]
+        self.rates = {key.removeprefix(begin): run for key, run in results["seconds"].items() if key.startswith(begin)}
+        self.methods = list(self.runs[0]) if self.runs else []
+        self.peers = [method for method in self.methods if method.startswith("ddp")]
+
+    def last(self, method: str) -> float:
+        """Test loss after the last step, mean over the seeds."""
+        return statistics.mean(run[method]["scores"][-1] for run in self.runs)
+
+    def steps(self, method: str, loss: float) -> float | None:
+        """Of the first mark at the loss or below, of the mean curve over the seeds."""
+        columns = zip(*(run[method]["scores"] for run in self.runs), strict=True)
+        marks = zip(self.runs[0][method]["steps"], map(statistics.mean, columns), strict=True)
+        return next((step for step, score in marks if score <= loss), None)
+
+    def sooner(self, method: str, peer: str, rate: str) -> str:
+        """Times sooner than the peer at the loss that the peer has in the end."""
+        mine, theirs = (self.steps(name, self.last(peer)) for name in (method, peer))
+        if mine is None or theirs is None:
+            return "not reached"
+        return f"{theirs * self.rates[rate][peer] / (mine * self.rates[rate][method]):.2f}"
+
+    def losses(self) -> list[list[str]]:
+        """Bytes, loss and seconds per step."""
+        head = ["method", "MB sent per step", f"{LOSS} at the end", *(f"s per step, {rate}" for rate in self.rates)]
+        rows = [head, ["---"] * len(head)]
+        for method in self.methods:
+            scores = [run[method]["scores"][-1] for run in self.runs]
+            spread = f" ± {statistics.stdev(scores):.3f}" if len(scores) > 1 else ""
+            row = [method, f"{self.runs[0][method]['bytes_sent'] / 1e6:.3f}", f"{statistics.mean(scores):.3f}{spread}"]
+            rows.append([*row, *(f"{self.rates[rate][method]:.3f}" for rate in self.rates)])
+        return rows
+
+    def to_the_loss_of(self, peer: str) -> list[list[str]]:
+        """Times sooner than the peer at its last loss; a peer's own row is the other peers' as well."""
+        head = ["method", f"steps to {self.last(peer):.3f}", *self.rates]
+        rows = [head, ["---"] * len(head)]
+        for method in self.methods:
+            steps = self.steps(method, self.last(peer))
+            cells = ["" if steps is None else self.sooner(method, peer, rate) for rate in self.rates]
+            rows.append(
+                [method, "not reached", *([""] * len(cells))] if steps is None else [method, f"{steps}", *cells]
+            )
+        return rows
+
+    def against_each_peer(self) -> list[list[str]]:
+        """The soonest of ours at the loss that each peer has in the end."""
+        head = ["peer", "its loss", *self.rates]
+        rows = [head, ["---"] * len(head)]
+        ours = [method for method in self.methods if method not in self.peers]
+        for peer in self.peers:
+            cells = []
+            for rate in self.rates:
+                reached = [m for m in ours if self.steps(m, self.last(peer)) is not None]
+                best = max(reached, key=lambda m: float(self.sooner(m, peer, rate)), default=None)
+                cells.append(f"{self.sooner(best, peer, rate)} ({best})" if best else "none of ours reaches it")
+            rows.append([peer, f"{self.last(peer):.3f}", *cells])
+        return rows
+
+    def markdown(self) -> str:
+        about = f"## {self.title}\n\n{len(self.runs)} seed(s), {self.runs[0]['ddp']['steps'][-1]} steps."
+        parts = [about, lines(self.losses())]
+        for peer in (self.peers[0], "ddp, Muon"):
+            parts += [
+                f"Times sooner than `{peer}` at the loss that it has in the end:",
+                lines(self.to_the_loss_of(peer)),
+            ]
+        parts += ["At the loss that each peer has in the end, times sooner, the soonest of ours:"]
+        return "\n\n".join([*parts, lines(self.against_each_peer())])
+
+
+def lines(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def report(results: dict[str, Any], path: Path) -> str:
+    """Writes the page of what has run."""
+    places = dict.fromkeys(tuple(key.split(" ")[:2]) for key in results["curves"])
+    about = "Hosts of one processor thread each, namespaces on one machine; computation is real, on processors that "
+    about += f"all hosts share: {sentence()}."
+    tables = [Table(results, recipe, int(hosts)).markdown() for recipe, hosts in places]
+    text = "\n\n".join([about, *tables]) + "\n"
+    path.with_suffix(".md").write_text(text)
+    return text
+
+
+def run(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Measures what isn't there yet, and keeps each as soon as it is."""
+    keys = [("seconds", f"{r} {options.hosts} {rate}", r, rate) for r in options.recipes for rate in options.rates]
+    keys += [("curves", f"{r} {options.hosts} {seed}", r, seed) for seed in options.seeds for r in options.recipes]
+    todo = [key for key in keys if key[1] not in results[key[0]]]
+    with Progress() as progress:
+        for kind, key, recipe, what in progress.track(todo, description="runs"):
+            if kind == "curves":
+                found: Any = curves(options.hosts, of(recipe), what, options.steps, options.longest)
+            else:
+                found = seconds(options.hosts, of(recipe), what, options.longest)
+            results[kind][key] = found
+            options.results.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rates", nargs="*", default=["10mbit", "50mbit", "200mbit", "1gbit"])
+    parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=["gpt"])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--steps", type=int, help="of the losses, instead of the recipe's own; give --results, too")
+    parser.add_argument("--longest", type=float, default=3000.0, help="seconds after which a launch has failed")
+    parser.add_argument("--results", type=Path, default=HERE / "results" / f"loss-per-second-{slug()}.json")
+    parser.add_argument("--tables", action="store_true", help="measure nothing, write the page")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"curves": {}, "seconds": {}}
+    if options.results.exists():
+        results = json.loads(options.results.read_text())
+    results["hardware"] = description()
+    if not options.tables:
+        run(options, results)
+    Console().print(Markdown(report(results, options.results)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ClusterError as error:
+        sys.exit(f"error: {error}")
