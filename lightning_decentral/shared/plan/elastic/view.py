@@ -1,0 +1,112 @@
+"""Views: the workers that train together, numbered; how many of the last view a new one needs; all times from one.
+
+    number   1, 2, 3, ...: rises with every view
+    needed   min(n // 2 + 1, least) of the n members of the last view; of two, one
+
+More than half can be on one side of a cut network only, so views on both sides can't be. The operator's `least` may
+allow a smaller side, too: then the lobby alone decides which side goes on, and a worker that doesn't hear the lobby
+goes on only while those it doesn't hear either are too few for a view of their own.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+from lightning_decentral.shared.plan.arguments import checked
+
+
+@dataclass(frozen=True)
+class View:
+    """The members from `first_round` on, the oldest first: a member's place is its rank.
+
+    Args:
+        before: the members of the view before, more than half of whom must know this one before it is in force.
+        origin: the worker whose parameters the run began with; who has others belongs to another run.
+    """
+
+    number: int
+    members: tuple[str, ...]
+    first_round: int
+    before: tuple[str, ...]
+    origin: str
+
+    @property
+    def key(self) -> int:
+        """number * 2^31 + a checksum of the rest: what messages carry. Below 2^63 for 2^32 views."""
+        rest = f"{self.members} {self.first_round} {self.before} {self.origin}"
+        return self.number << 31 | zlib.crc32(rest.encode()) >> 1
+
+
+@checked
+@dataclass(frozen=True)
+class Bounds:
+    """How many workers a run has.
+
+    Args:
+        least: a run begins with; and what a lobby lets go on where it isn't more than half of the last view.
+        most: members of a view. Others wait.
+
+    Raises:
+        ValueError: not 1 <= least <= most.
+    """
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"workers must be LEAST:MOST with 1 <= LEAST <= MOST, got {self.least}:{self.most}")
+
+    def needed(self, size: int) -> int:
+        """Of the members of a view of this size, that a next one has at least."""
+        return min(size // 2 + 1, self.least) if size > 2 else 1
+
+    def may_follow(self, stay: int, size: int, wanted: int) -> bool:
+        """Whether a view of `wanted` members, `stay` of them from the last one of `size`, may follow it."""
+        return 2 * stay > size or (stay >= self.needed(size) and wanted >= self.least)
+
+    def may_go_on_alone(self, heard: int, size: int) -> bool:
+        """Whether those who hear each other, but no lobby, are sure that no view is made without them."""
+        return 2 * heard > size and size - heard < self.needed(size)
+
+
+@checked
+@dataclass(frozen=True)
+class Times:
+    """All times of an elastic run, in seconds, from one.
+
+    Args:
+        dead_after: of silence, a worker counts as dead.
+
+    Raises:
+        ValueError: it isn't positive.
+    """
+
+    dead_after: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.dead_after > 0:
+            raise ValueError(f"dead_after must be more than 0 seconds, got {self.dead_after}: 10 suits most networks")
+
+    @property
+    def beat(self) -> float:
+        """Between two signs of life: several may be late."""
+        return self.dead_after / 5
+
+    @property
+    def alone(self) -> float:
+        """Without the lobby, until members ask each other."""
+        return self.dead_after / 2
+
+    @property
+    def minority(self) -> float:
+        """Of silence of those who are missing, until fewer than half go on: a lobby that was cut off hears them
+        again."""
+        return 3 * self.dead_after
+
+    def rounds_ahead(self, pace: float) -> int:
+        """Rounds until a view begins: every member should have heard of it, which takes some beats.
+
+        Args:
+            pace: seconds that a round takes; 0: unknown.
+        """
+        return 2 + int(min(2 * self.beat / pace, 100_000)) if pace > 0 else 2

@@ -1,0 +1,89 @@
+"""Passes over the examples: each is dealt to exactly one of those that are there when its pass ends."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_decentral.shared.plan.elastic.calendar import Calendar, rounds_before
+from lightning_decentral.shared.plan.elastic.dealing import Dealing
+
+NAMES = "abcdef"
+
+
+def test_with_constant_members_a_pass_has_every_example_once() -> None:
+    dealing = Dealing(examples=24, batch=2, seed=3)
+    dealing.enter(0, "abc")
+    first, second = (
+        [i for tick in range(start, start + 4) for name in "abc" for i in dealing.share(tick, name)] for start in (0, 4)
+    )
+    assert sorted(first) == sorted(second) == list(range(24))
+    assert first != second
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.sets(st.sampled_from(NAMES), min_size=1)), min_size=1, max_size=6))
+def test_what_a_lost_member_was_dealt_is_dealt_again(changes: list[tuple[int, set[str]]]) -> None:
+    dealing, views, tick = Dealing(examples=97, batch=2), {}, 0
+    before, gone = set[str](), set[str]()
+    for ticks, wanted in changes:
+        present = wanted - gone or {f"z{tick}"}  # a name doesn't come back
+        gone, before = gone | (before - present), present
+        views[tick] = tuple(sorted(present))
+        dealing.enter(tick, views[tick])
+        tick += ticks
+    taken: dict[str, list[int]] = {}
+    members, passed = views[0], -1
+    for now in range(tick + 60):
+        number = dealing._pass_of(now).number
+        if number > passed:  # those that are there when it ends have every example of it
+            if passed >= 0:
+                assert_passed(taken, members)
+            taken, passed = {}, number
+        members = views.get(now, members)
+        for name in members:
+            taken.setdefault(name, []).extend(dealing.share(now, name))
+    assert passed >= 1
+
+
+def assert_passed(taken: dict[str, list[int]], members: tuple[str, ...]) -> None:
+    counted = Counter(i for name in members for i in taken.get(name, []))
+    assert set(counted) == set(range(97))
+    assert sum(counted.values()) - 97 < 2 * len(members)  # the last tick's were filled up
+
+
+def test_who_hears_of_a_view_late_deals_as_the_others_from_then_on() -> None:
+    early, late = (Dealing(examples=50, batch=3, seed=1) for _ in range(2))
+    for dealing in (early, late):
+        dealing.enter(0, "abc")
+    early.enter(4, "ab")
+    late.share(5, "a")
+    late.enter(4, "ab")
+    for tick in range(6, 40):
+        assert np.array_equal(early.share(tick, "a"), late.share(tick, "a"))
+
+
+def test_a_newcomer_that_knows_the_views_deals_as_the_others() -> None:
+    there = Dealing(examples=50, batch=3)
+    there.enter(0, "ab")
+    there.share(30, "a")
+    newcomer = Dealing(examples=50, batch=3, views=dict(there.views))
+    for dealing in (there, newcomer):
+        dealing.enter(35, "abc")
+    assert np.array_equal(there.share(36, "c"), newcomer.share(36, "c"))
+
+
+def test_few_examples_are_repeated_and_strangers_have_no_share() -> None:
+    dealing = Dealing(examples=3, batch=4, shuffle=False)
+    dealing.enter(0, "ab")
+    assert dealing.share(0, "b").tolist() == [1, 2, 0, 1]
+    with pytest.raises(KeyError):
+        dealing.share(0, "c")
+
+
+def test_the_calendar_counts_epochs_whole() -> None:
+    calendar = Calendar(batches=5, accumulated=2, before=rounds_before(5, 2, epochs=1, begun=2), steps=7)
+    assert [calendar.place(r) for r in range(4)] == [(1, 2), (1, 4), (2, 0), (2, 2)]
+    assert [calendar.tick(r) for r in range(3)] == [7, 9, 10]
+    assert calendar.step(3) == 10

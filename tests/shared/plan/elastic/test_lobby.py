@@ -1,0 +1,190 @@
+"""The lobby alone: beats in, words out, at times that the test says."""
+
+from dataclasses import replace
+
+from lightning_decentral.shared.plan.elastic.lobby import Lobby
+from lightning_decentral.shared.plan.elastic.messages import Beat, Word
+from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
+
+TIMES = Times(1.0)
+FOUR = View(3, ("a", "b", "c", "d"), 10, ("a", "b", "c", "d"), "a")
+
+
+class Hall:
+    """A lobby and its clock."""
+
+    def __init__(self, least: int = 3, most: int = 5) -> None:
+        self.lobby, self.now, self.count = Lobby(Bounds(least, most), TIMES, 0.0), 0.0, 0
+        self.words: dict[str, Word] = {}
+
+    def hear(self, *beats: Beat) -> None:
+        for beat in beats:
+            self.count += 1
+            self.lobby, words = self.lobby.heard(replace(beat, count=self.count), self.now)
+            self.words.update(words)
+
+    def wait(self, seconds: float, *beats: Beat) -> None:
+        """While these beat."""
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now += TIMES.beat
+            self.hear(*beats)
+            self.lobby, words = self.lobby.ticked(self.now)
+            self.words.update(words)
+
+
+def member(name: str, view: View = FOUR, coming: View | None = None, round: int = 20) -> Beat:
+    return Beat(name, 0, f"{name}:1", view, coming, round, ((view.number, view.first_round),), 0.1, "a")
+
+
+def newcomer(name: str, **known: str) -> Beat:
+    return Beat(name, 0, f"{name}:1", **known)  # type: ignore[arg-type]
+
+
+def running(least: int = 3, most: int = 5) -> Hall:
+    hall = Hall(least, most)
+    hall.hear(*map(member, "abcd"))
+    hall.wait(2.0, *map(member, "abcd"))
+    return hall
+
+
+def test_a_run_begins_with_the_oldest_ones_parameters() -> None:
+    hall = Hall()
+    hall.wait(1.4, *map(newcomer, "abc"))
+    assert [hall.words[n].founder for n in "abc"] == [True, False, False]
+    hall.wait(0.2, newcomer("a", origin="a"), newcomer("b"), newcomer("c"))
+    assert [hall.words[n].donor for n in "abc"] == [None, ("a", "a:1"), ("a", "a:1")]
+    hall.wait(1.4, *(newcomer(n, origin="a") for n in "abc"))
+    assert hall.lobby.view == View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a")
+
+
+def test_fewer_workers_than_the_least_begin_nothing() -> None:
+    hall = Hall()
+    hall.wait(3.0, *map(newcomer, "ab"))
+    assert not any(word.founder or word.view for word in hall.words.values())
+
+
+def test_parameters_of_another_run_are_not_taken() -> None:
+    hall = running()
+    hall.hear(newcomer("x", origin="y"))
+    assert hall.words["x"].out
+
+
+def test_more_than_half_go_on_without_the_dead_at_a_round_ahead() -> None:
+    hall = running()
+    hall.wait(1.6, *map(member, "abc"))
+    view = hall.lobby.view
+    assert view is not None
+    assert view.members == ("a", "b", "c")
+    assert view.first_round >= 20 + TIMES.beat / 0.1
+    assert hall.words["a"].gone == ()
+    assert hall.lobby.agreed == 3  # nobody has said that he knows it
+    hall.hear(member("a", coming=view), member("b", coming=view))
+    assert hall.lobby.agreed == 3  # two of four may be one side of two
+    hall.hear(member("c", coming=view))
+    assert hall.lobby.agreed == 4
+
+
+def test_half_of_the_members_wait_and_are_told_why() -> None:
+    hall = running(least=3)
+    hall.wait(10.0, *map(member, "ab"))
+    assert hall.lobby.view == FOUR
+    assert hall.words["a"].paused.startswith("2 of 4 members are heard, and 3 workers are needed")
+
+
+def test_half_of_them_go_on_later_where_the_operator_allows_two() -> None:
+    hall = running(least=2)
+    hall.wait(2.0, *map(member, "ab"))
+    assert hall.lobby.view == FOUR
+    hall.wait(2.0, *map(member, "ab"))
+    assert hall.lobby.view is not None
+    assert hall.lobby.view.members == ("a", "b")
+
+
+def test_one_of_two_goes_on_with_a_newcomer() -> None:
+    two = View(3, ("a", "b"), 10, ("a", "b"), "a")
+    hall = Hall(least=2)
+    hall.wait(2.0, *(member(n, two) for n in "ab"))
+    hall.wait(4.0, member("a", two))
+    assert hall.lobby.view == two
+    assert hall.words["a"].paused
+    hall.wait(1.0, member("a", two), newcomer("x", origin="a"))
+    assert hall.lobby.view is not None
+    assert hall.lobby.view.members == ("a", "x")
+
+
+def test_who_leaves_is_not_waited_for() -> None:
+    hall = running()
+    hall.hear(replace(member("d"), leaving=True))
+    assert hall.lobby.view is not None
+    assert hall.lobby.view.members == ("a", "b", "c")
+
+
+def test_a_lobby_that_was_cut_off_does_not_go_on_with_those_it_hears_first() -> None:
+    hall = running()
+    hall.wait(2.0)
+    hall.hear(*map(member, "abc"))
+    assert hall.lobby.view == FOUR
+    assert hall.words["c"].gone == ()
+    hall.hear(member("d"))
+    hall.wait(2.0, *map(member, "abcd"))
+    assert hall.lobby.view == FOUR
+
+
+def test_a_lobby_started_again_goes_on_from_the_highest_view_anybody_knows() -> None:
+    next_view = View(4, ("a", "b", "c"), 30, FOUR.members, "a")
+    hall = Hall()
+    hall.hear(member("b"))
+    hall.wait(2.0, member("b"), member("c"), member("a", coming=next_view))
+    assert hall.lobby.view == next_view
+    assert hall.lobby.agreed == 3  # one of four knows it
+    hall.hear(member("b", coming=next_view), member("c", coming=next_view))
+    assert hall.lobby.agreed == 4
+
+
+def test_newcomers_of_a_lost_run_do_not_begin_another() -> None:
+    hall = Hall()
+    hall.wait(5.0, *(replace(newcomer(n, origin="a"), seen=3) for n in "xyz"))
+    assert hall.lobby.view is None
+    assert hall.words["x"].paused.startswith("no member of view 3 is heard")
+
+
+def test_a_newcomer_heals_at_a_member_and_at_another_when_that_dies() -> None:
+    hall = running(most=6)
+    hall.hear(newcomer("x"))
+    assert hall.words["x"].donor == ("a", "a:1")
+    hall.hear(newcomer("x", donor="a"), newcomer("y"))
+    assert hall.words["y"].donor == ("b", "b:1")  # not x, which isn't healed, nor a, which serves
+    hall.hear(newcomer("x", failed="a"))
+    assert hall.words["x"].donor == ("b", "b:1")
+    hall.wait(2.0, *map(member, "acd"), newcomer("y", donor="b"))
+    assert hall.words["y"].donor == ("a", "a:1")
+
+
+def test_a_healed_one_is_a_member_of_the_next_view_and_the_last() -> None:
+    hall = running()
+    hall.hear(newcomer("x", origin="a"))
+    assert hall.lobby.view is not None
+    assert hall.lobby.view.members == ("a", "b", "c", "d", "x")
+    hall.hear(newcomer("y"))
+    assert hall.words["y"].donor is None  # there is no room
+
+
+def test_who_slept_is_out_for_good() -> None:
+    hall = running()
+    hall.wait(1.6, *map(member, "abc"))
+    view = hall.lobby.view
+    hall.hear(member("d"))
+    assert not hall.words["d"].out  # it may still be needed
+    hall.hear(*(member(n, coming=view) for n in "abc"))
+    hall.hear(member("d"))
+    assert hall.words["d"].out
+    hall.hear(newcomer("d", origin="a"))
+    assert hall.words["d"].out
+
+
+def test_an_older_beat_that_comes_later_is_ignored() -> None:
+    hall = running()
+    hall.lobby, words = hall.lobby.heard(replace(member("a", round=5), count=1), hall.now)
+    assert words == []
+    assert hall.lobby.guests["a"].beat.round == 20
