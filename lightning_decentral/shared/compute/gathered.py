@@ -1,0 +1,48 @@
+"""One result of what several workers have given: means, sums, the first one's. Short, and without messages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Of each place, in float32 at least; what isn't floating point is the oldest's."""
+    return [mean_of_place(rows) for rows in zip(*given, strict=True)]
+
+
+def mean_of_place(rows: Sequence[Tensor]) -> Tensor:
+    first = rows[0]
+    if not (first.is_floating_point() or first.is_complex()):
+        return first
+    exact = torch.promote_types(first.dtype, torch.float32)
+    total = torch.zeros_like(first, dtype=exact)
+    for row in rows:
+        total.add_(row.to(exact) / len(rows))
+    return total.to(first.dtype)
+
+
+def first_of(given: Sequence[Any]) -> Any:
+    return given[0]
+
+
+def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
+    """ValueError for an operation that isn't known."""
+    rows = torch.stack(list(given))
+    known: dict[str, Callable[[], Tensor]] = {
+        "sum": lambda: rows.sum(0),
+        "mean": lambda: rows.mean(0, dtype=None if rows.is_floating_point() else torch.float32),
+        "avg": lambda: rows.mean(0, dtype=None if rows.is_floating_point() else torch.float32),
+        "min": lambda: rows.amin(0),
+        "max": lambda: rows.amax(0),
+        "product": lambda: rows.prod(0),
+    }
+    if operation not in known:
+        raise ValueError(f"unknown reduction {operation!r}: use one of {', '.join(known)}")
+    return known[operation]()
+
+
+def stacked(given: Sequence[Tensor]) -> Tensor:
+    """[workers, ...]"""
+    return torch.stack(list(given))

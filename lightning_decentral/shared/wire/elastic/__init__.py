@@ -1,0 +1,4 @@
+"""The elastic protocol on sockets and clocks: the lobby's server, a worker's membership. JSON by TCP, no pickle.
+
+Public: none; `lightning-decentral lobby` starts the server.
+"""

@@ -1,0 +1,90 @@
+"""A transport over the members of one view: a message that doesn't come any more is counted, and no error.
+
+CPU tensors, point to point. Rounds are told apart by their number: who is in another view, or skipped a round, isn't
+waited for.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.plan.elastic.view import View
+from lightning_decentral.shared.wire.elastic.frames import raw_bytes
+from lightning_decentral.shared.wire.elastic.mesh import Mesh, Slot
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, place_of
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Message, Transport
+
+
+@dataclass
+class Arriving:
+    """A message under way to this member.
+
+    Args:
+        tensor: keeps what it holds where nothing comes.
+        lost: told that nothing came.
+    """
+
+    mesh: Mesh
+    slot: Slot
+    tensor: Tensor
+    expected: Callable[[], bool]
+    lost: Callable[[], object]
+
+    def wait(self) -> None:
+        found = self.mesh.take(self.slot, self.expected)
+        if found is None or len(found) != self.tensor.numel() * self.tensor.element_size():
+            self.lost()
+        else:
+            self.tensor.copy_(torch.frombuffer(found, dtype=self.tensor.dtype).view(self.tensor.shape))
+
+    def done(self) -> bool:
+        return False
+
+
+class Links(Transport):
+    """Sends and receives among the members of a view. There are no collectives.
+
+    Args:
+        lost: called for each message that doesn't come.
+    """
+
+    def __init__(self, worker: ElasticWorker, view: View, lost: Callable[[], object]) -> None:
+        self.group = None
+        self.rank, self.size = view.members.index(worker.name), len(view.members)
+        self.round = 0
+        self._worker, self._view, self._lost = worker, view, lost
+
+    def close(self) -> None:
+        return  # the connections are the worker's
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        """Of the round `self.round`, all of its messages."""
+        leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
+        arriving: list[Pending] = [self._receive(m, slot) for m, slot in _numbered(receives)]
+        return leaving, arriving
+
+    def _send(self, message: Message, slot: int) -> Pending:
+        to = self._view.members[message.peer]
+        raw = raw_bytes(message.tensor)
+        return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
+
+    def _receive(self, message: Message, slot: int) -> Pending:
+        source, view, round = self._view.members[message.peer], self._view, self.round
+        return Arriving(
+            self._worker.mesh,
+            Slot(source, view.key, round, slot),
+            message.tensor,
+            lambda: self._worker.expects(view, round, source),
+            self._lost,
+        )
+
+
+def _numbered(messages: Sequence[Message]) -> list[tuple[Message, int]]:
+    """Each with its place among those of its peer, the same on both ends."""
+    places: dict[int, count[int]] = defaultdict(count)
+    return [(m, next(places[m.peer])) for m in messages]

@@ -1,0 +1,103 @@
+"""The lobby's server: beats come, words go, on one connection for each worker; it keeps no file and may be killed."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from lightning_decentral.shared.plan.elastic.lobby import Lobby, Words
+from lightning_decentral.shared.plan.elastic.messages import beat, plain
+from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
+from lightning_decentral.shared.wire.elastic.frames import Frames, frame, wanted
+
+READ_BYTES = 1 << 16
+UNREAD_BYTES = 1 << 18
+"""That a worker may leave unread until it gets no more words: a later one says all that an earlier one said."""
+
+
+class LobbyServer:
+    """Serves a `Lobby`.
+
+    Args:
+        say: called with a line for each view, and each guest that is refused.
+    """
+
+    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None]) -> None:
+        self._lobby, self._say = Lobby(bounds, times, time.monotonic()), say
+        self._guests: dict[str, asyncio.StreamWriter] = {}
+        self._paused = ""
+
+    async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
+        """Until it is cancelled. OSError where it can't listen.
+
+        Args:
+            ready: called with the port when it listens.
+        """
+        server = await asyncio.start_server(self._guest, host, port)
+        async with server:
+            ready(server.sockets[0].getsockname()[1])
+            while True:
+                await asyncio.sleep(self._lobby.times.beat)
+                self._next(*self._lobby.ticked(time.monotonic()))
+
+    async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._listen(reader, writer)
+        except ValueError as error:
+            self._say(f"refused {writer.get_extra_info('peername')}: {error}")
+        except OSError:
+            pass  # it comes again, or is silent
+        finally:
+            self._guests = {name: other for name, other in self._guests.items() if other is not writer}
+            writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames, greeted = Frames(), False
+        while more := await reader.read(READ_BYTES):
+            for found in frames.feed(more):
+                if greeted:
+                    self._hear(found, writer)
+                else:
+                    wanted(found, "lobby")
+                    greeted = True
+
+    def _hear(self, found: Any, writer: asyncio.StreamWriter) -> None:
+        heard = beat(found)
+        self._guests[heard.sender] = writer
+        self._next(*self._lobby.heard(heard, time.monotonic()))
+
+    def _next(self, lobby: Lobby, words: Words) -> None:
+        before, self._lobby = self._lobby.view, lobby
+        if lobby.view is not None and lobby.view != before:
+            self._say(told(before, lobby.view))
+        for name, word in words:
+            writer = self._guests.get(name)
+            if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
+                writer.write(frame(plain(word)))
+            if word.paused and word.paused != self._paused:
+                self._say(f"waiting: {word.paused}")
+            self._paused = word.paused
+
+
+def told(before: View | None, view: View) -> str:
+    """A line about a new view: who came, who went."""
+    earlier = before.members if before else view.before
+    came = sorted(set(view.members) - set(earlier)) if before else list(view.members)
+    went = sorted(set(earlier) - set(view.members))
+    changes = [f"{word} {', '.join(names)}" for word, names in (("came:", came), ("lost:", went)) if names]
+    return f"view {view.number}: {len(view.members)} workers from round {view.first_round}; {'; '.join(changes)}"
+
+
+def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:
+    """Until Ctrl-C or SIGTERM.
+
+    Raises:
+        OSError: the port is another program's.
+    """
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(LobbyServer(bounds, times, say).serve(host, port, ready))

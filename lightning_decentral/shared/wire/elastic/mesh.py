@@ -1,0 +1,195 @@
+"""Connections among members: each sends on those it makes and hears on those it accepts.
+
+    rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting says the first round
+    beats    of members that don't hear the lobby
+    heal     a newcomer fetches everything (`healing`)
+
+A member whose connection has ended is lost until it connects again; what it sent in rounds before that isn't awaited.
+"""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive, receive_bytes, wanted
+
+KEPT_ROUNDS = 8
+"""Behind the present one, whose frames are still awaited by somebody."""
+
+
+class Slot(NamedTuple):
+    """Which message it is: of this sender, in this view and round, the so-manieth."""
+
+    sender: str
+    key: int
+    round: int
+    slot: int
+
+
+class Sent:
+    """A message on its way out."""
+
+    def __init__(self, slot: Slot, payload: memoryview) -> None:
+        self.slot, self.payload = slot, payload
+        self.over = threading.Event()
+
+    def wait(self) -> None:
+        """Until it has left, or is lost."""
+        self.over.wait()
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+class Mesh:
+    """One member's connections.
+
+    Args:
+        host: the address at which others reach this machine.
+        serve: what is done for connections that want something else than rounds, by what they want.
+        changed: notified when something has come.
+    """
+
+    def __init__(
+        self, host: str, name: str, serve: dict[str, Callable[[socket.socket], None]], changed: threading.Condition
+    ) -> None:
+        self.name, self.changed = name, changed
+        self.lost: set[str] = set()
+        self.round = 0
+        self._serve = {**serve, "rounds": self._hear}
+        self._listening = socket.create_server((host, 0), backlog=128)
+        self.place = f"{host}:{self._listening.getsockname()[1]}"
+        self._inbox: dict[Slot, bytearray] = {}
+        self._floor: dict[str, int] = {}
+        self._newest: dict[str, socket.socket] = {}
+        self._lines: dict[str, Line] = {}
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._accept, name="lightning_decentral-mesh", daemon=True).start()
+
+    def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
+        """Queue it; `place` is where that member listens."""
+        sent = Sent(Slot(self.name, key, round, slot), payload)
+        line = self._lines.get(to)
+        if line is None or line.place != place:
+            line = self._lines[to] = Line(self, to, place)
+        line.put(sent)
+        return sent
+
+    def take(self, slot: Slot, expected: Callable[[], bool]) -> bytearray | None:
+        """What was sent, as soon as it has come; None: it doesn't come any more.
+
+        Args:
+            expected: whether it may, as far as the views are known.
+        """
+        with self.changed:
+            while slot not in self._inbox:
+                gone = slot.sender in self.lost or slot.round < self._floor.get(slot.sender, 0)
+                if gone or not expected():
+                    return None
+                self.changed.wait(0.5)  # `expected` also depends on time
+            return self._inbox.pop(slot)
+
+    def begins(self, round: int) -> None:
+        """From now on messages are of this round; what nobody took long ago is dropped."""
+        with self.changed:
+            self.round = round
+            self._inbox = {s: found for s, found in self._inbox.items() if s.round >= round - KEPT_ROUNDS}
+
+    def lose(self, name: str) -> None:
+        """Nothing more comes from it until it connects."""
+        with self.changed:
+            self.lost.add(name)
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Every connection: the others see it at once."""
+        _shut(self._listening)  # wakes up who waits there
+        for line in self._lines.values():
+            line.put(None)
+        for connection in list(self._open):
+            _shut(connection)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(
+                target=self._guest, args=(connection,), name="lightning_decentral-guest", daemon=True
+            ).start()
+
+    def _guest(self, connection: socket.socket) -> None:
+        self._open.add(connection)
+        # Garbage, another job's worker, a connection that ends: it is closed, and nothing else happens.
+        with suppress(OSError, ValueError, KeyError, TypeError), connection:
+            self._serve[wanted(receive(connection), *self._serve)](connection)
+        self._open.discard(connection)
+
+    def _hear(self, connection: socket.socket) -> None:
+        hello = receive(connection)
+        sender, first = str(hello["from"]), int(hello["round"])
+        with self.changed:
+            self._newest[sender] = connection
+            self._floor[sender] = first
+            self.lost.discard(sender)
+        try:
+            while True:
+                found = receive(connection)
+                slot = Slot(sender, *(int(found[name]) for name in ("key", "round", "slot")))
+                payload = receive_bytes(connection, int(found["bytes"]))
+                with self.changed:
+                    self._inbox[slot] = payload
+                    self.changed.notify_all()
+        finally:
+            if self._newest.get(sender) is connection:
+                self.lose(sender)
+
+
+class Line(threading.Thread):
+    """Sends to one member what is queued, in order; what can't be sent is lost, and the next message connects anew."""
+
+    def __init__(self, mesh: Mesh, to: str, place: str) -> None:
+        super().__init__(name=f"lightning_decentral-to-{to}", daemon=True)
+        self.place, self._mesh, self._to = place, mesh, to
+        self._queue: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
+        self._connection: socket.socket | None = None
+        self.start()
+
+    def put(self, sent: Sent | None) -> None:
+        self._queue.put(sent)
+
+    def run(self) -> None:
+        while (sent := self._queue.get()) is not None:
+            try:
+                self._send(sent)
+            except ConnectionRefusedError:
+                self._mesh.lose(self._to)  # its process has ended
+            except OSError:
+                self._hang_up()
+            sent.over.set()
+        self._hang_up()
+
+    def _send(self, sent: Sent) -> None:
+        if self._connection is None:
+            self._connection = connected(self.place, "rounds", 5.0)
+            self._connection.settimeout(None)
+            self._connection.sendall(frame({"from": self._mesh.name, "round": sent.slot.round}))
+        slot = sent.slot
+        head: dict[str, Any] = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
+        self._connection.sendall(frame(head))
+        self._connection.sendall(sent.payload)
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            _shut(connection)
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

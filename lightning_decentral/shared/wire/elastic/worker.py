@@ -1,0 +1,130 @@
+"""An elastic worker's parts on one machine: its membership, its connections, its healing.
+
+worker = ElasticWorker("10.0.0.1:29400", "10.0.0.7")
+value = worker.healed()                      None: its own parameters are those the run begins with
+while training:
+    view, round = worker.begin(pace, copy)   then a step, and a round over `worker.links(view)`
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from lightning_decentral.shared.plan.elastic.messages import Beat, beat, plain
+from lightning_decentral.shared.plan.elastic.view import Times, View
+from lightning_decentral.shared.wire.elastic.assembly import Assembly
+from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive
+from lightning_decentral.shared.wire.elastic.healing import Donor, fetched
+from lightning_decentral.shared.wire.elastic.membership import Membership
+from lightning_decentral.shared.wire.elastic.mesh import Mesh
+
+
+class ElasticWorker:
+    """One start of one worker: a name that nobody else has or had.
+
+    A member's name ends with where it is reached, so that whoever knows a view can reach its members.
+
+    Args:
+        lobby: "host:port".
+        host: the address at which other workers reach this machine.
+        times: until the lobby says others.
+    """
+
+    def __init__(self, lobby: str, host: str, times: Times | None = None) -> None:
+        self._donor = Donor(self._given)
+        changed = threading.Condition()
+        self.assembly = Assembly("", place_of)
+        served: dict[str, Callable[[socket.socket], None]] = {
+            "heal": self._heal,
+            "beat": self._met,
+            "meet": self.assembly.serve,
+        }
+        self.mesh = Mesh(host, "", served, changed)
+        self.name = self.mesh.name = self.assembly.name = f"{secrets.token_hex(4)}@{self.mesh.place}"
+        self.membership = Membership(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
+        self._value: Any = None
+        self.membership.start()
+
+    def healed(self, seconds: float) -> Any:
+        """What its donor gave; None: it begins the run with its own. TimeoutError after `seconds`."""
+        with self.membership.changed:
+            if not self.membership.changed.wait_for(lambda: bool(self.membership.state.mine.origin), seconds):
+                raise TimeoutError(self.membership.state.paused or "no member has healed this worker")
+        return self._value
+
+    def begin(self, pace: float, copy: Callable[[], Any], seconds: float) -> tuple[View, int]:
+        """The next round, and who takes part. The caller is between two steps: newcomers get a `copy` of that.
+
+        Raises:
+            TimeoutError: as `Membership.begin`.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            self._donor.between_steps(copy)  # also while it waits: for the newcomer, perhaps
+            try:
+                view, round = self.membership.begin(pace, self.membership.state.times.beat)
+            except TimeoutError:
+                if self.membership.state.out or time.monotonic() > end:
+                    raise
+                continue
+            self.mesh.begins(round)
+            return view, round
+
+    def expects(self, view: View, round: int, peer: str) -> bool:
+        return self.membership.state.expects(view, round, peer)
+
+    @property
+    def out(self) -> str:
+        """Why this worker comes back under another name, as a newcomer; empty: it needn't."""
+        return self.membership.state.out
+
+    def leave(self) -> None:
+        """Nobody waits for it from now on."""
+        self.assembly.close()
+        self.membership.leave()
+        self.mesh.close()
+
+    def _given(self) -> tuple[str, int] | None:
+        state = self.membership.state
+        return (state.mine.origin, state.mine.round) if state.serves else None
+
+    def _heal(self, connection: socket.socket) -> None:
+        self._donor.serve(connection)
+
+    def _met(self, connection: socket.socket) -> None:
+        found = beat(receive(connection))
+        self.membership.step(lambda state, now: state.met(found, now))
+
+    def _fetch(self, donor: str, place: str) -> None:
+        args = (donor, place)
+        threading.Thread(target=self._fetch_from, args=args, name="lightning_decentral-heals", daemon=True).start()
+
+    def _fetch_from(self, donor: str, place: str) -> None:
+        try:
+            value, origin, round = fetched(place, self.membership.state.times.dead_after)
+        except (OSError, ValueError, KeyError, TypeError):
+            self.membership.step(lambda state, now: (state.failed(donor), []))
+            return
+        with self.membership.changed:
+            if self.membership.state.mine.donor == donor:
+                self._value = value
+                self.membership.step(lambda state, now: (state.fetched(donor, origin, round), []))
+
+
+def _ask(to: str, said: Beat) -> None:
+    """On a thread: a member that is gone must not hold up the beats of others."""
+
+    def send() -> None:
+        with suppress(OSError), connected(place_of(to), "beat", 1.0) as connection:
+            connection.sendall(frame(plain(said)))
+
+    threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()
+
+
+def place_of(name: str) -> str:
+    """Where a member is reached."""
+    return name.partition("@")[2]

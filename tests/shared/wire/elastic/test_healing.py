@@ -1,0 +1,72 @@
+"""What a donor gives and what a newcomer gets, over connections of this machine."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.wire.elastic import healing
+from lightning_decentral.shared.wire.elastic.healing import Donor, fetched
+from lightning_decentral.shared.wire.elastic.mesh import Mesh
+
+pytestmark = pytest.mark.threads
+VALUE = {
+    "x": torch.arange(300_000, dtype=torch.float64),
+    "step": 7,
+    "empty": torch.zeros(0),
+    "moments": [torch.ones(3)],
+}
+
+
+@contextmanager
+def training(donor: Donor, value: Any) -> Iterator[str]:
+    """A member that takes steps; where it is reached."""
+    mesh, over = Mesh("127.0.0.1", "a", {"heal": donor.serve}, threading.Condition()), threading.Event()
+
+    def steps() -> None:
+        while not over.wait(0.005):
+            donor.between_steps(lambda: value)
+
+    thread = threading.Thread(target=steps, daemon=True)
+    thread.start()
+    try:
+        yield mesh.place
+    finally:
+        over.set()
+        thread.join()
+        mesh.close()
+
+
+def test_everything_arrives_equal_by_digest() -> None:
+    with training(Donor(lambda: ("a", 12)), VALUE) as place:
+        value, origin, round = fetched(place, 10.0)
+    assert digest(value) == digest(VALUE)
+    assert (origin, round) == ("a", 12)
+
+
+def test_who_is_not_healed_gives_nothing() -> None:
+    with training(Donor(lambda: None), VALUE) as place, pytest.raises(OSError, match="ended"):
+        fetched(place, 10.0)
+
+
+def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Callable[..., Any] = healing.receive_bytes
+
+    def damaged(*args: Any) -> Any:
+        found = whole(*args)
+        found[-1:] = bytes([found[-1] ^ 1]) if found else b""
+        return found
+
+    with training(Donor(lambda: ("a", 12)), VALUE) as place:
+        monkeypatch.setattr(healing, "receive_bytes", damaged)
+        with pytest.raises(ValueError, match="digest differs"):
+            fetched(place, 10.0)
+
+
+def test_nobody_there_is_an_error() -> None:
+    with pytest.raises(OSError, match="refused"):
+        fetched("127.0.0.1:1", 1.0)

@@ -1,0 +1,104 @@
+"""Memberships as threads, the lobby as a process that is killed: on a real clock and real connections."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lightning_decentral.shared.plan.elastic.messages import Beat
+from lightning_decentral.shared.plan.elastic.view import Times
+from lightning_decentral.shared.wire.elastic.membership import Membership
+from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess
+
+pytestmark = pytest.mark.threads
+SECONDS = 30.0
+
+
+class Crew:
+    """Members that heal at once and ask each other by a call."""
+
+    def __init__(self, lobby: LobbyProcess) -> None:
+        self.lobby, self.all = lobby, dict[str, Membership]()
+
+    def start(self, name: str) -> Membership:
+        def fetch(donor: str, place: str) -> None:
+            giver = self.all[donor].state
+            assert giver.serves
+            member.step(lambda state, now: (state.fetched(donor, giver.mine.origin, giver.mine.round), []))
+
+        def ask(to: str, beat: Beat) -> None:
+            self.all[to].step(lambda state, now: state.met(beat, now))
+
+        member = self.all[name] = Membership(name, f"{name}:1", self.lobby.place, fetch, ask, Times(DEAD))
+        member.start()
+        return member
+
+
+@pytest.fixture
+def lobby() -> Iterator[LobbyProcess]:
+    with LobbyProcess(least=2, most=4) as found:
+        yield found
+
+
+def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def together(members: list[Membership]) -> Callable[[], bool]:
+    names = {member.state.name for member in members}
+    return lambda: all(m.state.mine.view is not None and set(m.state.mine.view.members) == names for m in members)
+
+
+def test_members_come_and_go_while_the_lobby_dies(lobby: LobbyProcess) -> None:
+    crew = Crew(lobby)
+    a, b, c = map(crew.start, "abc")
+    until(together([a, b, c]))
+    first = a.state.mine.view
+    assert first
+    for member in (a, b, c):
+        while (begun := member.begin(0.1, SECONDS))[1] < first.first_round:
+            assert begun[0].number < first.number
+        assert begun == (first, first.first_round)
+
+    lobby.kill()
+    end = time.monotonic() + 1.5 * DEAD
+    while time.monotonic() < end:  # longer than a lease
+        assert a.begin(0.1, SECONDS)[0] == first
+        time.sleep(0.1)
+    lobby.start()
+    newcomer = crew.start("d")
+    until(together([a, b, c, newcomer]))
+    assert a.state.mine.view
+    assert a.state.mine.view.number > first.number
+
+    c.leave()
+    until(together([a, b, newcomer]))
+    for member in (a, b, newcomer):
+        member.close()
+
+
+def test_garbage_and_silence_at_its_port_do_not_disturb_the_lobby(lobby: LobbyProcess) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", lobby.port)) as garbage,
+        socket.create_connection(("127.0.0.1", lobby.port)),
+    ):
+        garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        garbage.settimeout(SECONDS)
+        assert garbage.recv(1) == b""
+        crew = Crew(lobby)
+        members = [crew.start("a"), crew.start("b")]
+        until(together(members))
+        for member in members:
+            member.close()
+
+
+def test_without_a_lobby_a_round_says_why_it_does_not_begin() -> None:
+    member = Membership("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(0.2))
+    member.start()
+    with pytest.raises(TimeoutError, match="waiting for the next view"):
+        member.begin(0.0, 0.3)
+    member.close()

@@ -1,0 +1,81 @@
+"""Messages among members: told apart by view, round and slot; what doesn't come any more is given up."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_decentral.shared.wire.elastic.mesh import KEPT_ROUNDS, Mesh, Slot
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Mesh, Mesh]]:
+    made = [Mesh("127.0.0.1", name, {}, threading.Condition()) for name in "ab"]
+    yield made[0], made[1]
+    for mesh in made:
+        mesh.close()
+
+
+def sent(source: Mesh, target: Mesh, round: int, slot: int = 0, key: int = 1, text: bytes = b"text") -> None:
+    source.send(target.name, target.place, key, round, slot, memoryview(text)).wait()
+
+
+def always() -> bool:
+    return True
+
+
+def test_messages_are_told_apart_whatever_their_order(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    places = [(1, 5, 0), (1, 5, 1), (1, 6, 0), (2, 6, 0)]
+    for key, round, slot in places:
+        sent(a, b, round, slot, key, f"{key} {round} {slot}".encode())
+    for key, round, slot in reversed(places):
+        assert b.take(Slot("a", key, round, slot), always) == f"{key} {round} {slot}".encode()
+
+
+def test_a_member_that_ended_is_not_waited_for_but_what_it_sent_is_there(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    sent(a, b, 5)
+    sent(a, b, 6)
+    assert b.take(Slot("a", 1, 5, 0), always)
+    a.close()
+    assert b.take(Slot("a", 1, 7, 0), always) is None
+    assert b.take(Slot("a", 1, 6, 0), always)
+
+
+def test_a_round_before_a_new_connection_is_given_up(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    sent(a, b, 5)
+    assert b.take(Slot("a", 1, 5, 0), always)
+    again = Mesh("127.0.0.1", "a", {}, threading.Condition())
+    sent(again, b, 9)
+    assert b.take(Slot("a", 1, 9, 0), always)
+    assert b.take(Slot("a", 1, 8, 0), always) is None
+    again.close()
+
+
+def test_a_message_of_another_view_is_not_awaited(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    sent(a, b, 5, key=2)
+    assert b.take(Slot("a", 1, 5, 0), lambda: False) is None
+    assert b.take(Slot("a", 2, 5, 0), always)
+
+
+def test_what_nobody_took_is_dropped(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    sent(a, b, 5)
+    sent(a, b, 6, slot=1)
+    assert b.take(Slot("a", 1, 6, 1), always)
+    b.begins(5 + KEPT_ROUNDS)
+    assert Slot("a", 1, 5, 0) in b._inbox
+    b.begins(6 + KEPT_ROUNDS)
+    assert not b._inbox
+
+
+def test_who_has_ended_before_anything_was_sent_is_lost(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    a.close()
+    sent(b, a, 5)
+    assert b.take(Slot("a", 1, 5, 0), always) is None
