@@ -1,4 +1,4 @@
-"""The commands of `lightning-decentral`: plan, profile, placement, topology, schedule, cuts; and the network's meter.
+"""The commands of `lightning-decentral`: plan, profile, placement, topology, schedule, cuts, lobby; a network meter.
 
 `main` reads the command line. Each other module is one command (`planning` is `plan`), but for `gang_schedule`, a
 part of `schedule`, and `network`, which torchrun starts: `torchrun ... -m lightning_decentral.cli.network`. Nothing

@@ -6,6 +6,7 @@ lightning-decentral topology base_graph --workers 24
 lightning-decentral profile recipe=gpt
 lightning-decentral placement hosts.json --topology ring
 lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
+lightning-decentral lobby --workers 2:16
 lightning-decentral completion bash
 
 Short, as each command is a module of its own: here they are put together, and mistakes become one line.
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_decentral.cli import completion, cuts, placement, planning, profile, schedule, topology
+from lightning_decentral.cli import completion, cuts, lobby, placement, planning, profile, schedule, topology
 from lightning_decentral.cli.answers import quiet
 from lightning_decentral.cli.options import Parser, refuse_unwritable
 from lightning_decentral.shared.application import Application
@@ -44,7 +45,8 @@ def main(application: Application, arguments: Sequence[str] | None = None) -> No
         command.add(commands)
     for answering in commands.choices.values():
         answering.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")
-    completion.add(commands)
+    for silent in (lobby, completion):
+        silent.add(commands)
     options = parsed(parser, arguments)
     try:
         refuse_unwritable(options, options.outputs)

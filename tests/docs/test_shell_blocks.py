@@ -11,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_decentral.cli import gang_schedule, schedule
 from lightning_decentral.cli import planning as plan
+from lightning_decentral.cli.lobby import bounds
 from lightning_decentral.cli.topology import topology_of
 from lightning_decentral.shared.plan.forecast import Cluster
 from tests.docs.pages import PAGES, ROOT, commands, name
@@ -67,6 +68,7 @@ def check_subcommand(arguments: list[str]) -> None:
     """Of the subcommands that take words of the recipes, the words compose."""
     checks = {
         "cuts": lambda words: check_overrides(["strategy=partial_backprop", *recipe_words(words)]),
+        "lobby": lambda words: bounds(words[words.index("--workers") + 1]),
         "placement": lambda words: check_overrides(["strategy=gossip", *recipe_words(words)]),
         "plan": check_plan,
         "profile": lambda words: check_overrides(recipe_words(words)),

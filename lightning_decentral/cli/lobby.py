@@ -1,0 +1,43 @@
+"""`lightning-decentral lobby --port 29400 --workers 2:16`: where elastic workers meet.
+
+    started        listening at port 29400 for 2 to 16 workers
+    a new view     view 3: 4 workers from round 120; came: w7; lost: w2
+
+Short: the server is `shared/wire/elastic/lobby.py`. It may be killed and started again while the workers train.
+"""
+
+import argparse
+from typing import Any
+
+from lightning_decentral.cli.options import number, whole
+from lightning_decentral.shared.plan.elastic.view import Bounds, Times
+from lightning_decentral.shared.wire.elastic.lobby import serve
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("lobby", help="where elastic workers meet: who trains together, who died, who joins")
+    parser.add_argument("--port", type=whole, default=29400)
+    parser.add_argument("--address", default="", help="to listen at; all interfaces where it isn't given")
+    parser.add_argument("--workers", type=bounds, required=True, help="least and most of them: 2:16")
+    parser.add_argument("--dead-after", type=number, default=10.0, help="seconds of silence, until a worker is dead")
+    parser.set_defaults(run=run)
+
+
+def bounds(text: str) -> Bounds:
+    """LEAST:MOST. ArgumentTypeError for anything else."""
+    least, _, most = text.partition(":")
+    try:
+        return Bounds(int(least), int(most))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be LEAST:MOST such as 2:16, got {text!r}") from error
+
+
+def run(options: argparse.Namespace) -> None:
+    if not 0 <= options.port < 65536:
+        raise ValueError(f"--port must be from 0 to 65535, got {options.port}: give --port 29400")
+    found, times = options.workers, Times(options.dead_after)
+
+    def ready(port: int) -> None:
+        print(f"listening at port {port} for {found.least} to {found.most} workers", flush=True)
+
+    serve(found, times, options.address or "0.0.0.0", options.port, ready)
