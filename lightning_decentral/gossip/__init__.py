@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.compute.combine import State as State
     from lightning_decentral.gossip.compute.combine import Turn as Turn
     from lightning_decentral.gossip.compute.travel import Travel as Travel
+    from lightning_decentral.gossip.elastic.elastic import Elastic as Elastic
+    from lightning_decentral.gossip.elastic.strategy import ElasticGossipStrategy as ElasticGossipStrategy
     from lightning_decentral.gossip.fabric import FabricGossipStrategy as FabricGossipStrategy
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast

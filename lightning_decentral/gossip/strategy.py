@@ -1,7 +1,6 @@
 """`Trainer(strategy="gossip")`: decentralized data-parallel training. `wire/assembly` draws a whole round."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
+from lightning_decentral.gossip.elastic import elastic_if_asked
 from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refuse_unsharded, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -37,6 +37,7 @@ from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
 
 
+@elastic_if_asked
 @checked
 class GossipStrategy(ReplicaStrategy):
     """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
@@ -65,6 +66,7 @@ class GossipStrategy(ReplicaStrategy):
             on; 0 ends the training instead, as do rules whose sums over workers would break, and `AllReduce` by NCCL.
         exact_steps: first updates, below 1 their share of the run, after which all workers are averaged exactly, and
             wait; then the rule begins.
+        elastic: an `Elastic`: workers may come and go, and what is made is an `ElasticGossipStrategy`.
         **ddp: what Lightning's DDPStrategy itself takes (start_method, process_group_backend, ...).
 
     Raises:
@@ -91,19 +93,19 @@ class GossipStrategy(ReplicaStrategy):
         bucket_bytes: int | None = None,
         heals: int = 3,
         exact_steps: float = 0.0,
+        elastic: Any = None,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
         check_numbers(delay, heals, bucket_bytes, exact_steps)
         self.topology = topology or Auto()
         self.combine = combine or Gossip()
-        self.weights = weights or self.combine.weights
-        self.codec = codec or Plain()
+        self.weights, self.codec = weights or self.combine.weights, codec or Plain()
         refuse_lossy(self.codec, self.combine)
         self.states: Mapping[str, Travel] = states or {}
         self.island = island or Solo()
         self.starts_on_host = self.island.shards > 1  # the whole model may not fit on one device
-        self.delay, self.evaluate = delay, evaluate
+        self.delay, self.evaluate, self.elastic = delay, evaluate, elastic
         self.bucket_bytes, self.heals, self.exact_steps = bucket_bytes, heals, float(exact_steps)
         self.member = IslandMember(None, 1, self.meet)
         self._mixers = Mixers(self._making)
@@ -189,10 +191,8 @@ class GossipStrategy(ReplicaStrategy):
             lambda: self._forward_redirection(module, module, name, *args, **kwargs),
         )
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        with self.member.blocked():
-            yield
+    def block_backward_sync(self) -> Any:
+        return self.member.blocked()
 
     def optimizer_step(
         self,

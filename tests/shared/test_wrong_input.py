@@ -23,6 +23,7 @@ from torch import nn
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy, SpilledStrategy, TokenPipelineStrategy
 from lightning_decentral.gossip import (
     Auto,
+    Elastic,
     Every,
     Gossip,
     GossipReplicas,
@@ -49,6 +50,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ConsensusControl": {"target": 0.1},
     "Counted": {"blocks": (1, 1)},
     "DifferenceCompression": {"inner": Int8()},
+    "Elastic": {"lobby": "10.0.0.1:29400"},
+    "ElasticGossipStrategy": {"elastic": Elastic(lobby="10.0.0.1:29400")},
     "Every": {"steps": 2, "inner": Ring()},
     "FreezeOut": {"total_steps": 8},
     "FromGraph": {"edges": [[0, 1]]},

@@ -1,0 +1,46 @@
+"""Checkpoints of elastic runs: one plain file, the members' mean, by the oldest; resumed by any number of workers.
+
+Short, as all of it is one rule for saving.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.checkpoint.worker import Checkpoints
+from lightning_decentral.shared.wire.mean import mean_of_states
+
+MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
+
+
+class ElasticCheckpoints(Checkpoints):
+    """No worker has a file of its own: who comes back takes everything from a member.
+
+    The optimizers' states in it are the oldest's.
+    """
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
+        states = {key: self._mean_model.own(checkpoint[key]) for key in MODELS if key in checkpoint}
+        drifts = self._mean_model.apart
+        means = {key: mean_of_states(s, self._mean_model.mean_of) if drifts else s for key, s in states.items()}
+        self._saving.write_alone({**checkpoint, **means}, filepath, storage_options)
+
+    def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        return self._reading.read(path, weights_only)
+
+    def fits(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Lightning refuses those that don't."""
+        return True
+
+    def remove(self, filepath: str | Path) -> None:
+        with suppress(FileNotFoundError):  # who wrote it may have been another
+            super().remove(filepath)
+
+    def resume(self) -> None:
+        return
+
+    def start(self) -> None:
+        return

@@ -1,0 +1,113 @@
+"""An elastic worker in Lightning's loops: a newcomer's counters and schedules, the examples that each is dealt."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DistributedSampler, Sampler
+
+from lightning_decentral.shared.plan.elastic.calendar import UNBOUNDED, Calendar, rounds_before
+from lightning_decentral.shared.plan.elastic.dealing import Dealing
+
+COUNTS = ("ready", "started", "processed", "completed")
+
+
+def calendar_of(trainer: Trainer, dataloader: Any, members: int) -> Calendar:
+    """Of a run that begins now, or goes on from a checkpoint, with so many members."""
+    accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
+    batches = _batches(dataloader, members)
+    limit = trainer.limit_train_batches
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
+    epoch: Any = loop.epoch_progress.current
+    batch = loop.epoch_loop.batch_progress
+    # Saved where an epoch's last batch was over, it may or may not have been counted.
+    begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
+    before = rounds_before(batches, accumulated, epoch.processed, begun)
+    return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step)
+
+
+def _batches(dataloader: Any, members: int) -> int:
+    if dealable(dataloader):
+        return int(-(-len(dataloader.dataset) // (members * dataloader.batch_size)))
+    found = sized_len(dataloader)
+    return UNBOUNDED if found is None else found
+
+
+def dealable(dataloader: Any) -> bool:
+    """Whether its examples are those that Lightning would give to each of several workers."""
+    return (
+        type(getattr(dataloader, "sampler", None)) is DistributedSampler
+        and getattr(dataloader, "batch_size", None) is not None
+    )
+
+
+def seed_of(dataloader: Any) -> int:
+    """Of the order of its examples."""
+    return int(dataloader.sampler.seed) if dealable(dataloader) else 0
+
+
+def dealt(dataloader: Any, batches: int, dealing: Callable[[Dealing], Callable[[], Iterator[Any]]]) -> Any:
+    """The same loader, whose examples are dealt among the members; any other is left as it is.
+
+    Args:
+        batches: of an epoch.
+        dealing: of whom it gets each batch's places.
+    """
+    if not dealable(dataloader):
+        return dataloader
+    before, batch = dataloader.sampler, dataloader.batch_size
+    made = Dealing(len(dataloader.dataset), batch, before.shuffle, before.seed)
+    sampler = ElasticSampler(batches * batch, dealing(made))
+    return _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
+
+
+class ElasticSampler(Sampler[int]):
+    """Places of examples, from where the run is to the end of its epoch."""
+
+    def __init__(self, length: int, ticks: Callable[[], Iterator[Any]]) -> None:
+        self._length, self._ticks = length, ticks
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        for places in self._ticks():
+            yield from places.tolist()
+
+
+def go_to(trainer: Trainer, calendar: Calendar, round: int) -> None:
+    """Counters and schedules are at the beginning of this round. The epoch has not begun in this process."""
+    loop = trainer.fit_loop
+    counted: Any = loop.epoch_progress
+    steps, epochs = loop.epoch_loop.global_step, counted.current.processed
+    epoch, batch = calendar.place(round)
+    step = calendar.step(round)
+    loop.restarting = batch > 0
+    for counts in (counted.current, counted.total):
+        for name, count in zip(COUNTS, [epoch + (batch > 0)] * 2 + [epoch] * 2, strict=True):
+            setattr(counts, name, count)
+    progress = loop.epoch_loop.batch_progress
+    progress.is_last_batch = False
+    for counts, count in ((progress.current, batch), (progress.total, epoch * calendar.batches + batch)):
+        for name in COUNTS:
+            setattr(counts, name, count)
+    taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    taken.ready = taken.completed = step
+    _catch_up(trainer, steps, step, epochs, epoch)
+
+
+def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) -> None:
+    for config in trainer.lr_scheduler_configs:
+        before, now = (steps, step) if config.interval == "step" else (epochs, epoch)
+        if not isinstance(config.scheduler, ReduceLROnPlateau):
+            for _ in range(now // config.frequency - before // config.frequency):
+                config.scheduler.step()
+
+
+def count_logged(trainer: Trainer, step: int) -> None:
+    """What is logged next is of this step: Lightning counts a restart within an epoch as one."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step

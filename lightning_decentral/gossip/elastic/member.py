@@ -1,0 +1,198 @@
+"""One elastic worker of a fit: its place among members, its rounds, what it gives newcomers and computes with others.
+
+member = ElasticMember(elastic, timeout)
+value = member.healed()            everything a member has; None: the run begins with this worker's own
+member.begin(copy)                 before each round: waits where nobody may go on
+member.together(value, made)       the same for all members: `made` of what each has given
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.shared.plan.elastic.calendar import Calendar
+from lightning_decentral.shared.plan.elastic.dealing import Dealing
+from lightning_decentral.shared.plan.elastic.view import Times, View
+from lightning_decentral.shared.wire.elastic.frames import address
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
+
+
+class ElasticMember:
+    """From a fit's set-up to its end.
+
+    Args:
+        seconds: how long it waits for others, anywhere.
+
+    Attributes:
+        round: that began last; -1: none.
+        next_round: whose batches are drawn next.
+        view: in force in it.
+        calendar: None before the first view.
+        live: whether what it computes, it computes with the others.
+        seed: of the order of the examples, the same for all; None: this worker's own.
+    """
+
+    def __init__(self, elastic: Elastic, seconds: float) -> None:
+        host = elastic.host or own_address(elastic.lobby)
+        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after))
+        self.round, self.next_round = -1, 0
+        self.view: View | None = None
+        self.calendar: Calendar | None = None
+        self.live = False
+        self.seed: int | None = None
+        self._elastic, self._seconds = elastic, seconds
+        self._views: dict[int, View] = {}
+        self._began, self._met, self._pace = 0.0, 0, 0.0
+        self._dealings: list[Dealing] = []
+
+    def healed(self) -> Any:
+        """What its donor gave; None: it is the first.
+
+        Raises:
+            TimeoutError: nobody came.
+            ValueError: the lobby was told another least number of workers.
+        """
+        try:
+            value = self.worker.healed(self._seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}") from None
+        least, told = self._elastic.workers[0], self.worker.membership.state.least
+        if told != least:
+            raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
+        if value is not None:
+            known = [
+                View(**{**v, "members": tuple(v["members"]), "before": tuple(v["before"])}) for v in value["views"]
+            ]
+            self._views = {view.number: view for view in known}
+            self.calendar = Calendar(**value["calendar"]) if value["calendar"] else None
+            self.seed = value["seed"]
+        return value
+
+    def given(self) -> dict[str, Any]:
+        """Of what a newcomer needs, what isn't Lightning's."""
+        for view in dict(self.worker.membership.state.views).values():
+            self._hear_of(view)
+        views = [dict(vars(view)) for view in self._views.values()]
+        calendar = dict(vars(self.calendar)) if self.calendar else None
+        return {"views": views, "calendar": calendar, "seed": self.seed}
+
+    def begin(self, copy: Callable[[], Any]) -> None:
+        """The next round.
+
+        Raises:
+            RuntimeError: this worker was away for so long that it can't go on.
+        """
+        now = time.monotonic()
+        if self._began:
+            self._pace = now - self._began
+        try:
+            self.view, round = self.worker.begin(self._pace, copy, self._seconds)
+        except TimeoutError as error:
+            raise RuntimeError(f"{error}: start this worker again, it joins as a new one") from None
+        if self.round >= 0 and round != self.round + 1:
+            raise RuntimeError(
+                f"the others are in round {round}, this worker in {self.round + 1}: start it again, it joins as a "
+                "new one"
+            )
+        self.round = self.next_round = round
+        self.worker.assembly.begins((round, -1))
+        self._began, self._met = time.monotonic(), 0
+        self._hear_of(self.view)
+
+    def ended(self) -> None:
+        """The round that began is mixed."""
+        self.next_round = self.round + 1
+
+    def _hear_of(self, view: View) -> None:
+        if view.number not in self._views:
+            self._hear_of_missed(view)
+            self._views[view.number] = view
+            for dealing in self._dealings:
+                self._enter(dealing, view)
+
+    def _hear_of_missed(self, view: View) -> None:
+        """The one before, which a newcomer wasn't told of while it was healing, as the members remember it."""
+        histories, missed = self.worker.membership.state.entered.values(), view.number - 1
+        firsts = [first for history in histories for number, first in history if number == missed]
+        if missed not in self._views and firsts and self._views:
+            self._hear_of(View(missed, view.before, min(firsts), (), view.origin))
+
+    def _enter(self, dealing: Dealing, view: View) -> None:
+        assert self.calendar is not None
+        dealing.enter(self.calendar.tick(view.first_round), view.members)
+
+    @property
+    def founders(self) -> int:
+        """Members of the first view.
+
+        Raises:
+            RuntimeError: it isn't known.
+        """
+        assert self.view is not None
+        known = {1: self.view.members, 2: self.view.before}.get(self.view.number)
+        if known is None:
+            raise RuntimeError("this worker came while the run began: start it again, it joins as a new one")
+        return len(known)
+
+    @property
+    def place(self) -> int:
+        """Among the members, the oldest that is heard first."""
+        return self.present().index(self.worker.name) if self.view else 0
+
+    def present(self) -> list[str]:
+        """The members that are heard, the oldest first."""
+        assert self.view is not None
+        lost, gone, own = self.worker.mesh.lost, self.worker.membership.state.gone, self.worker.name
+        return [name for name in self.view.members if name == own or not (name in lost or name in gone)]
+
+    def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """`made` of what the members of this moment have given, the oldest first: the same for all of them."""
+        if not self.live:
+            return made([value])
+        key, self._met = (self.round, self._met), self._met + 1
+        return self.worker.assembly.meet(key, value, made, self.present, self._seconds)
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def deals(self, dealing: Dealing) -> Callable[[], Iterator[Any]]:
+        """Who gives this worker's examples of the rest of an epoch, batch by batch."""
+        dealing.seed = self.seed or 0
+        for view in self._views.values():
+            self._enter(dealing, view)
+        self._dealings.append(dealing)
+        return partial(self._shares, dealing)
+
+    def _shares(self, dealing: Dealing) -> Iterator[Any]:
+        calendar, last = self.calendar, -1
+        assert calendar is not None
+        while last < 0 or (last + 1) % calendar.batches:
+            # Loaders with processes of their own draw ahead of the rounds.
+            tick = max(last + 1, calendar.tick(self.next_round))
+            for view in dict(self.worker.membership.state.views).values():
+                self._hear_of(view)
+            yield dealing.share(tick, self.worker.name)
+            last = tick
+
+    def enter(self, exchange: ElasticExchange) -> None:
+        """Its rounds are over the view in force from now on."""
+        assert self.view is not None
+        exchange.enter(self.view, self.round)
+
+    def leave(self) -> None:
+        """Nobody waits for it from now on."""
+        self.live = False
+        self.worker.leave()
+
+
+def own_address(lobby: str) -> str:
+    """The one from which this machine reaches the lobby. ValueError for no such place."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address(lobby))
+        except OSError as error:
+            raise ValueError(f"lobby={lobby!r} can't be reached from here ({error}): give HOST:PORT") from None
+        return str(probe.getsockname()[0])

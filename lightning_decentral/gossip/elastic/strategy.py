@@ -1,0 +1,296 @@
+"""Gossip whose workers come and go: each is a process and a Trainer of its own; they meet at a lobby.
+
+Lightning sees one process everywhere: this binding alone knows the others. A round is as in `GossipStrategy`, over the
+members of the moment (`ElasticMember`); what Lightning does once for all workers is done by all, with their mean, and
+what it does by worker 0 is done by the oldest.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
+from lightning_decentral.gossip.elastic.checks import refuse_inelastic
+from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.elastic.loops import calendar_of, count_logged, dealt, go_to, seed_of
+from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.plan.topology.combined import Auto
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.rounds import check_numbers
+from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, healing
+from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.compute.gathered import first_of, means_of, reduced, stacked
+from lightning_decentral.shared.meeting import TIMEOUT
+from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.wire.mean import MeanModel
+from lightning_decentral.shared.wire.plain import NotPlain
+from lightning_decentral.shared.wire.plain import pack as packed
+from lightning_decentral.shared.wire.transport import Wire
+
+
+@checked
+class ElasticGossipStrategy(ReplicaStrategy):
+    """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
+
+    A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
+    member that trains on, and takes part from the next view. One optimizer, automatic optimization, on the CPU.
+
+    Args:
+        elastic: where workers meet.
+        topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
+        combine: `Gossip()`; what other rules keep belongs to all workers together, which none may leave.
+        **ddp: Lightning's own. What else `GossipStrategy` takes is refused.
+
+    Raises:
+        ValueError: here, for an option that isn't served, or a topology that isn't one for any number of workers.
+    """
+
+    drifts: ClassVar[bool] = True
+    own: ClassVar[Sequence[str]] = ("elastic",)
+
+    def __init__(
+        self,
+        *,
+        elastic: Elastic,
+        topology: Topology | None = None,
+        combine: Combine | None = None,
+        weights: Weights | None = None,
+        delay: int = 1,
+        evaluate: Evaluate = "mean",
+        timeout: timedelta = TIMEOUT,
+        bucket_bytes: int | None = None,
+        heals: int = 3,
+        **ddp: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, **ddp)
+        check_numbers(delay, heals, bucket_bytes)
+        self.elastic = elastic
+        self.topology = topology or Auto()
+        self.combine = combine or Gossip()
+        self.weights = weights or self.combine.weights
+        self.delay, self.evaluate, self.bucket_bytes, self.heals = delay, evaluate, bucket_bytes, heals
+        refuse_inelastic(self.topology, self.combine, self.weights, delay, elastic)
+        self.mean_model = MeanModel(self.mean_of, self.shown)
+        self.checkpoints = ElasticCheckpoints(self, self.mean_model)  # type: ignore[assignment]
+        self._mixers = Mixers(self._making)
+        self._member: ElasticMember | None = None
+        self._exchange: ElasticExchange | None = None
+        self._rank = 0
+
+    # ---- Lightning sees one process ---------------------------------------------------------------------------------
+
+    def setup_distributed(self) -> None:
+        """No group: who trains together changes."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+
+    @property
+    def global_rank(self) -> int:
+        """0 for the oldest member, who writes and logs."""
+        return self._rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of those in this round's view, the oldest first; none outside of training."""
+        return self._member.view.members if self._member and self._member.view else ()
+
+    def _rank_as(self, rank: int) -> None:
+        self._rank = rank
+        of_all: Any = rank_zero_only
+        of_all.rank = rank_zero_of_fabric.rank = rank  # type: ignore[attr-defined]
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        super().refuse(module, fitting)
+        if self.num_nodes * self.num_processes != 1:
+            raise ValueError(
+                f"an elastic worker is one device, this Trainer has {self.num_nodes * self.num_processes}: start a "
+                "process with Trainer(devices=1) for each worker"
+            )
+        if self.root_device.type != "cpu":
+            raise ValueError(f"elastic runs train on the CPU so far, not on {self.root_device}: give accelerator='cpu'")
+        if fitting and not self._module.automatic_optimization:
+            raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
+
+    def setup(self, trainer: Trainer) -> None:
+        """As ever; then everything from a member that trains, if there is one."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(self.optimizers) != 1:
+            raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
+        self._member = ElasticMember(self.elastic, self._attendance.timeout.total_seconds())
+        assert self._exchange is not None
+        self._exchange.worker = self._member.worker
+        value = self._member.healed()
+        self._rank_as(0 if value is None else 1)
+        if value is not None:
+            self._take(trainer, value["trainer"])
+
+    def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it: loops, optimizers, schedules
+        connector.restore_model()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+
+    def _copy(self) -> dict[str, Any]:
+        """Everything, between two steps."""
+        assert self._member is not None
+        whole = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        copied = apply_to_collection(whole, Tensor, lambda tensor: tensor.detach().clone())
+        return {"trainer": {k: v for k, v in copied.items() if plain(k, v)}, **self._member.given()}
+
+    def prepare(self, wire: Wire | None) -> None:
+        self._exchange = ElasticExchange(self.topology.placed(1), self.weights, worker=None)  # type: ignore[arg-type]
+        self._mixers = Mixers(self._making)
+        for optimizer in self.optimizers:
+            self._mixers.adopt(optimizer)
+
+    def _making(self) -> Making:
+        return Making(self._made, partial(pack, bucket_bytes=self.bucket_bytes))
+
+    def _made(self) -> list[Mixer]:
+        assert self._exchange is not None
+        mixer = Mixer([], self.combine, self._exchange, self.delay)
+        mixer.healing = healing(self.heals, self._module, str)
+        return [mixer]
+
+    # ---- a run ------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
+        member, trainer = self._member, self._module.trainer
+        if member is None or not trainer.training:
+            return dataloader
+        if member.round < 0:
+            member.seed = seed_of(dataloader) if member.seed is None else member.seed
+            self._begin()
+            member.calendar = member.calendar or calendar_of(trainer, dataloader, member.founders)
+            if member.round or member.calendar.before or trainer.fit_loop.restarting:
+                go_to(trainer, member.calendar, member.round)
+        assert member.calendar is not None
+        return dealt(dataloader, member.calendar.batches, member.deals)
+
+    def _begin(self) -> None:
+        assert self._member is not None
+        assert self._exchange is not None
+        self._member.begin(self._copy)
+        self._member.enter(self._exchange)
+        self._rank_as(self._member.place)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        member = self._member
+        assert member is not None
+        assert member.calendar is not None
+        if not member.live:
+            member.live = True  # not before: only now all members call the same
+            count_logged(self._module.trainer, member.calendar.step(member.round))
+        elif member.next_round > member.round:
+            self._begin()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.mean_model.apart = True
+        self.advance(optimizer)
+        return output
+
+    def advance(self, optimizer: Optimizer) -> None:
+        assert self._member is not None
+        for of in self._mixers.of(optimizer):
+            of.mixer.round = self._member.round
+        self._mixers.step(optimizer)
+        self._member.ended()
+
+    def rounds(self) -> list[int]:
+        return [of.mixer.steps for of in self._mixers]
+
+    wanted = rounds
+
+    def settle(self) -> None:
+        self._mixers.settle()
+
+    def release(self) -> None:
+        self._mixers.release()
+
+    def teardown(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            member.leave()
+        super().teardown()
+
+    # ---- what Lightning does once for all ---------------------------------------------------------------------------
+
+    def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """`made` of what the members of the moment give, the oldest first; of this worker's outside of training."""
+        return made([value]) if self._member is None else self._member.together(value, made)
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        means = self.together([tensor.detach() for tensor in tensors], means_of)
+        averaged = [t.is_floating_point() or t.is_complex() for t in tensors]
+        return [
+            m.clone() if is_mean else t.detach().clone() for t, m, is_mean in zip(tensors, means, averaged, strict=True)
+        ]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Nobody waits: what is needed of others is asked for."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The oldest member's; what can't be sent is this worker's own."""
+        return self.together(obj, first_of) if plain("", obj) else obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        value = tensor if isinstance(tensor, Tensor) else torch.tensor(float(tensor))
+        return self.together(value.detach(), partial(reduced, str(reduce_op).lower().rpartition(".")[2])).clone()
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = self.together(value, list)
+        return found
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        rows: Tensor = self.together(tensor.detach(), stacked)
+        return rows
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        given = self.gather(bool(decision))
+        return bool(min(given) if all else max(given))
+
+
+def plain(name: str, value: Any) -> bool:
+    """Whether it can be sent."""
+    try:
+        packed(value)
+    except NotPlain as error:
+        if name:
+            rank_zero_warn(f"a newcomer doesn't get {name!r} of the checkpoint: {error}")
+        return False
+    return True

@@ -1,0 +1,133 @@
+"""Trains one elastic worker: run as a script, with a folder, the lobby's place, and a name for what it records."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_decentral.gossip import Elastic, ElasticGossipStrategy, GossipStrategy, Ring
+from lightning_decentral.shared.compute.digest import digest
+from tests.tiny import QUIET
+
+STEPS, APART, EXAMPLES, BATCH = 120, 5, 96, 4
+EVERY = 10
+
+
+class Places(Dataset[int]):
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, place: int) -> int:
+        return place
+
+
+class Net(LightningModule):
+    """Each worker goes its own way for some steps, and nowhere afterwards: then only rounds change it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.full((50,), float(seed), dtype=torch.float64))
+        self.y = nn.Parameter(torch.full((3,), float(seed), dtype=torch.float64))
+        self.seed = seed
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        way = torch.randn(50, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+        return (self.x * way).sum() * (1.0 if self.global_step < APART else 0.0) + self.y.square().sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("own", float(self.seed), sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([{"params": [self.x]}, {"params": [self.y], "momentum": 0.9}], lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99), "interval": "step"},
+        }
+
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(Places(), batch_size=BATCH)
+
+    def val_dataloader(self) -> DataLoader[int]:
+        return DataLoader(Places(), batch_size=EXAMPLES)
+
+
+class Tell(Callback):
+    """Writes a line for each step and each validation; goes slowly until somebody has come late."""
+
+    def __init__(self, file: Path, joined: Path) -> None:
+        self._stream = file.open("w", buffering=1)
+        self._joined = joined
+
+    def tell(self, kind: str, **words: Any) -> None:
+        self._stream.write(json.dumps({"kind": kind, **words}) + "\n")
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        own = [dict(module.state_dict()), trainer.optimizers[0].state_dict()["state"]]
+        self.tell("begins", digest=digest(own))
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Tensor, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        optimizer = trainer.optimizers[0]
+        self.tell(
+            "step",
+            step=trainer.global_step,
+            rank=trainer.global_rank,
+            members=strategy.members,
+            name=strategy._member.worker.name,
+            x=module.x.tolist(),
+            rate=optimizer.param_groups[0]["lr"],
+            epoch=trainer.current_epoch,
+            examples=batch.tolist(),
+        )
+        time.sleep(0.01 if self._joined.exists() else 0.15)
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        own = float(trainer.callback_metrics["own"])
+        members = trainer.strategy.members  # type: ignore[attr-defined]
+        self.tell("validated", step=trainer.global_step, x=module.x.tolist(), own=own, members=members)
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self.tell("end", step=trainer.global_step)
+
+
+def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -> None:
+    tell = Tell(folder / f"{name}.jsonl", folder / "joined")
+    copy, take = ElasticGossipStrategy._copy, ElasticGossipStrategy._take
+
+    def copied(self: Any) -> Any:
+        found = copy(self)
+        own = [found["trainer"][name] for name in ("state_dict", "optimizer_states")]
+        tell.tell("copied", digest=digest([dict(own[0]), own[1][0]["state"]]))
+        return found
+
+    def taken(self: Any, trainer: Any, checkpoint: Any) -> None:
+        take(self, trainer, checkpoint)
+        tell.tell("healed", step=checkpoint["global_step"])
+
+    ElasticGossipStrategy._copy, ElasticGossipStrategy._take = copied, taken  # type: ignore[method-assign]
+    strategy = GossipStrategy(
+        elastic=Elastic(lobby=lobby, workers=(2, 3), dead_after=1.5, host="127.0.0.1"), topology=Ring()
+    )
+    saved = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
+    trainer = Trainer(
+        **{**QUIET, "enable_checkpointing": True},
+        strategy=strategy,
+        devices=1,
+        max_steps=STEPS,
+        callbacks=[tell, saved],
+        val_check_interval=4,
+    )
+    module = Net(seed)
+    trainer.fit(module, ckpt_path=checkpoint or None)
+    torch.save(module.state_dict(), folder / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])

@@ -1,0 +1,252 @@
+"""Trainers in processes of their own: one is killed, the others go on; one is started and joins."""
+
+import json
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.run
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_decentral.gossip import (
+    AllReduce,
+    Elastic,
+    ElasticGossipStrategy,
+    Gossip,
+    GossipStrategy,
+    Hypercube,
+    Int8,
+    Plain,
+    PushSum,
+    Ring,
+    Solo,
+    Stream,
+    Travel,
+)
+from tests.fresh import Script
+from tests.gossip import elastic_training
+from tests.gossip.elastic_training import APART, EVERY, STEPS, Net
+from tests.shared.wire.elastic.lobbies import LobbyProcess
+from tests.tiny import QUIET
+
+SECONDS = 90.0
+
+
+def told(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    file = folder / f"{name}.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+TORCHRUN = (str(torch.distributed.run.__file__), "--nnodes=1", "--nproc-per-node=1", "--master-port=0")
+
+
+def start(folder: Path, lobby: LobbyProcess, name: str, seed: int, *more: str, by: Sequence[str] = ()) -> Script:
+    words = (*by, elastic_training.__file__, str(folder), lobby.place, name, str(seed), *more)
+    return Script(Path(words[0]), words[1:], {"PYTHONPATH": os.getcwd()}, folder)
+
+
+def rows(folder: Path, names: str) -> dict[int, dict[str, dict[str, Any]]]:
+    found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for name in names:
+        for line in told(folder, name, "step"):
+            found[line["step"]][line["name"]] = line
+    return found
+
+
+@pytest.mark.slow
+def test_one_is_killed_the_others_go_on_and_another_joins(tmp_path: Path) -> None:
+    with LobbyProcess(least=2, most=3) as lobby:
+        scripts = {name: start(tmp_path, lobby, name, seed) for seed, name in enumerate("abc", 1)}
+        try:
+            until(lambda: all(len(told(tmp_path, n, "step")) > 12 for n in "abc"), "three train")
+            oldest = next(n for n in "abc" if told(tmp_path, n, "step")[-1]["rank"] == 0)
+            os.kill(scripts.pop(oldest).pid, signal.SIGKILL)
+            scripts["d"] = start(tmp_path, lobby, "d", 4)
+            until(lambda: bool(told(tmp_path, "d", "step")), "the newcomer takes part")
+            (tmp_path / "joined").touch()
+            ended = {name: script.finish(SECONDS) for name, script in list(scripts.items())}
+        finally:
+            for script in scripts.values():
+                script.finish(0) if script.status(0) is None else None
+    survivors = "".join(sorted(ended))
+    for code, output in ended.values():
+        assert code == 0, output[-4000:]
+    assert all(told(tmp_path, n, "end")[0]["step"] == STEPS for n in survivors)
+    assert_mean_kept(rows(tmp_path, "abcd"))
+    assert_newcomer(tmp_path, oldest)
+    assert_evaluated_alike(tmp_path, survivors)
+    final = [torch.load(tmp_path / f"{n}.pt")["x"] for n in survivors]
+    assert all(torch.equal(x, final[0]) for x in final)
+    assert_resumed(tmp_path, next(tmp_path.glob(f"saved/step={STEPS - 2 * EVERY}.ckpt")))
+
+
+def assert_resumed(folder: Path, saved: Path) -> None:
+    """By two workers, one of them started by torchrun, from the mean of three."""
+    with LobbyProcess(least=2, most=3) as lobby:
+        by_hand = start(folder, lobby, "e", 5, str(saved))
+        scripts = [by_hand, start(folder, lobby, "f", 6, str(saved), by=TORCHRUN)]
+        for code, output in [script.finish(SECONDS) for script in scripts]:
+            assert code == 0, output[-4000:]
+    found, checkpoint = rows(folder, "ef"), torch.load(saved, weights_only=False)
+    assert sorted(found) == list(range(checkpoint["global_step"] + 1, STEPS + 1))
+    for lines in found.values():  # nothing is learnt after so many steps: all stay where the mean was
+        assert len(lines) == 2
+        for line in lines.values():
+            assert line["x"] == checkpoint["state_dict"]["x"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"combine": PushSum()}, "PushSum doesn't go with elastic: what it keeps"),
+        ({"combine": Gossip(rate=0.5), "codec": Int8()}, r"codec=Int8\(.*\) doesn't go with elastic"),
+        ({"island": AllReduce(devices=2)}, "island=AllReduce"),
+        ({"states": {"momentum_buffer": Travel()}}, "states=.* doesn't go with elastic"),
+        ({"exact_steps": 3}, "exact_steps=3 doesn't go with elastic"),
+        ({"topology": Hypercube()}, "any number of workers up to 16, and of 3: "),
+        ({"topology": Stream(steps=4, inner=Ring(), parts=2)}, "its fragments have rounds of their own"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_elastic_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        GossipStrategy(elastic=Elastic(lobby="127.0.0.1:29400"), **options)
+
+
+def test_the_usual_options_make_an_elastic_strategy() -> None:
+    usual = {"codec": Plain(), "island": Solo(), "states": None, "exact_steps": 0, "heals": 2, "topology": Ring()}
+    strategy: Any = GossipStrategy(elastic=Elastic(lobby="127.0.0.1:29400"), delay=0, **usual)
+    assert type(strategy) is ElasticGossipStrategy
+    assert (strategy.delay, strategy.heals, strategy.topology) == (0, 2, Ring())
+    assert type(GossipStrategy(**usual)) is GossipStrategy
+
+
+class Sums(LightningModule):
+    """Learns from what it is given; keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, dtype=torch.float64)
+        nn.init.ones_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+        self.seen: list[tuple[int, int, list[float]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append((self.trainer.current_epoch, self.global_step, batch[0].flatten().tolist()))
+        return (self.layer(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_one_member_trains_as_a_loop_by_hand(tmp_path: Path, processes: int) -> None:
+    module, places = Sums(), torch.arange(10, dtype=torch.float64).reshape(10, 1) / 10
+    with LobbyProcess(least=1, most=1) as lobby:
+        strategy: Any = GossipStrategy(elastic=Elastic(lobby=lobby.place, workers=(1, 1), host="127.0.0.1"))
+        trainer = Trainer(**QUIET, strategy=strategy, devices=1, max_epochs=3, accumulate_grad_batches=2)
+        trainer.fit(module, DataLoader(TensorDataset(places), batch_size=3, num_workers=processes))
+    by_hand = Sums()
+    (optimizer,), (scheduler,) = by_hand.configure_optimizers()
+    for epoch in range(3):
+        rows = module.seen[4 * epoch : 4 * epoch + 4]
+        assert [row[:2] for row in rows] == [(epoch, 2 * epoch + step) for step in (0, 0, 1, 1)]
+        given = [x for *_, batch in rows for x in batch]
+        assert len(given) == 12  # the last batch is filled up
+        assert sorted(set(given)) == places.flatten().tolist()
+        for pair in (rows[:2], rows[2:]):
+            optimizer.zero_grad()
+            for *_, batch in pair:
+                x = torch.tensor(batch, dtype=torch.float64)[:, None]
+                ((by_hand.layer(x) - 1).square().mean() / 2).backward()
+            optimizer.step()
+        scheduler.step()
+    assert torch.equal(by_hand.layer.weight, module.layer.weight)
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (3, 2)])
+def test_impossible_numbers_of_workers_are_refused(workers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="LEAST:MOST"):
+        Elastic(lobby="127.0.0.1:29400", workers=workers)
+
+
+def test_one_trainer_is_one_device(tmp_path: Path) -> None:
+    strategy: Any = GossipStrategy(elastic=Elastic(lobby="127.0.0.1:1"), start_method="fork")
+    trainer = Trainer(**QUIET, strategy=strategy, devices=2, max_steps=1, default_root_dir=tmp_path)
+    strategy.connect(Net(1))
+    with pytest.raises(ValueError, match=r"this Trainer has 2: start a process with Trainer\(devices=1\)"):
+        strategy.refuse(Net(1), fitting=True)
+    assert trainer.strategy is strategy
+
+
+def assert_mean_kept(found: dict[int, dict[str, dict[str, Any]]]) -> None:
+    kept = 0
+    for step in sorted(found):
+        now, then = found[step], found.get(step + 1, {})
+        views = {tuple(line["members"]) for line in (*now.values(), *then.values())}
+        # A newcomer's first step, and whose message was on its way when it came, are of two views.
+        if step > APART + 1 and set(now) == set(then) and len(views) == 1 and set(now) == set(*views):
+            before, after = (
+                torch.tensor([line["x"] for line in of.values()], dtype=torch.float64).mean(0) for of in (now, then)
+            )
+            torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
+            kept += 1
+    assert kept > STEPS // 4
+    sizes = [len(next(iter(of.values()))["members"]) for _, of in sorted(found.items())]
+    after = sizes[sizes.index(3) :]
+    assert 2 in after
+    assert after[-1] == 3
+
+
+def assert_newcomer(folder: Path, oldest: str) -> None:
+    (healed,), (begins,) = told(folder, "d", "healed"), told(folder, "d", "begins")
+    copies = [line["digest"] for n in "abc" for line in told(folder, n, "copied")]
+    assert begins["digest"] in copies
+    steps = told(folder, "d", "step")
+    others = {line["step"]: line for line in told(folder, min(set("abc") - {oldest}), "step")}
+    assert steps[0]["step"] > healed["step"]
+    shared = 0
+    for line in steps:  # schedules, epochs and places are the run's
+        other = others[line["step"]]
+        assert line["rate"] == pytest.approx(other["rate"], rel=1e-9)
+        assert (line["epoch"], line["members"]) == (other["epoch"], other["members"])
+        shared += bool(set(line["examples"]) & set(other["examples"]))
+    assert shared <= 1  # where the pass ends in which somebody was lost, it is filled up
+
+
+def assert_evaluated_alike(folder: Path, names: str) -> None:
+    found = defaultdict(list)
+    for name in names:
+        for line in told(folder, name, "validated"):
+            found[line["step"]].append(line)
+    whole = [lines for step, lines in found.items() if step > APART and len(lines) == len(lines[0]["members"])]
+    assert len(whole) > 5
+    for lines in whole:
+        assert all((line["x"], line["own"]) == (lines[0]["x"], lines[0]["own"]) for line in lines)
+    assert {len(lines) for lines in whole} >= {3}
+    steps = rows(folder, "abcd")
+    saved = sorted(folder.glob("saved/*.ckpt"))
+    assert len(saved) == STEPS // EVERY
+    for file in saved:
+        checkpoint = torch.load(file, weights_only=False)
+        lines = list(steps[checkpoint["global_step"]].values())
+        if {line["name"] for line in lines} == set(lines[0]["members"]):
+            mean = torch.tensor([line["x"] for line in lines], dtype=torch.float64).mean(0)
+            torch.testing.assert_close(checkpoint["state_dict"]["x"], mean, rtol=0, atol=1e-12)
