@@ -99,7 +99,7 @@ def test_who_lost_the_oldest_as_it_answered_has_what_the_others_have(
     monkeypatch.setattr(assembly, "_send", sends)
     joined([company.meets(name, name, list) for name in "abc"])
     assert company.results == {name: ["a", "b", "c"] for name in "abc"}
-    assert len(answered) == 3  # two by the oldest, one by the next
+    assert len(answered) >= 2  # by the oldest; a third by the next, unless that is the one who lost its answer
 
 
 def test_who_comes_after_the_result_gets_it(company: Company) -> None:
