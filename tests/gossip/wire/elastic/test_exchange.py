@@ -34,12 +34,12 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_while_sending(after: int) -> None:
-    """When the head of a message has left, and its tensor hasn't."""
-    whole, sent = mesh.frame, iter(range(10**9))
+def dies_while_sending(armed: Any) -> None:
+    """After `armed` was set, when the head of a message has left, and its tensor hasn't."""
+    whole = mesh.frame
 
     def frame(message: Any) -> bytes:
-        if "slot" in message and next(sent) > after:
+        if "slot" in message and armed.is_set():
             mesh.Line._send = die  # type: ignore[method-assign]
         return whole(message)
 
@@ -63,17 +63,17 @@ def dies_while_serving(armed: Any) -> None:
     healing.frame = frame  # type: ignore[attr-defined]
 
 
-def train(parent: int, lobby: str, pipe: Any, stop: Any, dies_after: int, prepare: Callable[[], None] | None) -> None:
+def train(parent: int, lobby: str, pipe: Any, stop: Any, dies: Any, prepare: Callable[[], None] | None) -> None:
     ends_with(parent)
     if prepare:
         prepare()
     while not stop.is_set():
-        live(lobby, pipe, stop, dies_after)
+        live(lobby, pipe, stop, dies)
 
 
-def live(lobby: str, pipe: Any, stop: Any, dies_after: int) -> None:
+def live(lobby: str, pipe: Any, stop: Any, dies: Any) -> None:
     """Mix until it is told to stop, or the run went on without it, and report every round; a first step sets the
-    workers apart."""
+    workers apart. Once `dies` is set it dies where a message would leave."""
     worker = ElasticWorker(lobby, "127.0.0.1", Times(DEAD))
     bucket = Bucket([nn.Parameter(torch.zeros(100, dtype=torch.float64))])
     exchange = ElasticExchange(Ring(), Own(), worker)
@@ -102,7 +102,7 @@ def live(lobby: str, pipe: Any, stop: Any, dies_after: int) -> None:
         exchange.enter(view, round)
         if first:
             bucket.flat.add_(torch.randn(len(bucket.flat), generator=torch.Generator().manual_seed(os.getpid())))
-        if round >= dies_after:
+        if dies is not None and dies.is_set():
             exchange.depart = die  # type: ignore[method-assign]
         first, mixer.round = False, round
         mixer.step()
@@ -120,11 +120,9 @@ class Run:
         self.said: list[tuple[Any, ...]] = []
         self.end = time.monotonic() + SECONDS
 
-    def start(self, dies_after: int = 10**9, prepare: Callable[[], None] | None = None) -> Any:
+    def start(self, dies: Any = None, prepare: Callable[[], None] | None = None) -> Any:
         own, other = FORK.Pipe(duplex=False)
-        process = FORK.Process(
-            target=train, args=(os.getpid(), self._lobby.place, other, self._stop, dies_after, prepare)
-        )
+        process = FORK.Process(target=train, args=(os.getpid(), self._lobby.place, other, self._stop, dies, prepare))
         process.start()
         other.close()
         self._ends[own] = process
@@ -182,7 +180,7 @@ def means_kept(said: list[tuple[Any, ...]]) -> int:
 
 def test_workers_die_in_each_phase_and_newcomers_come() -> None:
     assert not world.made
-    armed = FORK.Event()
+    armed, doomed = FORK.Event(), FORK.Event()
 
     def serves() -> None:
         dies_while_serving(armed)
@@ -191,10 +189,11 @@ def test_workers_die_in_each_phase_and_newcomers_come() -> None:
         run = Run(lobby)
         try:
             stays = run.start(prepare=serves)
-            for words in ({"prepare": serves}, {"prepare": serves}, {"dies_after": 40}):
+            for words in ({"prepare": serves}, {"prepare": serves}, {"dies": doomed}):
                 run.start(**words)
-            run.start(prepare=lambda: dies_while_sending(60))
+            run.start(prepare=lambda: dies_while_sending(doomed))
             run.until(lambda: run.members() == 5)
+            doomed.set()
             run.until(lambda: run.members() == 3)
 
             os.kill(stays.pid, signal.SIGSTOP)
