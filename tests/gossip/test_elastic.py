@@ -243,7 +243,7 @@ def assert_evaluated_alike(folder: Path, names: str) -> None:
     assert {len(lines) for lines in whole} >= {3}
     steps = rows(folder, "abcd")
     saved = sorted(folder.glob("saved/*.ckpt"))
-    assert len(saved) == STEPS // EVERY
+    assert len(saved) in (STEPS // EVERY - 1, STEPS // EVERY)  # the one that was killed may have been about to save
     for file in saved:
         checkpoint = torch.load(file, weights_only=False)
         lines = list(steps[checkpoint["global_step"]].values())
