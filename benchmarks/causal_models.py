@@ -30,7 +30,7 @@ HEAD = """# Causal models that are sliced
 What a small copy of each class of `transformers` {version} showed, with the class's default configuration, by
 `python benchmarks/causal_models.py`. At set-up the same is done with the configuration of your model, which decides:
 a copy of few layers and small widths must have the same loss and gradients cut in three stages and three slices as
-whole, in float64. See [the token pipeline](strategies/token_pipeline.md#which-models).
+whole, in float64. See [the token pipeline](token-pipeline.md#which-models).
 
 **{sliced} of {all} are sliced.** *yes*: the same; *refused*: a call of this kind is an error; *-*: there are no
 routers. With eager attention a padding token on the left attends to everything, those after it too, and predicts the

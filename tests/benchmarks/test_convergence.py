@@ -1,6 +1,7 @@
 """The comparison of rules: shards that are a partition, tuning and test apart, and a small slice of it that runs."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -135,9 +136,16 @@ def test_tables_show_what_has_run_only(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").exists()
 
 
-def test_the_page_shows_the_results() -> None:
+def test_the_pages_show_the_results() -> None:
     written = (ROOT / "benchmarks/results/convergence-2-cores.md").read_text().split("\n\n")
-    page = (ROOT / "docs/which-rule.md").read_text()
-    assert "\n\n".join(written[:4]) in page
+    assert "\n\n".join(written[:4]) in (ROOT / "benchmarks/convergence.md").read_text()
     picture = (ROOT / "benchmarks/results/convergence-2-cores.png").read_bytes()
     assert (ROOT / "docs/images/convergence.png").read_bytes() == picture
+
+
+def test_percents_of_the_rules_page_stand_in_the_results() -> None:
+    page = (ROOT / "docs/rules.md").read_text().partition("## Which one?")[2].partition("\n## ")[0]
+    measured = re.findall(r"(\d+\.\d) ±", (ROOT / "benchmarks/results/convergence-2-cores.md").read_text())
+    shown = {*measured, *(f"{float(one):.0f}" for one in measured)}
+    said = set(re.findall(r"(\d+(?:\.\d)?) %", page))
+    assert {"96.5", "98.4"} <= said <= shown

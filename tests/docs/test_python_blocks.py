@@ -49,7 +49,7 @@ def run(file: Path, seconds: float) -> tuple[int, str]:
 
 
 def test_the_pages_have_code_and_promises() -> None:
-    assert {"README.md", "docs/index.md", "docs/strategies/gossip.md"} <= {name(page) for page in WITH_CODE}
+    assert {"README.md", "docs/index.md", "docs/gossip.md"} <= {name(page) for page in WITH_CODE}
     assert promised("import sys\nif sys:\n    print(1 + 1)  # 2\n") == ["2"]
 
 

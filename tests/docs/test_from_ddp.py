@@ -1,4 +1,4 @@
-"""The page of what was tried beside ddp names tests that exist, and shows the committed results."""
+"""The page for those who come from ddp names tests that exist, and shows the committed results."""
 
 import ast
 import json
@@ -8,7 +8,7 @@ from conformance.compared import Difference, Outcome, Row, markdown, read_differ
 
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "beside-ddp.md").read_text()
+PAGE = (ROOT / "docs" / "from-ddp.md").read_text()
 MEANT = read_differences(ROOT / "benchmarks" / "conformance" / "differences.yaml")
 
 
