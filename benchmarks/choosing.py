@@ -5,8 +5,11 @@
 Prints them; measures nothing.
 """
 
+import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("ddp", "ddp, 4 MB buckets", "gossip", "gossip, int8")
@@ -36,6 +39,66 @@ def rows(name: str) -> Iterator[Row]:
 def markdown(heads: tuple[str, ...], body: list[list[str]]) -> str:
     lines = [[*heads], ["---"] * len(heads), *body]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def sweep() -> str:
+    found = result("sweep-2-cores.json")["six trainings of the ViT recipe on the processor"]
+    plain, shared = (found[name]["seconds"] for name in ("joblib, n_jobs=2", "shard_parallel, devices=2"))
+    return f"{shared:.1f} s in place of {plain:.1f} for six trainings on two devices"
+
+
+def pipeline() -> str:
+    found = result("token-pipeline-width-512-length-2048-2-cores.json")["stages"][0]
+    one, sliced = (statistics.median(row[name]["seconds"] for row in found["rows"]) for name in ("alone 1", "8 equal"))
+    return f"{one / sliced:.2f} times one process, in 8 slices over two stages"
+
+
+def loss_of_a_worker() -> str:
+    (found,) = (
+        row
+        for row in result("faults-2-cores.json")["rows"]
+        if (row["fault"], row["strategy"]) == ("worker 1 killed in a step", "gossip")
+    )
+    return f"{found['seconds']:g} s until the others say whom they lost and end"
+
+
+def sooner(recipe: str, method: str) -> str:
+    (found,) = (
+        row["times faster than ddp to the last"]
+        for row in rows("cluster-accuracy-2-cores.md")
+        if row["title"].startswith(f"{recipe}:") and row["method"] == method
+    )
+    return f"{found} times sooner at the target than `ddp`"
+
+
+def questions() -> str:
+    """What to type by the first question that is answered with yes, and one number for it."""
+    slow = {row["method"]: row for row in rows("cluster-speed-2-cores.md") if row["straggler or model"] == "3"}
+    equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores.md")}
+    speed, accuracy = "`cluster-speed-2-cores.md`", "`cluster-accuracy-2-cores.md`"
+    compared = f"accuracy {equal['resnet', 'ddp']} at equal steps, gossip {equal['resnet', 'gossip']}"
+    body = [
+        ["many trainings, few devices", "`hydra/launcher=shard_parallel`", sweep(), "`sweep-2-cores.json`"],
+        ["a model larger than the one device", "`strategy=spilled`", "2 forwards a block; no seconds yet",
+         "[its guide](spilled.md#what-it-costs)"],
+        ["a causal model larger than each device", "`strategy=token_pipeline`", pipeline(),
+         "`token-pipeline-width-512-*.json`"],
+        ["workers that come and go", "`strategy=gossip`", loss_of_a_worker(), "`faults-2-cores.json`"],
+        ["workers that are slower now and then", "`strategy=gossip strategy.delay=4`",
+         f"{slow['gossip, delay 4']['times faster than ddp']} times faster steps than `ddp`", speed],
+        ["links of 400 Mb/s or less, images", "`strategy=gossip strategy/codec=int8`", sooner("resnet", "gossip, int8"),
+         accuracy],
+        ["the same links, text, a thousand steps", "`strategy=gossip strategy/codec=int8 optimizer=accum_adamw`",
+         sooner("gpt", "gossip, int8, AccumAdamW"), accuracy],
+        ["the same links, but equal replicas", "`strategy=compressed`", "a quarter of the bytes; no seconds yet",
+         "[its guide](compressed.md)"],
+        ["none of these", "`strategy=ddp`", compared, "`quality-2-cores.md`"],
+    ]  # fmt: skip
+    return markdown(("first yes", "type", "one number", "from"), body)
 
 
 def steps_on_links() -> str:
@@ -74,7 +137,7 @@ def at_equal_steps() -> str:
     return markdown(("recipe", "run", "metric", "mean ± deviation"), body)
 
 
-TABLES = (steps_on_links, stragglers, seconds_to_a_target, at_equal_steps)
+TABLES = (questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps)
 
 if __name__ == "__main__":
     print("\n\n".join(table() for table in TABLES))
