@@ -28,13 +28,13 @@ COMPLETED = {
 HEAD = """# Causal models that are sliced
 
 What a small copy of each class of `transformers` {version} showed, with the class's default configuration, by
-`python benchmarks/causal_models.py`. At set-up the same is done with the configuration of your model, which decides:
-a copy of few layers and small widths must have the same loss and gradients cut in three stages and three slices as
+`python benchmarks/causal_models.py`. At set-up the same is done with the configuration of your model, which decides.
+A copy of few layers and small widths must have the same loss and gradients cut in three stages and three slices as
 whole, in float64. See [the token pipeline](token-pipeline.md#which-models).
 
 **{sliced} of {all} are sliced.** *yes*: the same; *refused*: a call of this kind is an error; *-*: there are no
-routers. With eager attention a padding token on the left attends to everything, those after it too, and predicts the
-first token: such calls need `sdpa`, where the class has it, or padding on the right.
+routers. With eager attention a padding token on the left attends to everything, those after it too, and
+predicts the first token. Such calls need `sdpa`, where the class has it, or padding on the right.
 
 | class | attention | padding right | padding left | packed sequences | router loss |
 | --- | --- | --- | --- | --- | --- |"""

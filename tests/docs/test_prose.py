@@ -1,0 +1,24 @@
+"""Source lines and sentences are short: a reader takes a sentence in at once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, name
+from tests.docs.prose import long_lines, long_sentences
+
+WRITTEN = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
+THIRTY = " ".join(["word"] * 30)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name)
+def test_lines_and_sentences_are_short(page: Path) -> None:
+    assert not long_lines(page.read_text())
+    assert not long_sentences(page.read_text())
+
+
+def test_what_is_long_is_found() -> None:
+    assert long_sentences(f"{THIRTY}.\n\n- {THIRTY}\n  word: word.\n") == [f"{THIRTY} word: word."]
+    assert not long_sentences(f"# {THIRTY} word\n\n| {THIRTY} word |\n\n```text\n{THIRTY} word\n```\n")
+    assert not long_sentences(f"{THIRTY[5:]} `a b c`. [Word](word.md) {THIRTY[5:]}.")
+    assert long_lines("a" * 121 + "\n| " + "a" * 130) == ["a" * 121]
