@@ -1,0 +1,121 @@
+"""The tables of docs/measured.md, from the results beside this file; a test holds the page to them.
+
+    python benchmarks/measured.py
+
+Prints them; measures nothing.
+"""
+
+import statistics
+from typing import Any
+
+from choosing import markdown, result, rows, seconds_to_a_target, stragglers
+
+QUALITY = (
+    ("vit", "ddp"), ("vit", "gossip"), ("resnet", "ddp"), ("resnet", "gossip"), ("gpt", "ddp"), ("gpt", "gossip"),
+    ("gpt", "ddp, AccumAdamW"), ("gpt", "gossip, AccumAdamW"),
+)  # fmt: skip
+STEPS = ("ddp", "ddp, 4 MB buckets", "gossip", "gossip, delay 2", "gossip, int8", "decent-dp", "alone")
+SLICES = ("1 equal", "2 equal", "4 equal", "8 equal", "16 equal", "8 balanced")
+RULES = (
+    ("all-reduce", "complete", "0"), ("gossip", "hypercube (Auto)", "0"), ("gossip", "hypercube (Auto)", "1"),
+    ("exact diffusion", "hypercube (Auto)", "1"), ("gradient tracking", "hypercube (Auto)", "1"),
+    ("gossip", "ring", "1"),
+)  # fmt: skip
+
+
+def quality() -> str:
+    found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores.md")}
+    body = [[*key, found[key]["metric"], found[key]["mean ± deviation"], found[key]["against ddp"]] for key in QUALITY]
+    return markdown(("recipe", "run", "metric", "mean ± deviation", "against ddp"), body)
+
+
+def overhead() -> str:
+    """Ratios of medians over turns."""
+    found = result("overhead-2-cores.json")
+    body = [["1", "gossip", "no strategy", f"{ratio(found['one worker'], 'gossip', 'plain'):.2f}"]]
+    for workers in ("2", "4"):
+        for name in ("gossip", "blocking"):
+            body.append([workers, name, "ddp", f"{ratio(found[f'{workers} workers'], name, 'ddp'):.2f}"])
+    return markdown(("workers", "measured", "against", "ratio of seconds per step"), body)
+
+
+def memory() -> str:
+    """Resident bytes beyond a run that exchanges nothing, in copies of the parameters."""
+    found = result("overhead-2-cores.json")["memory"]
+    names = ("gossip", "blocking", "ddp")
+    copies = [(found[name][0]["resident"] - found["silent"][0]["resident"]) / found["model_bytes"] for name in names]
+    return markdown(names, [[f"{one:.2f}" for one in copies]])
+
+
+def ratio(found: dict[str, list[dict[str, Any]]], name: str, against: str) -> float:
+    one, other = (statistics.median(row["seconds"] for row in found[key]) for key in (name, against))
+    return one / other
+
+
+def slow_network() -> str:
+    """Seconds of a step, and times its bound."""
+    found = {(row["rate"], row["method"]): row for row in rows("cluster-speed-2-cores.md")
+             if (row["hosts"], row["straggler or model"]) == ("8", "1")}  # fmt: skip
+    cells = [[found[rate, method] for rate in ("200mbit", "400mbit", "1gbit")] for method in STEPS]
+    body = [
+        [m, *(f"{c['s per step']} ({c['over its bound']})" for c in of)] for m, of in zip(STEPS, cells, strict=True)
+    ]
+    return markdown(("method", "200 Mb/s", "400 Mb/s", "1 Gb/s"), body)
+
+
+def forecasts() -> str:
+    """How far off predicted seconds of a step are, by setting."""
+    found: dict[str, list[float]] = {}
+    for row in rows("predicted-2-cores.md"):
+        found.setdefault(row["hosts, rate"], []).append(abs(float(row["off by"].rstrip("%"))))
+    body = [[where, str(len(off)), f"{max(off):.1f} %"] for where, off in found.items()]
+    return markdown(("hosts, rate", "methods", "furthest off"), body)
+
+
+def pipeline() -> str:
+    """Times one process in seconds, beside the bound 2 S / (S + 1)."""
+    found = result("token-pipeline-width-512-length-2048-2-cores.json")["stages"][0]["rows"]
+    seconds = {name: statistics.median(row[name]["seconds"] for row in found) for name in ("alone 1", *SLICES)}
+    body = [[name, f"{bound(name):.2f}", f"{seconds['alone 1'] / seconds[name]:.2f}"] for name in SLICES]
+    return markdown(("slices", "bound", "times one process"), body)
+
+
+def bound(slices: str) -> float:
+    count = int(slices.split()[0])
+    return 2 * count / (count + 1)
+
+
+def unequal_data() -> str:
+    heads = ("constant, alpha 1", "constant, alpha 0.01", "falling, alpha 0.01")
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows("convergence-2-cores.md"):
+        found.setdefault((row["rule"], row["graph"], row["delay"]), row)  # of three tables the first has accuracies
+    return markdown(
+        ("rule", "graph", "delay", *heads), [[*key, *(found[key][head] for head in heads)] for key in RULES]
+    )
+
+
+def partial() -> str:
+    heads = ("depth", "step time / ddp", "saved / full", "bytes / ddp")
+    return markdown(heads, [[row[head] for head in heads] for row in rows("partial-cost-2-cores.md")])
+
+
+def sweeps() -> str:
+    found = result("sweep-2-cores.json")["two simulated devices"]
+    names = ("seconds", "bound_seconds", "joblib_seconds", "sequential_seconds")
+    body = [[title, *(f"{row[name]:.2f}" for name in names)] for title, row in found.items()]
+    return markdown(("six members", "seconds", "bound", "joblib", "one after the other"), body)
+
+
+def faults() -> str:
+    ends = [row["outcome"] for row in result("faults-2-cores.json")["rows"]]
+    return markdown(("end", "faults"), [[end, str(ends.count(end))] for end in sorted(set(ends))])
+
+
+TABLES = (
+    quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
+    partial, sweeps, faults,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    print("\n\n".join(table() for table in TABLES))

@@ -1,0 +1,31 @@
+"""The page of measurements is short and shows the committed results."""
+
+import re
+
+import measured
+import pytest
+from choosing import result
+
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs" / "measured.md").read_text()
+
+
+@pytest.mark.parametrize("table", measured.TABLES, ids=lambda table: table.__name__)
+def test_the_page_shows_the_committed_tables(table) -> None:  # type: ignore[no-untyped-def]
+    assert table() in PAGE
+
+
+def test_it_is_short() -> None:
+    assert len(re.findall(r"\w\S*", PAGE.replace("|", " "))) <= 1500
+
+
+def test_its_sentences_are_those_of_the_tables() -> None:
+    cells = [line.strip("| ").split(" | ") for line in measured.forecasts().splitlines()[2:]]
+    assert max(float(off.rstrip(" %")) for *_, off in cells) < 7
+    shares = [row["busy_of_bound"] for row in result("sweep-2-cores.json")["two simulated devices"].values()]
+    assert min(shares) > 0.945
+    slices = [line.strip("| ").split(" | ") for line in measured.pipeline().splitlines()[3:]]
+    assert all(0.87 < float(found) / float(bound) <= 0.94 for _, bound, found in slices)
+    assert "processor AMD EPYC, cores 2" in " ".join(PAGE.split())
+    assert {"AMD EPYC"} == {result(f"{name}-2-cores.json")["hardware"]["processor"] for name in ("overhead", "sweep")}
