@@ -1,0 +1,176 @@
+"""The pictures of docs/images, drawn from the plans that run and from committed results.
+
+    python docs/scripts/pictures.py
+
+Needs matplotlib; neither torch nor Lightning is imported.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from lightning_decentral.gossip.plan.forecast import step_tasks
+from lightning_decentral.gossip.plan.topology.combined import Auto
+from lightning_decentral.gossip.plan.topology.one_peer import OnePeerExponential
+from lightning_decentral.gossip.plan.topology.static import Ring
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Round
+from lightning_decentral.partial.plan.depth import DepthAssignment, Staircase, Temporal
+from lightning_decentral.pipeline.plan.schedule import Action, Kind, OneForwardOneBackward, TeraPipe, forecast
+from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
+from lightning_decentral.shared.plan.timeline import makespan, run
+from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
+from lightning_decentral.sweep.plan.policy import FIFO, LRTF
+from lightning_decentral.sweep.plan.simulation import simulate
+
+ROOT = Path(__file__).parents[2]
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
+PALE = "#d8e2ec"
+SAME = {"svg.hashsalt": "lightning-decentral", "svg.fonttype": "none"}
+"""The same bytes in every run."""
+
+
+def neighbours() -> Any:
+    """Who hears whom: eight workers, a column for each step; a line leads from who sends to who hears."""
+    graphs: Sequence[Topology] = (Ring(), OnePeerExponential(), Auto())
+    figure = new_figure(9, 3)
+    for axes, topology in zip(figure.subplots(1, 3, sharey=True), graphs, strict=True):
+        for step in range(4):
+            for rank in range(8):
+                for source in topology.sources(rank, 8, step):
+                    axes.plot((step, step + 1), (source, rank), color=WORKER, linewidth=1.2, zorder=1)
+        for step in range(5):
+            axes.scatter([step] * 8, range(8), s=22, color=INK, zorder=2)
+        _named(axes, topology.label(8), "step", "worker" if topology is graphs[0] else "")
+        axes.set_xticks(range(5))
+    return figure
+
+
+def overlap() -> Any:
+    """Two workers and their links, by the tasks that the forecast runs: delay 0 beside delay 1."""
+    compute, heard = np.ones((4, 2)), [Round(np.array([[0, 1], [1, 0]]), ())]
+    figure = new_figure(9, 3)
+    for axes, delay in zip(figure.subplots(2, 1, sharex=True), (0, 1), strict=True):
+        spans = run(step_tasks(compute, [np.full(2, 0.8)], heard, delay, [np.full(2, 0.1)]))
+        for name, span in spans.items():
+            kind, step = name.split()[:2]
+            row = ROWS.index(span.worker)
+            look = {"compute": (WORKER, f"forward, backward {step}"), "mix": (ACCENT, ""), "exchange": (PALE, step)}
+            _bar(axes, row, span.start, span.finish, *look[kind])
+        _named(
+            axes, f"delay={delay}: a round {'is waited for' if delay == 0 else 'hides behind the next step'}", "", ""
+        )
+        axes.set_yticks(range(4), ROWS)
+        axes.set_ylim(3.5, -0.5)
+    axes.set_xlabel("time; red: land the round before, update, launch the next")
+    return figure
+
+
+ROWS = ("worker 0", "link 0", "worker 1", "link 1")
+
+
+def pipeline() -> Any:
+    """One sequence over four stages, whole and in slices, then four micro-batches; backward twice the forward."""
+    cases = (
+        ("1 sequence, whole", TeraPipe(), 1, 1),
+        ("1 sequence, 4 slices", TeraPipe(), 1, 4),
+        ("2 sequences, 4 slices, one forward one backward", OneForwardOneBackward(), 2, 4),
+    )
+    figure = new_figure(9, 5.5)
+    for axes, (title, schedule, microbatches, slices) in zip(figure.subplots(3, 1, sharex=True), cases, strict=True):
+        found = forecast(schedule, 4, microbatches, slices, _seconds(4 / slices))
+        for stage in schedule.actions(4, microbatches, slices):
+            for action in stage:
+                span = found.spans[str(action)]
+                colour = WORKER if action.kind is Kind.FORWARD else ACCENT
+                _bar(axes, action.stage, span.start, span.finish, colour, str(action.slice))
+        _named(axes, f"{title}: {found.bubble:.0%} idle", "", "")
+        axes.set_yticks(range(4), [f"stage {stage}" for stage in range(4)])
+        axes.set_ylim(3.5, -0.5)
+    axes.set_xlabel("time; blue: forward, red: backward; the number is the slice's")
+    return figure
+
+
+def _seconds(forward: float) -> Callable[[Action], float]:
+    return lambda action: forward if action.kind is Kind.FORWARD else 2 * forward
+
+
+def depths() -> Any:
+    """How many of four segments, from the top, each of four workers trains in each step."""
+    plans: Sequence[tuple[str, DepthAssignment]] = (
+        ("Temporal(): the same on all workers", Temporal(warm_up=0)),
+        ("Staircase(): by worker", Staircase()),
+    )
+    figure = new_figure(9, 2.6)
+    for axes, (title, plan) in zip(figure.subplots(1, 2, sharey=True), plans, strict=True):
+        for step in range(6):
+            for rank in range(4):
+                depth = plan.depth(rank, 4, step, 4)
+                for segment in range(4):
+                    colour = ACCENT if segment >= 4 - depth else PALE
+                    axes.bar(5 * step + rank, 0.9, width=0.9, bottom=segment, color=colour)
+        _named(axes, title, "step, in it workers 0 to 3", "segment" if axes.get_subplotspec().is_first_col() else "")
+        axes.set_xticks([5 * step + 1.5 for step in range(6)], range(6))
+    return figure
+
+
+def sweep() -> Any:
+    """Four members on two devices, the last one three times as long: two policies."""
+    queues = [Queue(name, pieces=(WorkPiece(1.0),) * count) for name, count in zip("ABCD", (4, 4, 4, 12), strict=True)]
+    figure = new_figure(9, 2.8)
+    for axes, policy in zip(figure.subplots(2, 1, sharex=True), (FIFO(), LRTF()), strict=True):
+        spans = simulate(queues, devices(2), policy)
+        for ran, span in spans.items():
+            colour = {"D": ACCENT}.get(ran.job, WORKER)
+            _bar(axes, int(span.worker.split()[1]), span.start, span.finish, colour, ran.job)
+        _named(axes, f"{type(policy).__name__}: {makespan(spans):g} seconds", "", "")
+        axes.set_yticks(range(2), ["device 0", "device 1"])
+        axes.set_ylim(1.5, -0.5)
+    axes.set_xlabel("seconds")
+    return figure
+
+
+def seconds_to_a_score() -> Any:
+    """Scores over seconds on four hosts at 200 Mb/s, of the first seed."""
+    runs = json.loads((RESULTS / "cluster-accuracy-2-cores.json").read_text())["runs"]
+    figure = new_figure(9, 3)
+    for axes, (recipe, says) in zip(figure.subplots(1, 3), SCORES.items(), strict=True):
+        for name, one in runs[f"{recipe} 0"]["methods"].items():
+            axes.plot(one["seconds"], one["scores"], label=name, linewidth=1.4)
+        _named(axes, recipe, "seconds", says)
+        axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+SCORES = {"resnet": "test accuracy", "gpt": "nats per byte", "larger-gpt": "nats per byte"}
+
+
+def _bar(axes: Any, row: int, start: float, finish: float, colour: str, text: str) -> None:
+    axes.barh(row, finish - start, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.6)
+    axes.text((start + finish) / 2, row, text, ha="center", va="center", fontsize=7, color=INK)
+
+
+def _named(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=8, colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+PICTURES = (neighbours, overlap, pipeline, depths, sweep, seconds_to_a_score)
+
+
+def draw(folder: Path) -> None:
+    """One SVG for each picture."""
+    with matplotlib.rc_context(SAME):
+        for picture in PICTURES:
+            picture().savefig(folder / f"{picture.__name__.replace('_', '-')}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(IMAGES)
