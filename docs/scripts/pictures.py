@@ -15,14 +15,17 @@ import numpy as np
 
 from lightning_decentral.gossip.plan.forecast import step_tasks
 from lightning_decentral.gossip.plan.topology.combined import Auto
-from lightning_decentral.gossip.plan.topology.one_peer import OnePeerExponential
+from lightning_decentral.gossip.plan.topology.nodes import AlternatingExponentialRing
+from lightning_decentral.gossip.plan.topology.one_peer import Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Round
+from lightning_decentral.gossip.plan.traffic import Round, all_reduce_copies, mean_copies
+from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.partial.plan.depth import DepthAssignment, Staircase, Temporal
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, OneForwardOneBackward, TeraPipe, forecast
 from lightning_decentral.shared.figure import ACCENT, INK, WORKER, new_figure
-from lightning_decentral.shared.plan.timeline import makespan, run
+from lightning_decentral.shared.plan.timeline import Task, makespan, run
+from lightning_decentral.spilled.plan.shards import double_buffered
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, devices
 from lightning_decentral.sweep.plan.policy import FIFO, LRTF
 from lightning_decentral.sweep.plan.simulation import simulate
@@ -134,6 +137,63 @@ def sweep() -> Any:
     return figure
 
 
+def island_bytes() -> Any:
+    """What the busiest node of eight devices sends through its card in a step, as a mean over a period."""
+    nodes = (2, 4, 8, 16)
+    flat: dict[str, Topology] = {
+        "Hypercube, each device for itself": Hypercube(),
+        "AlternatingExponentialRing(8)": AlternatingExponentialRing(8),
+    }
+    lines = {name: [mean_copies(graph, Own(), 8 * n, 8) for n in nodes] for name, graph in flat.items()}
+    lines["ring all-reduce"] = [all_reduce_copies(8 * n, 8) for n in nodes]
+    lines["islands of 8, one peer a step"] = [mean_copies(Hypercube(), Own(), n, 1) for n in nodes]
+    figure = new_figure(7, 3)
+    axes = figure.subplots()
+    for name, copies in lines.items():
+        axes.plot(nodes, copies, marker="o", markersize=4, linewidth=1.4, label=name)
+    _named(axes, "Bytes through a node's network card", "nodes of 8 devices", "copies of the parameters")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(nodes, nodes)
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def codec_seconds() -> Any:
+    """What one round with one neighbour takes where nothing overlaps: travelling, encoding, decoding."""
+    rates = np.geomspace(0.05, 20, 60)
+    figure = new_figure(7, 3)
+    axes = figure.subplots()
+    axes.plot(rates, 8 / rates, color=INK, linewidth=1.4, label="Plain()")
+    for row in json.loads((RESULTS / "codec-2-cores.json").read_text())["summary"]:
+        work = row["send ms per MB"] + row["hear ms per MB"]
+        axes.plot(rates, 8 / rates / row["times smaller"] + work, linewidth=1.2, label=row["codec"])
+    _named(axes, "A round of 1 MB, one thread", "Gb/s of the link", "milliseconds")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=6)
+    return figure
+
+
+def spilled() -> Any:
+    """Four shards, loaded while the one before computes: `double_buffered` is where the last one ends."""
+    loads, computes = (2.0, 1.0, 2.0, 1.0), (1.5, 2.0, 1.5, 2.0)
+    found: list[Task[str]] = []
+    for shard, (load, compute) in enumerate(zip(loads, computes, strict=True)):
+        found.append(Task(f"load {shard}", "link", load, (f"compute {shard - 2}",) if shard > 1 else ()))
+        found.append(Task(f"compute {shard}", "device", compute, (f"load {shard}",)))
+    spans = run(found)
+    assert makespan(spans) == double_buffered(loads, computes)
+    figure = new_figure(7, 1.8)
+    axes = figure.subplots()
+    for name, span in spans.items():
+        row = ("link", "device").index(span.worker)
+        _bar(axes, row, span.start, span.finish, (PALE, WORKER)[row], name)
+    _named(axes, "A forward of four shards", "time", "")
+    axes.set_yticks(range(2), ["link", "device"])
+    axes.set_ylim(1.5, -0.5)
+    return figure
+
+
 def seconds_to_a_score() -> Any:
     """Scores over seconds on four hosts at 200 Mb/s, of the first seed."""
     runs = json.loads((RESULTS / "cluster-accuracy-2-cores.json").read_text())["runs"]
@@ -162,7 +222,7 @@ def _named(axes: Any, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-PICTURES = (neighbours, overlap, pipeline, depths, sweep, seconds_to_a_score)
+PICTURES = (neighbours, overlap, pipeline, depths, sweep, island_bytes, codec_seconds, spilled, seconds_to_a_score)
 
 
 def draw(folder: Path) -> None:

@@ -12,6 +12,7 @@ from tests.docs.pages import PAGES, ROOT, name
 
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 SECTIONS = ["Start", "Choose", "Guides", "Plan", "Reference", "Measured", "Inside"]
+CODE = ("lightning_decentral", "hydra_plugins", "recipes", "benchmarks", "docs")
 BESIDE_RESULTS = sorted((ROOT / "benchmarks").glob("*.md"))
 
 
@@ -46,3 +47,11 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             target = (page.parent / file).resolve() if file else page
             assert target.is_file(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """In messages, docstrings and comments."""
+    written = [path.read_text() for folder in CODE for path in (ROOT / folder).rglob("*.py")]
+    named = {page for text in written for page in re.findall(r"\b((?:docs|benchmarks)/[\w./-]+\.md)\b", text)}
+    assert named
+    assert all((ROOT / page).is_file() for page in named)
