@@ -23,6 +23,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -116,7 +117,8 @@ def written(page: str, found: Sequence[Found], about: str) -> str:
     head, _, rest = page.partition(BEGIN)
     if not rest:
         raise ValueError(f"the page has no line {BEGIN}")
-    return f"{head}{BEGIN}\n{about}\n\n{markdown(found)}\n{END}{rest.partition(END)[2]}"
+    lines = textwrap.fill(about, 118, break_long_words=False, break_on_hyphens=False)
+    return f"{head}{BEGIN}\n{lines}\n\n{markdown(found)}\n{END}{rest.partition(END)[2]}"
 
 
 def raw(path: Path) -> tuple[dict[str, str], list[Found]]:

@@ -23,14 +23,13 @@ def test_the_page_is_as_generated(script) -> None:  # type: ignore[no-untyped-de
 
 def test_options_have_a_default_and_words() -> None:
     """Of every option; those of groups and of values compose as they are written."""
-    for name in reference.STRATEGIES:
-        rows = re.findall(r"^\| `(\S+)=` \| (.+?) \| (.+) \|$", reference.options(name), re.MULTILINE)
-        assert len(rows) > 3
-        for word, value, said in rows:
-            assert said[-1] == ".", word
-            typed = f"{word}={value.strip('`')}" if "/" in word else f"{word}=null"
-            with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
-                compose("train", [f"strategy={name}", typed])
+    with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
+        for name in reference.STRATEGIES:
+            rows = re.findall(r"^\| `(\S+)=` \| (.+?) \| (.+) \|$", reference.options(name), re.MULTILINE)
+            assert len(rows) > 3
+            typed = [f"{word}={value.strip('`')}" if "/" in word else f"{word}=null" for word, value, _ in rows]
+            compose("train", [f"strategy={name}", *typed])
+            assert all(said.endswith(".") for _, _, said in rows)
 
 
 def keys_of_the_code() -> set[str]:
