@@ -1,0 +1,76 @@
+"""Tables of the guides are those of the committed results."""
+
+import pytest
+from choosing import RESULTS, result
+
+from tests.docs.pages import ROOT
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of every row of every table."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "results"),
+    [
+        ("partial-backprop.md", "partial-cost-2-cores.md"),
+        ("partial-backprop.md", "partial-memory-2-cores.md"),
+        ("partial-backprop.md", "partial-accuracy-2-cores.md"),
+        ("codecs.md", "quality-codec-2-cores.md"),
+    ],
+)
+def test_a_page_holds_the_whole_table(name: str, results: str) -> None:
+    found = rows((RESULTS / results).read_text())
+    assert len(found) > 4
+    assert all(row in rows(page(name)) for row in found)
+
+
+@pytest.mark.parametrize(("results", "many"), [("codec-2-cores.json", 7), ("codec-packed-2-cores.json", 3)])
+def test_codecs(results: str, many: int) -> None:
+    """All of the first run; of the second those that came later, and what they are compared with."""
+    summary = [tuple(row.values()) for row in result(results)["summary"]]
+    measured = [(f"`{name.replace('inner=', '')}`", *numbers) for name, *numbers in summary]
+    cells = [row for row in rows(page("codecs.md")) if row[0].endswith(")`") and len(row) == 5]
+    shown = [(name, *map(float, numbers)) for name, *numbers in cells]
+    assert len(shown) == 10
+    assert sum(row in measured for row in shown) == many
+
+
+def test_products_of_muon() -> None:
+    measured = [
+        [str(cell) for cell in list(row.values())[1:]] for row in result("newton-schulz-2-cores.json")["summary"]
+    ]
+    assert [row[1:] for row in rows(page("optimizers.md")) if row[1:] in measured] == measured
+
+
+def test_sweeps() -> None:
+    found = result("sweep-2-cores.json")["two simulated devices"].values()
+    names = ("seconds", "busy_of_bound", "joblib_seconds", "sequential_seconds")
+    measured = [[f"{row[name]:.2f}" for name in names] for row in found]
+    assert [row[1:] for row in rows(page("sweeps.md")) if row[1:] in measured] == measured
+
+
+def off(row: dict[str, float]) -> str:
+    return f"{100 * (row['real_seconds'] / row['simulated_seconds'] - 1):+.1f} %"
+
+
+def test_schedules_rehearsed_and_real() -> None:
+    shown = {row[0].strip("`"): row[1:] for row in rows(page("scheduling.md").partition("### Dummy jobs")[2])}
+    for row in result("rehearsal-2-cores.json")["rows"]:
+        simulated, hashing, hashing_off, waiting, waiting_off = shown[row["policy"]]
+        seconds, away = {"compute": (hashing, hashing_off), "sleep": (waiting, waiting_off)}[row["stand_in"]]
+        assert (simulated, seconds, away) == (f"{row['simulated_seconds']:.3f}", f"{row['real_seconds']:.3f}", off(row))
+    shown = {row[0].strip("`"): row[1:] for row in rows(page("scheduling.md").partition("### Dummy jobs")[0])}
+    for row in result("rehearsal-real-2-cores.json")["rows"]:
+        assert shown[row["policy"]] == [f"{row['simulated_seconds']:.2f}", f"{row['real_seconds']:.2f}", off(row)]
+
+
+def test_jobs_that_take_turns() -> None:
+    numbers = [row[1:] for row in rows((RESULTS / "jigsaw-2-cores.md").read_text())[2:]]
+    assert [row[1:] for row in rows(page("scheduling.md")) if row[1:] in numbers] == numbers
