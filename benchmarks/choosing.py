@@ -57,15 +57,6 @@ def pipeline() -> str:
     return f"{one / sliced:.2f} times one process, in 8 slices over two stages"
 
 
-def loss_of_a_worker() -> str:
-    (found,) = (
-        row
-        for row in result("faults-2-cores.json")["rows"]
-        if (row["fault"], row["strategy"]) == ("worker 1 killed in a step", "gossip")
-    )
-    return f"{found['seconds']:g} s until the others say whom they lost and end"
-
-
 def sooner(recipe: str, method: str) -> str:
     (found,) = (
         row["times faster than ddp to the last"]
@@ -87,7 +78,8 @@ def questions() -> str:
          "[its guide](spilled.md#what-it-costs)"],
         ["a causal model larger than each device", "`strategy=token_pipeline`", pipeline(),
          "`token-pipeline-width-512-*.json`"],
-        ["workers that come and go", "`strategy=gossip`", loss_of_a_worker(), "`faults-2-cores.json`"],
+        ["workers that come and go", "`GossipStrategy(elastic=Elastic(...))`",
+         "10 s of silence and a worker counts as dead", "[its guide](elastic.md)"],
         ["workers that are slower now and then", "`strategy=gossip strategy.delay=4`",
          f"{slow['gossip, delay 4']['times faster than ddp']} times faster steps than `ddp`", speed],
         ["links of 400 Mb/s or less, images", "`strategy=gossip strategy/codec=int8`", sooner("resnet", "gossip, int8"),

@@ -8,6 +8,7 @@ from choosing import rows
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
+from lightning_decentral.gossip import Elastic
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "choosing.md").read_text()
@@ -40,6 +41,11 @@ def test_the_prose_has_no_number_of_its_own() -> None:
     sizes |= {choosing.SIZES[0], choosing.SIZES[-1]}
     unmeasured = {"10", "50"}
     assert set(re.findall(r"\d+(?:\.\d+)?", prose())) <= rates | named | stragglers | sizes | model | unmeasured
+
+
+def test_a_silent_worker_is_dead_when_the_page_says() -> None:
+    seconds = Elastic(lobby="127.0.0.1:1").dead_after
+    assert f"{seconds:g} s of silence" in choosing.questions()
 
 
 def number(path, name: str) -> float:  # type: ignore[no-untyped-def]
