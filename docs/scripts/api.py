@@ -55,7 +55,8 @@ def table(face: str) -> str:
     lines = ["| name | what it is |", "| --- | --- |"]
     for public, inner, there in sorted(imported(tree)):
         text = said(inner, there)
-        lines.append(f"| `{public}` | {f'`{text}`'.replace('|', chr(92) + '|') if formula(text) else text} |")
+        shown = f"`{text}`" if formula(text) else text
+        lines.append(f"| `{public}` | {shown.replace('|', chr(92) + '|')} |")
     return f"## `{module}`\n\n" + "\n".join(lines)
 
 

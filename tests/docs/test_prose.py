@@ -1,11 +1,12 @@
 """Source lines and sentences are short: a reader takes a sentence in at once."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, name
-from tests.docs.prose import long_lines, long_sentences
+from tests.docs.prose import long_lines, long_sentences, outside_fences
 
 BESIDE_RESULTS = sorted((ROOT / "benchmarks").glob("*.md"))
 THIRTY = " ".join(["word"] * 30)
@@ -21,6 +22,22 @@ def test_lines_and_sentences_are_short(page: Path) -> None:
 def test_lines_beside_the_results_are_short(page: Path) -> None:
     """Notes may have longer sentences."""
     assert not long_lines(page.read_text())
+
+
+def torn_rows(page: str) -> list[str]:
+    """Rows with more or fewer cells than the head of their table."""
+    found, cells = [], 0
+    for line in outside_fences(page):
+        here = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        cells = (cells or here) if here else 0
+        found += [line] if here != cells else []
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, *BESIDE_RESULTS], ids=name)
+def test_rows_of_a_table_have_equally_many_cells(page: Path) -> None:
+    assert not torn_rows(page.read_text())
+    assert torn_rows("| a | b |\n| --- | --- |\n| c | d | e |\n") == ["| c | d | e |"]
 
 
 def test_what_is_long_is_found() -> None:
