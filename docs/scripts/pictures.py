@@ -53,7 +53,7 @@ def neighbours() -> Any:
                     axes.plot((step, step + 1), (source, rank), color=WORKER, linewidth=1.2, zorder=1)
         for step in range(5):
             axes.scatter([step] * 8, range(8), s=22, color=INK, zorder=2)
-        _named(axes, topology.label(8), "step", "worker" if topology is graphs[0] else "")
+        named(axes, topology.label(8), "step", "worker" if topology is graphs[0] else "")
         axes.set_xticks(range(5))
     return figure
 
@@ -69,9 +69,7 @@ def overlap() -> Any:
             row = ROWS.index(span.worker)
             look = {"compute": (WORKER, f"forward, backward {step}"), "mix": (ACCENT, ""), "exchange": (PALE, step)}
             _bar(axes, row, span.start, span.finish, *look[kind])
-        _named(
-            axes, f"delay={delay}: a round {'is waited for' if delay == 0 else 'hides behind the next step'}", "", ""
-        )
+        named(axes, f"delay={delay}: a round {'is waited for' if delay == 0 else 'hides behind the next step'}", "", "")
         axes.set_yticks(range(4), ROWS)
         axes.set_ylim(3.5, -0.5)
     axes.set_xlabel("time; red: land the round before, update, launch the next")
@@ -96,7 +94,7 @@ def pipeline() -> Any:
                 span = found.spans[str(action)]
                 colour = WORKER if action.kind is Kind.FORWARD else ACCENT
                 _bar(axes, action.stage, span.start, span.finish, colour, str(action.slice))
-        _named(axes, f"{title}: {found.bubble:.0%} idle", "", "")
+        named(axes, f"{title}: {found.bubble:.0%} idle", "", "")
         axes.set_yticks(range(4), [f"stage {stage}" for stage in range(4)])
         axes.set_ylim(3.5, -0.5)
     axes.set_xlabel("time; blue: forward, red: backward; the number is the slice's")
@@ -121,7 +119,7 @@ def depths() -> Any:
                 for segment in range(4):
                     colour = ACCENT if segment >= 4 - depth else PALE
                     axes.bar(5 * step + rank, 0.9, width=0.9, bottom=segment, color=colour)
-        _named(axes, title, "step, in it workers 0 to 3", "segment" if axes.get_subplotspec().is_first_col() else "")
+        named(axes, title, "step, in it workers 0 to 3", "segment" if axes.get_subplotspec().is_first_col() else "")
         axes.set_xticks([5 * step + 1.5 for step in range(6)], range(6))
     return figure
 
@@ -135,7 +133,7 @@ def sweep() -> Any:
         for ran, span in spans.items():
             colour = {"D": ACCENT}.get(ran.job, WORKER)
             _bar(axes, int(span.worker.split()[1]), span.start, span.finish, colour, ran.job)
-        _named(axes, f"{type(policy).__name__}: {makespan(spans):g} seconds", "", "")
+        named(axes, f"{type(policy).__name__}: {makespan(spans):g} seconds", "", "")
         axes.set_yticks(range(2), ["device 0", "device 1"])
         axes.set_ylim(1.5, -0.5)
     axes.set_xlabel("seconds")
@@ -161,7 +159,7 @@ def compressed() -> Any:
             _bar(
                 axes, rows.index(span.worker), span.start, span.finish, WORKER if "compute" in span.worker else PALE, ""
             )
-        _named(axes, f"{title}: {makespan(spans):.2f} seconds", "", "")
+        named(axes, f"{title}: {makespan(spans):.2f} seconds", "", "")
         axes.set_yticks(range(2), ["compute", "network"])
         axes.set_ylim(1.5, -0.5)
     axes.set_xlabel("seconds")
@@ -186,7 +184,7 @@ def island_bytes() -> Any:
     axes = figure.subplots()
     for name, copies in lines.items():
         axes.plot(nodes, copies, marker="o", markersize=4, linewidth=1.4, label=name)
-    _named(axes, "Bytes through a node's network card", "nodes of 8 devices", "copies of the parameters")
+    named(axes, "Bytes through a node's network card", "nodes of 8 devices", "copies of the parameters")
     axes.set_xscale("log", base=2)
     axes.set_xticks(nodes, nodes)
     axes.legend(frameon=False, fontsize=7)
@@ -202,7 +200,7 @@ def codec_seconds() -> Any:
     for row in json.loads((RESULTS / "codec-2-cores.json").read_text())["summary"]:
         work = row["send ms per MB"] + row["hear ms per MB"]
         axes.plot(rates, 8 / rates / row["times smaller"] + work, linewidth=1.2, label=row["codec"])
-    _named(axes, "A round of 1 MB, one thread", "Gb/s of the link", "milliseconds")
+    named(axes, "A round of 1 MB, one thread", "Gb/s of the link", "milliseconds")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=6)
@@ -223,7 +221,7 @@ def spilled() -> Any:
     for name, span in spans.items():
         row = ("link", "device").index(span.worker)
         _bar(axes, row, span.start, span.finish, (PALE, WORKER)[row], name)
-    _named(axes, "A forward of four shards", "time", "")
+    named(axes, "A forward of four shards", "time", "")
     axes.set_yticks(range(2), ["link", "device"])
     axes.set_ylim(1.5, -0.5)
     return figure
@@ -236,7 +234,7 @@ def seconds_to_a_score() -> Any:
     for axes, (recipe, says) in zip(figure.subplots(1, 3), SCORES.items(), strict=True):
         for name, one in runs[f"{recipe} 0"]["methods"].items():
             axes.plot(one["seconds"], one["scores"], label=name, linewidth=1.4)
-        _named(axes, recipe, "seconds", says)
+        named(axes, recipe, "seconds", says)
         axes.legend(frameon=False, fontsize=7)
     return figure
 
@@ -249,7 +247,7 @@ def _bar(axes: Any, row: int, start: float, finish: float, colour: str, text: st
     axes.text((start + finish) / 2, row, text, ha="center", va="center", fontsize=7, color=INK)
 
 
-def _named(axes: Any, title: str, x: str, y: str) -> None:
+def named(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import alive
 import pictures
 
 from tests.docs.pages import PAGES, ROOT
@@ -26,6 +27,7 @@ def test_every_picture_is_shown() -> None:
 
 def test_pictures_are_drawn_as_they_are(tmp_path: Path) -> None:
     pictures.draw(tmp_path)
+    alive.draw(tmp_path)
     drawn = {path.name: words(path) for path in tmp_path.iterdir()}
     assert drawn == {name: words(IMAGES / name) for name in shown() - COPIED}
     assert all(len(text) > 10 for text in drawn.values())
