@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py                       # all, some ten minutes on two cores
     python benchmarks/faults.py --only "SIGSTOP|port"  # those whose group, fault or strategy match
-    python benchmarks/faults.py --write benchmarks/faults.md
+    python benchmarks/faults.py --write docs/faults.md
 
 Two or three workers train a tiny model on this machine's processor, as processes, configured to wait 10 s for each
 other. One thing is done to one of them; then the others

@@ -13,7 +13,7 @@ from faults import BEGIN, END, RESULTS, markdown, options, raw, written
 from lightning_decentral.shared.errors import MissingExtra
 from tests.docs.pages import ROOT
 
-PAGE = ROOT / "benchmarks" / "faults.md"
+PAGE = ROOT / "docs" / "faults.md"
 
 
 def test_the_page_shows_the_raw_results() -> None:
@@ -89,4 +89,4 @@ def test_the_table_goes_between_the_marks_and_nothing_else_changes() -> None:
 
 
 def test_what_the_command_takes() -> None:
-    assert options(["--only", "port", "--seconds", "20", "--write", "benchmarks/faults.md"]).seconds == 20
+    assert options(["--only", "port", "--seconds", "20", "--write", "docs/faults.md"]).seconds == 20
