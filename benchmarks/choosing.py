@@ -14,6 +14,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("ddp", "ddp, 4 MB buckets", "gossip", "gossip, int8")
 RATES = ("200mbit", "400mbit", "1gbit")
+WRITTEN = {"10mbit": "10 Mb/s", "50mbit": "50 Mb/s", "200mbit": "200 Mb/s", "1gbit": "1 Gb/s"}
 SIZES = ("2", "4", "8", "16")
 EQUAL_STEPS = (
     ("resnet", "ddp"), ("resnet", "gossip"), ("gpt", "ddp"), ("gpt", "gossip"), ("gpt", "ddp, AccumAdamW"),
@@ -66,11 +67,23 @@ def sooner(recipe: str, method: str) -> str:
     return f"{found} times sooner at the target than `ddp`"
 
 
+def by_rate(recipe: str, what: str) -> list[Row]:
+    """Of the table of a text with this title."""
+    return [row for row in rows("loss-per-second-2-cores.md") if row["title"].startswith(f"{recipe}, 4 hosts: {what}")]
+
+
+def at_rate(method: str, rate: str) -> str:
+    (found,) = (row[rate] for row in by_rate("gpt", "times sooner than `ddp`") if row["method"] == method)
+    return f"{found} times sooner at `ddp`'s loss"
+
+
 def questions() -> str:
     """What to type by the first question that is answered with yes, and one number for it."""
     slow = {row["method"]: row for row in rows("cluster-speed-2-cores.md") if row["straggler or model"] == "3"}
     equal = {(row["recipe"], row["run"]): row["mean ± deviation"] for row in rows("quality-2-cores.md")}
-    speed, accuracy = "`cluster-speed-2-cores.md`", "`cluster-accuracy-2-cores.md`"
+    speed, accuracy, text = (
+        f"`{name}-2-cores.md`" for name in ("cluster-speed", "cluster-accuracy", "loss-per-second")
+    )
     compared = f"accuracy {equal['resnet', 'ddp']} at equal steps, gossip {equal['resnet', 'gossip']}"
     body = [
         ["many trainings, few devices", "`hydra/launcher=shard_parallel`", sweep(), "`sweep-2-cores.json`"],
@@ -84,10 +97,12 @@ def questions() -> str:
          f"{slow['gossip, delay 4']['times faster than ddp']} times faster steps than `ddp`", speed],
         ["links of 400 Mb/s or less, images", "`strategy=gossip strategy/codec=int8`", sooner("resnet", "gossip, int8"),
          accuracy],
-        ["the same links, text, a thousand steps", "`strategy=gossip strategy/codec=int8 optimizer=accum_adamw`",
-         sooner("gpt", "gossip, int8, AccumAdamW"), accuracy],
-        ["the same links, but equal replicas", "`strategy=compressed`", "a quarter of the bytes; no seconds yet",
-         "[its guide](compressed.md)"],
+        ["links of 50 Mb/s or less, text", "`experiment=outer_muon`",
+         f"at 10 Mb/s {at_rate('outer rounds of 8, int4, Muon', '10mbit')}", text],
+        ["links of 200 Mb/s, text", "`experiment=gossip_muon`",
+         at_rate("gossip, int8, Muon", "200mbit"), text],
+        ["the same links, but equal replicas", "`experiment=compressed_muon`",
+         at_rate("compressed, int4, Muon", "200mbit"), text],
         ["none of these", "`strategy=ddp`", compared, "`quality-2-cores.md`"],
     ]  # fmt: skip
     return markdown(("first yes", "type", "one number", "from"), body)
@@ -122,6 +137,24 @@ def seconds_to_a_target() -> str:
     return markdown(("recipe", "steps", "target", "method", "reached after", "at the end"), body)
 
 
+def text_by_rate(recipe: str) -> str:
+    """Loss at the end, and times sooner than `ddp` at the loss that it has in the end, by rate."""
+    losses = {row["method"]: row["test loss in nats per byte at the end"] for row in by_rate(recipe, "")
+              if "MB sent per step" in row}  # fmt: skip
+    found = by_rate(recipe, "times sooner than `ddp` ")
+    rates = [head for head in found[0] if head.endswith("bit")]
+    body = [[r["method"], losses[r["method"]], *(r[rate] or "not reached" for rate in rates)] for r in found]
+    return markdown(("method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
+
+
+def gpt_by_rate() -> str:
+    return text_by_rate("gpt")
+
+
+def larger_batch_by_rate() -> str:
+    return text_by_rate("gpt-1024-tokens")
+
+
 def at_equal_steps() -> str:
     """Three seeds, four workers."""
     found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores.md")}
@@ -129,7 +162,7 @@ def at_equal_steps() -> str:
     return markdown(("recipe", "run", "metric", "mean ± deviation"), body)
 
 
-TABLES = (questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps)
+TABLES = (questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate)
 
 if __name__ == "__main__":
     print("\n\n".join(table() for table in TABLES))

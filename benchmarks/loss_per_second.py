@@ -21,6 +21,7 @@ from typing import Any
 from cluster import ClusterError, cluster
 from cluster_accuracy import INT8, LOSS, Recipe, measure
 from cluster_accuracy import RECIPES as PLAIN_RECIPES
+from cluster_speed import bits_per_second
 from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown
@@ -40,10 +41,8 @@ METHODS = {
     "gossip, int8, AccumAdamW": [*INT8, "optimizer=accum_adamw"],
     "gossip, int8, Muon": ["experiment=gossip_muon"],
     "compressed, int4, Muon": ["experiment=compressed_muon"],
-    "outer rounds of 8, int4, Muon": [
-        "experiment=muloco", "strategy.topology.steps=8", "strategy.combine.lr=0.7", "strategy.combine.momentum=0.5",
-    ],
-}  # fmt: skip
+    "outer rounds of 8, int4, Muon": ["experiment=outer_muon"],
+}
 """The first form of `ddp` is what the others are compared with; whose name begins with it is a peer."""
 GPT = PLAIN_RECIPES["gpt"]
 # In 256 tokens a worker and step Muon's products cost as much as the rest; in 1,024 about a quarter of that.
@@ -85,7 +84,8 @@ class Table:
         begin = f"{recipe} {hosts} "
         self.title = f"{recipe}, {hosts} hosts"
         self.runs = [run for key, run in results["curves"].items() if key.startswith(begin)]
-        self.rates = {key.removeprefix(begin): run for key, run in results["seconds"].items() if key.startswith(begin)}
+        timed = {key.removeprefix(begin): run for key, run in results["seconds"].items() if key.startswith(begin)}
+        self.rates = dict(sorted(timed.items(), key=lambda item: bits_per_second(item[0])))
         self.methods = list(self.runs[0]) if self.runs else []
         self.peers = [method for method in self.methods if method.startswith("ddp")]
 
@@ -118,7 +118,7 @@ class Table:
         return rows
 
     def to_the_loss_of(self, peer: str) -> list[list[str]]:
-        """Times sooner than the peer at its last loss; a peer's own row is the other peers' as well."""
+        """Steps to the peer's last loss, and times sooner than the peer, by rate."""
         head = ["method", f"steps to {self.last(peer):.3f}", *self.rates]
         rows = [head, ["---"] * len(head)]
         for method in self.methods:
@@ -144,14 +144,13 @@ class Table:
         return rows
 
     def markdown(self) -> str:
-        about = f"## {self.title}\n\n{len(self.runs)} seed(s), {self.runs[0]['ddp']['steps'][-1]} steps."
-        parts = [about, lines(self.losses())]
-        for peer in (self.peers[0], "ddp, Muon"):
-            parts += [
-                f"Times sooner than `{peer}` at the loss that it has in the end:",
-                lines(self.to_the_loss_of(peer)),
-            ]
-        parts += ["At the loss that each peer has in the end, times sooner, the soonest of ours:"]
+        steps = self.runs[0]["ddp"]["steps"][-1]
+        parts = [f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.", lines(self.losses())]
+        for peer in (self.peers[0], "ddp, Muon, fp16 hook"):
+            if peer in self.peers:
+                parts.append(f"{self.title}: times sooner than `{peer}` at the loss that it has in the end:")
+                parts.append(lines(self.to_the_loss_of(peer)))
+        parts.append(f"{self.title}: times sooner at the loss that each peer has in the end, the soonest of ours:")
         return "\n\n".join([*parts, lines(self.against_each_peer())])
 
 

@@ -194,7 +194,7 @@ def test_every_partial_strategy_can_be_constructed(words):
         assert get_object(cfg.strategy[parameter]._target_) is type(value)
 
 
-RUN_HERE = ("demo", "gossip_muon", "compressed_muon")
+RUN_HERE = ("demo", "gossip_muon", "compressed_muon", "outer_muon")
 
 
 def test_experiments_that_were_not_run_say_so():
