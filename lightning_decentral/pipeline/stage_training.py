@@ -32,13 +32,13 @@ class Staged(Protocol):
         """Usually a `Chain`."""
 
 
-def pipelined(module: LightningModule, slicing: Slicing | None) -> Pipelined:
-    """The model that is cut into stages.
+def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.device) -> Pipelined:
+    """The model that is cut into stages, to be trained on devices like this one.
 
     Raises:
         ValueError: it has no tokens to be sliced along.
     """
-    model = module.pipeline_stages() if isinstance(module, Staged) else find(module)
+    model = module.pipeline_stages() if isinstance(module, Staged) else find(module, device)
     if not model.sliceable and slicing not in (None, Uniform(1)):
         raise ValueError(
             f"{type(model.module).__name__} needs all of an input at once (attention in both directions, or no "

@@ -179,7 +179,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.model_to_device()  # only now: a device need only have room for its stage
 
     def _take_part(self, module: LightningModule) -> None:
-        model = pipelined(module, self.slicing)
+        model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
         stop = sum(counts[: self.stage + 1])
         place = StagePlace(stop - counts[self.stage], stop, self.stage == 0, self.stage == self.num_stages - 1)

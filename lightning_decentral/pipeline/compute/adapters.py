@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_decentral.pipeline.compute.causal.flex import HOST
 from lightning_decentral.pipeline.compute.causal.refusals import refuse_compiled_around
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
@@ -116,16 +118,19 @@ def resnet(module: Any) -> Chain:
     )
 
 
-KNOWN: dict[str, Callable[[Any], Pipelined]] = {
+KNOWN: dict[str, Callable[[Any, torch.device], Pipelined]] = {
     "GenerationMixin": adapted,
-    "ViTForImageClassification": vit,
-    "ResNetForImageClassification": resnet,
+    "ViTForImageClassification": lambda module, _: vit(module),
+    "ResNetForImageClassification": lambda module, _: resnet(module),
 }
 """By the name of a class of `transformers` or of one it inherits from, so that `transformers` need not be installed."""
 
 
-def find(module: nn.Module) -> Pipelined:
+def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
     """The one known model in `module`.
+
+    Args:
+        device: that it will be trained on.
 
     Raises:
         ValueError: there is none, or several, or it can't be cut.
@@ -140,7 +145,7 @@ def find(module: nn.Module) -> Pipelined:
         )
     part, kind = found[0]
     refuse_compiled_around(module, part)
-    return KNOWN[kind](part)
+    return KNOWN[kind](part, device)
 
 
 def _kind(module: nn.Module) -> str | None:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SEPARABLE = ("eager", "sdpa")
+from lightning_decentral.pipeline.compute.causal.flex import FLEX
+
+SEPARABLE = ("eager", "sdpa", FLEX)
 """Kinds of attention whose masks are built from a function of two places."""
 _current: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 

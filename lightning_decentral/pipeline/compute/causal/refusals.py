@@ -5,10 +5,12 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy
 from lightning_decentral.pipeline.compute.causal.documents import SEPARABLE
+from lightning_decentral.pipeline.compute.causal.flex import FLEX, trains
 
 REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile()"
 
@@ -45,6 +47,22 @@ def refuse_compiled_around(root: nn.Module, module: nn.Module) -> None:
             )
 
 
+def refuse_attention(module: nn.Module, device: torch.device) -> None:
+    """ValueError for a kind of attention whose slices can't be compared with the whole, or trained on this device."""
+    name, kind = type(module).__name__, vars(module)["config"]._attn_implementation
+    if kind not in SEPARABLE:
+        raise ValueError(
+            f"{name} has attn_implementation={kind!r}, whose slices can't be compared with the whole: load it with one "
+            f"of {', '.join(SEPARABLE)}"
+        )
+    if kind == FLEX and not trains(device):
+        own: Any = type(module)
+        raise ValueError(
+            f"{name} has attn_implementation={kind!r}, of which torch has no backward on this device ({device.type}): "
+            f"load it with attn_implementation={'sdpa' if own._supports_sdpa else 'eager'!r}"
+        )
+
+
 def refuse_unsliceable(module: nn.Module) -> None:
     """ValueError for what would be wrong without a sign once a sequence is cut into slices."""
     name = type(module).__name__
@@ -53,11 +71,6 @@ def refuse_unsliceable(module: nn.Module) -> None:
         raise ValueError(
             f"{name} has config.is_causal=False, so a token needs those after it and a sequence can't be cut: "
             "set is_causal=True, or return a Chain from pipeline_stages() of the LightningModule and use microbatches"
-        )
-    if config._attn_implementation not in SEPARABLE:
-        raise ValueError(
-            f"{name} has attn_implementation={config._attn_implementation!r}, whose slices can't be compared with the "
-            f"whole on a CPU (torch's flex attention has no backward there): load it with one of {', '.join(SEPARABLE)}"
         )
     for path, part in module.named_modules():
         if vars(part).get("gradient_checkpointing"):

@@ -155,12 +155,12 @@ def _wide(value: Any) -> Any:
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
-    """Within, random numbers, autocast and gradients are as in a fresh process; afterwards as they were before."""
+def isolated(place: torch.device) -> Iterator[None]:
+    """Within, random numbers, autocast on this device and gradients are as in a fresh process; afterwards as before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several take longer over so little
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), torch.autocast("cpu", enabled=False), Doubled():
+        with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(place.type, enabled=False), Doubled():
             torch.manual_seed(0)
             yield
     finally:

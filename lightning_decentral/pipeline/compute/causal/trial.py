@@ -2,8 +2,9 @@
 
     | loss(cut) - loss(whole) |  and  || grad(cut) - grad(whole) || / || grad(whole) ||  below TOLERANCE, in float64
 
-Cut means three stages and three slices. Padded rows, packed rows and router losses are tried by themselves: a model
-that isn't the same with these is refused for calls of this kind only.
+Cut means three stages and three slices; on the host, unless torch trains this kind of attention on a device only.
+Padded rows, packed rows and router losses are tried by themselves: a model that isn't the same with these is refused
+for calls of this kind only.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, dissect
 from lightning_decentral.pipeline.compute.causal.causal_model import LEFT, PACKING, RIGHT, ROUTING, CausalModel
-from lightning_decentral.pipeline.compute.causal.refusals import refuse_compiled, refuse_unsliceable
+from lightning_decentral.pipeline.compute.causal.flex import HOST, tried_at
+from lightning_decentral.pipeline.compute.causal.refusals import refuse_attention, refuse_compiled, refuse_unsliceable
 from lightning_decentral.pipeline.compute.causal.small_copy import Unfit, isolated, small_copy
 from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Keep, Stage
@@ -48,14 +50,18 @@ _known: dict[tuple[type, str], Verdict] = {}
 _lock = Lock()
 
 
-def adapted(module: nn.Module) -> CausalModel:
+def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
     """The model, ready to be cut.
+
+    Args:
+        device: that it will be trained on.
 
     Raises:
         ValueError: a small copy of it isn't the same in slices, in one line what differs.
     """
+    refuse_attention(module, device)
     refuse_unsliceable(module)
-    verdict = judged(type(module), vars(module)["config"])
+    verdict = judged(type(module), vars(module)["config"], device)
     if verdict.anatomy is None:
         raise ValueError(
             f"{type(module).__name__} can't be cut into slices: {verdict.refused['']}; return a Chain from "
@@ -65,21 +71,21 @@ def adapted(module: nn.Module) -> CausalModel:
     return CausalModel(module, verdict.anatomy, verdict.refused)
 
 
-def judged(kind: type, config: Any) -> Verdict:
+def judged(kind: type, config: Any, device: torch.device = HOST) -> Verdict:
     """Of models of this class and configuration; tried once in a process."""
-    key = kind, f"{config.to_json_string(use_diff=False)} {config._attn_implementation}"
-    with _lock:
+    with _lock, tried_at(config, device) as place:
+        key = kind, f"{config.to_json_string(use_diff=False)} {config._attn_implementation} {place.type}"
         if key not in _known:
-            with isolated():
-                _known[key] = _try(kind, config)
+            with isolated(place):
+                _known[key] = _try(kind, config, place)
         return _known[key]
 
 
-def _try(kind: type, config: Any) -> Verdict:
+def _try(kind: type, config: Any, place: torch.device) -> Verdict:
     """Everything that a copy says is an answer: what it raises is why it can't be cut."""
     try:
-        copy = small_copy(kind, config)
-        ids = torch.randint(3, copy.config.vocab_size, (BATCH, LENGTH))  # below: special tokens
+        copy = small_copy(kind, config).to(place)
+        ids = torch.randint(3, copy.config.vocab_size, (BATCH, LENGTH)).to(place)  # below: special tokens
         ask = {"input_ids": ids, "use_cache": True, **_routing(copy)}
         anatomy = dissect(copy, lambda memory: copy(past_key_values=memory, **ask), LENGTH)
     except Exception as error:
@@ -93,9 +99,9 @@ def _try(kind: type, config: Any) -> Verdict:
 
 def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
     """What is tried, by kind: what a step would call the model with."""
-    routed, places = _routing(copy), torch.arange(LENGTH)
+    routed, places = _routing(copy), torch.arange(LENGTH, device=ids.device)
     plain = {"input_ids": ids, "labels": ids, **dict.fromkeys(routed, False)}
-    documents = torch.stack([torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]), places])
+    documents = torch.stack([torch.cat([places[:4], places[:-4]]), places])
     padded = {side: _padded(plain, kept) for side, kept in ((RIGHT, places < LENGTH - 3), (LEFT, places >= 3))}
     calls: dict[str, list[dict[str, Any]]] = {
         "": [plain],
@@ -171,10 +177,6 @@ def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any]) -> tuple[Ten
             towards = stage.backward(0, index, grad)
             grad = grad if towards is None else towards
     return loss.detach(), _summed(copy, models)
-
-
-def _copied(copy: nn.Module) -> nn.Module:
-    return deepcopy(copy)
 
 
 def _summed(copy: nn.Module, models: list[CausalModel]) -> Gradients:

@@ -19,6 +19,7 @@ NEOX = {key: value for key, value in SMALL.items() if key != "num_key_value_head
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {**GPT2, "n_layer": 3}),
+    "llama": ("Llama", SMALL),
     "qwen3": ("Qwen3", HEADS),
     "gemma, scaled embedding": ("Gemma", HEADS),
     "gemma2, caps on logits and attention": ("Gemma2", {**HEADS, **MIXED, "final_logit_softcapping": 5.0}),
