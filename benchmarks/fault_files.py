@@ -64,12 +64,19 @@ def foreign(path: Path) -> None:
     path.write_text("not a checkpoint\n" * 100)
 
 
-def resumed(fault: str, method: str, damage: Callable[[Place, Path], None], due: Sequence[str], size: int = 2) -> Row:
-    """Goes on from a checkpoint to which this was done; whoever says that it goes on exactly must."""
+def resumed(
+    fault: str,
+    method: str,
+    damage: Callable[[Place, Path], None],
+    due: Sequence[str],
+    size: int = 2,
+    by: str | None = None,
+) -> Row:
+    """Goes on from a checkpoint to which this was done; whoever says that it goes on exactly must. by: who saved it."""
 
     def run(place: Place) -> Outcome:
         folder = place.folder / "run"
-        shutil.copytree(place.saved(method), folder)
+        shutil.copytree(place.saved(by or method), folder)
         damage(place, folder)
         started = place.train("run", method=method, resume=plain(folder), size=size)
         started.wait()
@@ -98,6 +105,21 @@ def _of_another_run(place: Place, folder: Path) -> None:
         mine.write_bytes(its.read_bytes())
 
 
+def _blocked(folder: Path) -> None:
+    """Something else stands where workers write."""
+    place = folder / "checkpoints" / ".workers"
+    shutil.rmtree(place)
+    place.write_text("")
+
+
+def _another_save(place: Place) -> Outcome:
+    """As on nodes with disks of their own."""
+    other = changed(resume=str(plain(place.saved("gossip", seed=0.03))))
+    started = place.train("run", on(1, other), resume=plain(place.saved("gossip")))
+    started.wait()
+    return judged(started, (), lambda: "it went on, and nothing was said")
+
+
 def rows() -> Iterator[Row]:
     for method in METHODS:
         yield resumed("none: resumed from a checkpoint", method, lambda place, folder: None, (GOES_ON,))
@@ -118,6 +140,10 @@ def rows() -> Iterator[Row]:
     yield resumed("the workers' files mixed up", "gossip", lambda _, folder: _swap(*own(folder)), EITHER)
     yield resumed("the workers' files of another run", "gossip", _of_another_run, EITHER)
     yield resumed("resumed by 3 workers", "gossip", lambda place, folder: None, EITHER, 3)
+    for by, method in (("gossip", "partial_backprop"), ("partial_backprop", "gossip"), ("compressed", "gossip")):
+        yield resumed(f"last.ckpt of {by}", method, lambda place, folder: None, EITHER, by=by)
+    yield resumed(".workers is a file", "gossip", lambda _, folder: _blocked(folder), (LINE,))
+    yield Row("files", "worker 1 resumes from another save", "gossip", (LINE,), _another_save, "different checkpoints")
     yield resumed("last.ckpt missing", "gossip", lambda _, folder: plain(folder).unlink(), (LINE,))
     for rank in (0, 1):
         yield Row("files", f"worker {rank}'s disk is full", "gossip", (LINE,), _full(rank), "File too large|No space")

@@ -18,7 +18,7 @@ import hydra
 from fault_kinds import slow
 from fault_rows import Place, Row
 from fault_runs import CORRUPT, GOES_ON, HANGS, LINE, TRACEBACK, Outcome, Run, differs, judged, unsound
-from fault_worker import METHODS
+from fault_worker import METHODS, Worker, meeting
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
@@ -77,6 +77,18 @@ def _second_job(first: bool) -> Callable[[Place], Outcome]:
     return run
 
 
+def _stray(place: Place) -> Outcome:
+    """A worker of a job with two nodes comes to one of a single node."""
+    started = place.train("run", slow(0.1))
+    stray = Worker("gossip", 2, 2, place.folder / "stray", trainer={"num_nodes": 2})
+    there = {"NODE_RANK": "1", "WORLD_SIZE": "4"}
+    process = started.start(stray.train, {**meeting(0, 2, place.port), **there})
+    started.wait((2,))
+    if not process.said.get("meant"):
+        return Outcome(TRACEBACK, f"the stray: {process.said.get('text')}")
+    return judged(started, (2,), lambda: differs(started.folder, place.whole("gossip")))
+
+
 def ports_of(pids: set[int]) -> set[int]:
     """On which these processes listen."""
     sockets = set()
@@ -123,6 +135,7 @@ def at_ports() -> Iterator[Row]:
     yield Row("ports", "a web server listens there", "gossip", (LINE,), _squatted(answer))
     yield Row("ports", "a second job: the first one's end", "gossip", (GOES_ON,), _second_job(True))
     yield Row("ports", "a second job: the second one's end", "gossip", (LINE,), _second_job(False))
+    yield Row("ports", "a worker of a job with other nodes", "gossip", (GOES_ON,), _stray)
     yield Row("ports", "garbage at the store's port", "gossip", (GOES_ON,), _noise(False))
     yield Row("ports", "garbage at the ports of messages", "gossip", (GOES_ON,), _noise(True))
 

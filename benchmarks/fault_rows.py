@@ -132,7 +132,7 @@ def ends() -> Iterator[Row]:
     )
 
 
-INJECTED = ("a worker ends", "a run is stopped", "numbers")
+INJECTED = ("a worker ends", "a run is stopped", "numbers", "one worker alone")
 LONG = changed(trainer={"max_epochs": 1000})
 
 
@@ -162,15 +162,17 @@ def numbers() -> Iterator[Row]:
             for moment, at in moments.items():
                 faults = [on(1, at(poison(value, where)))]
                 yield struck("numbers", f"{value:g} in a {where} of worker 1 {moment}", "gossip", faults, size=3)
-        for method in ("partial_backprop", "token_pipeline"):
+        for method in ("partial_backprop", "token_pipeline", "compressed"):
             faults = [on(1, moments["before an update"](poison(value, "parameter")))]
             yield struck("numbers", f"{value:g} in a parameter of worker 1 before an update", method, faults)
 
 
 def rows() -> list[Row]:
     """Of all groups."""
+    import fault_alone
     import fault_files
     import fault_places
     import fault_settings
 
-    return [*ends(), *stops(), *numbers(), *fault_files.rows(), *fault_settings.rows(), *fault_places.rows()]
+    others = fault_files, fault_settings, fault_places, fault_alone
+    return [*ends(), *stops(), *numbers(), *(row for module in others for row in module.rows())]

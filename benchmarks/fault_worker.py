@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_decentral import GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, TokenPipelineStrategy
 from lightning_decentral.pipeline import Given
 from lightning_decentral.shared.errors import mendable
 
@@ -106,6 +106,7 @@ class Method:
 
 METHODS = {
     "gossip": Method(GossipStrategy),
+    "compressed": Method(CompressedStrategy),
     "partial_backprop": Method(PartialBackpropStrategy, options={"cuts": ["head"]}),
     "token_pipeline": Method(TokenPipelineStrategy, Language, tokens, {"slicing": Given((5, 3))}, same_batches=True),
 }

@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py                       # all, some ten minutes on two cores
     python benchmarks/faults.py --only "SIGSTOP|port"  # those whose group, fault or strategy match
-    python benchmarks/faults.py --write docs/faults.md
+    python benchmarks/faults.py --write docs/faults.md  # with --only: the other rows stay as they were measured
 
 Two or three workers train a tiny model on this machine's processor, as processes, configured to wait 10 s for each
 other. One thing is done to one of them; then the others
@@ -127,6 +127,29 @@ def raw(path: Path) -> tuple[dict[str, str], list[Found]]:
     return content["hardware"], [Found(**row) for row in content["rows"]]
 
 
+def merged(old: Sequence[Found], new: Sequence[Found], order: Sequence[Row]) -> list[Found]:
+    """All rows, in order, of which some were measured anew; those that are no more are left out."""
+    known = {(one.group, one.fault, one.strategy): one for one in (*old, *new)}
+    return [known[key] for row in order if (key := (row.group, row.fault, row.strategy)) in known]
+
+
+def publish(page: Path, found: Sequence[Found], some: bool) -> None:
+    """The raw results and the page's table; some: of these rows, the others stay."""
+    path = RESULTS / f"faults-{slug()}.json"
+    command = f"`{shlex.join(['python', 'benchmarks/faults.py', *sys.argv[1:]])}`"
+    about = f"{command}, {sentence()}; raw results in `benchmarks/results/{path.name}`."
+    if some:
+        found = merged(raw(path)[1], found, rows())
+        about = f"{about_of(page.read_text())} Later, rows of {command}."
+    path.write_text(json.dumps({"hardware": description(), "rows": [asdict(one) for one in found]}, indent=1) + "\n")
+    page.write_text(written(page.read_text(), found, about))
+
+
+def about_of(page: str) -> str:
+    """What the page says of its table; of its latest rows only the last command."""
+    return page.partition(BEGIN)[2].strip().partition("\n")[0].partition(" Later, rows of ")[0]
+
+
 # ---- command ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,13 +179,7 @@ def main() -> None:
     wrong = [one for one in found if not one.right]
     console.print(f"{len(found) - len(wrong)} of {len(found)} rows end as they should")
     if chosen.write:
-        path = RESULTS / f"faults-{slug()}.json"
-        path.write_text(
-            json.dumps({"hardware": description(), "rows": [asdict(one) for one in found]}, indent=1) + "\n"
-        )
-        command = shlex.join(["python", "benchmarks/faults.py", *sys.argv[1:]])
-        about = f"`{command}`, {sentence()}; raw results in `benchmarks/results/{path.name}`."
-        chosen.write.write_text(written(chosen.write.read_text(), found, about))
+        publish(chosen.write, found, bool(chosen.only))
     sys.exit(bool(wrong))
 
 

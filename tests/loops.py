@@ -25,6 +25,7 @@ class Loop:
         save_at, shown: after which step `folder/step.ckpt` is saved, and whether the mean stands meanwhile.
         resume: a file to go on from.
         finish: end with the mean for all workers.
+        sick_at: the step, from 0, in which worker 1's loss is NaN.
         look: asked, after every step, on every worker; what it returns is kept by the step.
     """
 
@@ -38,6 +39,7 @@ class Loop:
     shown: bool = False
     resume: Path | None = None
     finish: bool = False
+    sick_at: int = -1
     look: Callable[[Fabric, nn.Module], Any] | None = None
 
     def __call__(self, fabric: Fabric, folder: Path) -> None:
@@ -78,6 +80,8 @@ class Loop:
             with fabric.no_backward_sync(model, enabled=part < self.accumulate - 1):
                 x, y = batch_of(fabric.global_rank, step * self.accumulate + part)
                 loss = nn.functional.cross_entropy(model(x), y) / self.accumulate
+                if (fabric.global_rank, step) == (1, self.sick_at):
+                    loss = loss * float("nan")
                 fabric.backward(loss)
         return loss
 

@@ -11,6 +11,7 @@ from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
+from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.gradients import GradientAverage
@@ -50,7 +51,7 @@ class FabricCompressedStrategy(FabricWorkers):
     take the same update and stay bit-equal.
 
     Args:
-        codec, bucket_bytes: as for `CompressedStrategy`; buckets are each module's own.
+        codec, bucket_bytes, nonfinite: as for `CompressedStrategy`; buckets are each module's own.
         **ddp: what Fabric's DDPStrategy itself takes (start_method, process_group_backend, ...), and `timeout`.
 
     Raises:
@@ -59,8 +60,16 @@ class FabricCompressedStrategy(FabricWorkers):
 
     drifts: ClassVar[bool] = False
 
-    def __init__(self, *, codec: Codec | None = None, bucket_bytes: int | None = None, **ddp: Any) -> None:
+    def __init__(
+        self,
+        *,
+        codec: Codec | None = None,
+        bucket_bytes: int | None = None,
+        nonfinite: NonFinite = "stop",
+        **ddp: Any,
+    ) -> None:
         super().__init__(**ddp)
+        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.codec, self.bucket_bytes = codec or Int8(), bucket_bytes
         refuse_impossible(self.codec, bucket_bytes)
         self._reduced: list[Reduced] = []

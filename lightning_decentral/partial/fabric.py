@@ -19,6 +19,7 @@ from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
+from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.objects import broadcast_world
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
@@ -50,7 +51,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
     Args:
         depth: as for `PartialBackpropStrategy`, its warm-up in steps; by default `Temporal(warm_up=0)`.
-        cuts, balance, absent, bucket_bytes: as for `PartialBackpropStrategy`.
+        cuts, balance, absent, bucket_bytes, nonfinite: as for `PartialBackpropStrategy`.
         **ddp: what Fabric's DDPStrategy itself takes (start_method, process_group_backend, ...), and `timeout`.
 
     Raises:
@@ -69,9 +70,11 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         balance: Balance | None = None,
         absent: Absent | None = None,
         bucket_bytes: int | None = None,
+        nonfinite: NonFinite = "stop",
         **ddp: Any,
     ) -> None:
         super().__init__(**ddp)
+        self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         check_wish(cuts)
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")

@@ -8,6 +8,7 @@ that says what is lost.
 import functools
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -18,8 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.wire.agreement import RollCall
+from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
+from lightning_decentral.shared.wire.meeting.waits import Wait, Waits
 from lightning_decentral.shared.wire.pending import Naming
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -94,14 +97,16 @@ class Coordination(Uncoordinated):
         presence: Presence,
         name: str,
     ) -> None:
-        self._of, self._met, self._open = of, 0, True
+        self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
         self.waiting = self._roll = RollCall(
             wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
         self.updating = self._steps = StepWatch(optimizers)
         self._loops = LoopPatches(trainer, stop, self._roll)
+        self._waits = Waits(presence.notices, self._wait)
         presence.listen(stop.look)
+        presence.listen(self._waits.look)
 
     @property
     def agreed(self) -> bool:
@@ -110,9 +115,19 @@ class Coordination(Uncoordinated):
     def meet(self, call: Callable[[], Result]) -> Result:
         if not self._open:
             return call()  # the fit has ended: nobody answers a roll call
-        self._met += 1
-        with self._roll, Naming("the others", self._rank):
-            return call()
+        self._met, self._calling = self._met + 1, True
+        try:
+            with self._roll, Naming("the others", self._rank):
+                return call()
+        finally:
+            self._calling = False
+
+    def _wait(self) -> Wait | None:
+        """What this worker has waited in for long."""
+        since = self._roll.waiting_since
+        if since is None or time.monotonic() - since < waits.LONG_SECONDS:
+            return None
+        return Wait(self._met, self._calling, self._presence.phase())
 
     def tick(self) -> None:
         self._stop.tick()
@@ -127,6 +142,7 @@ class Coordination(Uncoordinated):
         if self._open:
             self._open = False
             self._presence.forget(self._stop.look)
+            self._presence.forget(self._waits.look)
             self._roll.close()
             self._loops.restore()
             self._steps.close()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch.plugins.precision import Precision
+from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, isfinite
 from torch.optim import Optimizer
@@ -21,6 +21,13 @@ class Unchecked:
     def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
         """The closure, and behind it a judgement of its gradients, before the update."""
         return closure
+
+    def of_step(self, given: dict[str, Any], optimizer: Optimizer, precision: Precision) -> dict[str, Any]:
+        """What a loop of the user's own gives `optimizer.step`: gradients are there already, or come by its closure."""
+        if given.get("closure") is not None:
+            return {**given, "closure": self.after(given["closure"], optimizer, precision)}
+        self.after(_nothing, optimizer, precision)()
+        return given
 
 
 class GradientCheck(Unchecked):
@@ -73,6 +80,10 @@ class GradientCheck(Unchecked):
                 parameter.grad = None
         self.skipped += 1
         rank_zero_warn(f"the gradients of a step hold NaN or infinity: no worker updates ({self.skipped} skipped)")
+
+
+def _nothing() -> None:
+    """The closure of a step whose gradients are there."""
 
 
 def _values(gradient: Tensor) -> Tensor:

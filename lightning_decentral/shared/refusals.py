@@ -1,9 +1,10 @@
-"""For which Trainers strategies are, the options that they know, and refusals of what no method with workers serves."""
+"""For which Trainers strategies are, the options and devices that they know, and what no method with workers serves."""
 
 import inspect
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
@@ -17,6 +18,23 @@ OTHER = {
 """{where Strategy is from: (the other package, where its strategies are)}"""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class OwnDevice:
+    """Of a strategy's devices the one at this process's local rank."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """ValueError where whoever started the processes gave this one a rank without a device."""
+        own: Any = self
+        devices, place = own.parallel_devices or [], own.local_rank
+        if not 0 <= place < len(devices):
+            raise ValueError(
+                f"this process has local rank {place} (LOCAL_RANK, or SLURM_LOCALID under SLURM) and was given "
+                f"devices={len(devices)}: start as many processes as devices on each host, with ranks from 0"
+            )
+        device: torch.device = devices[place]
+        return device
 
 
 def named(strategy: Strategy) -> str:

@@ -46,6 +46,17 @@ def test_replicas_stay_equal_and_what_was_rounded_away_is_resumed(tmp_path: Path
     assert all(equal(a["rows"][3:], b["rows"]) for a, b in zip(whole, rest, strict=True))
 
 
+def test_a_step_with_nan_ends_all_or_is_skipped_by_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="FloatingPointError: the gradients hold NaN or infinity on all workers"):
+        run(tmp_path, compressed(), Loop(sick_at=2))
+    loop = Loop(sick_at=2, optimizer=torch.optim.AdamW)
+    rows = [worker["rows"] for worker in run(tmp_path, compressed(nonfinite="skip"), loop, name="skipped")]
+    assert all(equal(row, rows[0]) for row in rows)
+    assert equal(rows[0][1:2], rows[0][2:3])
+    assert not equal(rows[0][2:3], rows[0][3:4])
+    assert all(bool(torch.isfinite(value).all()) for value in rows[0][-1].values())
+
+
 LINE_SEARCH = partial(torch.optim.LBFGS, max_iter=8, line_search_fn="strong_wolfe")
 
 

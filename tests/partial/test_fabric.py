@@ -91,11 +91,22 @@ def test_every_worker_goes_on_bit_for_bit(assignment: Any, tmp_path: Path) -> No
     ({"depth": Temporal()}, "has no known end: give warm_up in steps, got 0.25"),
     ({"cuts": 0}, "cuts must be at least 1"),
     ({"bucket_bytes": 0}, "bucket_bytes must be positive"),
-    ({"nonfinite": "skip"}, "has no option 'nonfinite'"),
+    ({"nonfinite": "ignore"}, "nonfinite must be"),
 ], ids=str)  # fmt: skip
 def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         cut(**options)
+
+
+def test_a_step_with_nan_ends_all_or_is_skipped_by_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="FloatingPointError: the gradients hold NaN or infinity on all workers"):
+        run(tmp_path, cut(), Loop(sick_at=2))
+    loop = Loop(sick_at=2, optimizer=torch.optim.AdamW)
+    rows = [worker["rows"] for worker in run(tmp_path, cut(nonfinite="skip"), loop, name="skipped")]
+    assert all(equal(row, rows[0]) for row in rows)
+    assert equal(rows[0][1:2], rows[0][2:3])
+    assert not equal(rows[0][2:3], rows[0][3:4])
+    assert all(bool(torch.isfinite(value).all()) for value in rows[0][-1].values())
 
 
 def test_cuts_that_are_none_are_named_on_every_worker(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def fit(party: Party, stop: Any, optimizers: Any = ()) -> Coordination:
     store = SimpleNamespace(check=lambda keys: False, set=lambda key, value: None)
     wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store)
     trainer: Any = SimpleNamespace()
-    presence: Any = SimpleNamespace(listen=lambda _: None, forget=lambda _: None)
+    presence: Any = SimpleNamespace(listen=lambda _: None, forget=lambda _: None, notices=None)
     settings: Any = {"stop": stop, "presence": presence, "name": "fit-0"}
     return Coordination(wire, trainer, optimizers, party, **settings)
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.objects import check_same_call
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend
@@ -19,6 +20,7 @@ from tests.tiny import QUIET, Net, SizedBatches
 TIMEOUT = timedelta(seconds=2)
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "gossip": lambda: GossipStrategy(timeout=TIMEOUT),
+    "blocking": lambda: GossipStrategy(timeout=TIMEOUT, delay=0),
     "compressed": lambda: CompressedStrategy(timeout=TIMEOUT),
     "partial": lambda: PartialBackpropStrategy(cuts=["second"], timeout=TIMEOUT),
 }
@@ -48,13 +50,36 @@ def fit(strategy: str, module: type[Net], *callbacks: Callback) -> None:
     trainer.fit(module(), SizedBatches(6), SizedBatches(1))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["gossip", "compressed", "partial"])
 def test_a_worker_that_alone_logs_with_sync_dist_ends_all_in_one_line(strategy: str) -> None:
     for outcome in crew(2, fit, strategy, LogsAlone, seconds=40):
         said = outcome.error.partition(": ")
         assert said[0] in ("RuntimeError", "PeerLost"), outcome
         assert "another worker to something else" in said[2] or "sync_dist=True or all_gather, on some of" in said[2]
         assert "\n" not in said[2]
+
+
+class Leaves(Callback):
+    """Worker 1 alone waits for all; they go on, and wait for its message, or in another call."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 1:
+            trainer.strategy.barrier()
+
+
+def fit_soon_worried(strategy: str) -> None:
+    waits.LONG_SECONDS = 0.5
+    fit(strategy, Net, Leaves())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"), [("gossip", "a collective call (in validation)"), ("blocking", "a round (in step 2)")]
+)
+def test_a_worker_that_waits_for_all_alone_is_named_before_the_timeout(strategy: str, place: str) -> None:
+    said = f"all workers wait: worker 0 in {place}, worker 1 in a collective call (in step 2); if only some make"
+    for outcome in crew(2, fit_soon_worried, strategy, seconds=40):
+        assert said in outcome.output
+        assert outcome.error.startswith("PeerLost: ")
 
 
 def test_models_that_have_come_apart_are_never_averaged() -> None:

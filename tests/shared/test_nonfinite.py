@@ -50,6 +50,23 @@ def test_a_step_stops_with_the_remedies(bad: float) -> None:
         step("stop", bad)
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["in a closure", "before"])
+def test_a_loop_of_the_users_own_is_judged_where_it_makes_its_gradients(closed: bool) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer, check = torch.optim.SGD([parameter], lr=0.1), GradientCheck("stop")
+
+    def backward() -> float:
+        parameter.grad = torch.tensor([float("nan")])
+        return 0.0
+
+    given: dict[str, Any] = {"closure": backward} if closed else {}
+    if not closed:
+        backward()
+    with pytest.raises(FloatingPointError):
+        optimizer.step(**check.of_step(given, optimizer, PLAIN))
+    assert parameter.item() == 1.0
+
+
 def test_a_scaler_decides_for_itself() -> None:
     parameters, _, check = step("stop", float("inf"), SCALED)
     assert check.skipped == 0

@@ -24,8 +24,9 @@ from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.meeting import TIMEOUT
+from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.plan.described import constructed, described
-from lightning_decentral.shared.refusals import StartMethod, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.refusals import OwnDevice, StartMethod, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import versions
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
@@ -38,7 +39,7 @@ from lightning_decentral.shared.wire.transport import Transport, Wire, connected
 MEAN_STANDS = "the mean of the workers stands in the model's place"
 
 
-class FabricWorkers(DDPStrategy):
+class FabricWorkers(OwnDevice, DDPStrategy):
     """DDPStrategy without its wrapper: whole models that start equal, and what a method does after each update.
 
     Args:
@@ -54,6 +55,7 @@ class FabricWorkers(DDPStrategy):
         ValueError: for any other option.
     """
 
+    gradient_check = Unchecked()
     drifts: ClassVar[bool]
     """Whether workers may differ between steps."""
 
@@ -185,7 +187,7 @@ class FabricWorkers(DDPStrategy):
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
-        output = super().optimizer_step(optimizer, **kwargs)
+        output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
         if self.wire is not None:
             self.mean_model.apart = self.drifts
             with self._telling():

@@ -69,6 +69,9 @@ class RollCall:
         met: how many collective calls of Lightning this worker has entered.
         name: of this roll call in the store, another one for each fit.
         left_after: the round after which others have stopped, who won't come to the end of this epoch.
+
+    Attributes:
+        waiting_since: by the monotonic clock; None where this worker waits for nobody.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class RollCall:
         self._rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
         self._name, self._number, self._left_after = name, 0, left_after
         self._alert = False
-        self._waiting_since: float | None = None
+        self.waiting_since: float | None = None
         self._closed = threading.Event()
         # A thread: whoever waits is blocked in a message or a collective call, and can't say so itself.
         self._watch = threading.Thread(target=self._say_when_waiting, name="lightning_decentral-roll-call", daemon=True)
@@ -98,15 +101,15 @@ class RollCall:
 
     def __enter__(self) -> None:
         """Around whatever may wait for other workers."""
-        self._waiting_since = time.monotonic()
+        self.waiting_since = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        self._waiting_since = None
+        self.waiting_since = None
 
     def _say_when_waiting(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is worker 0, which whoever waits for it will say
             while not self._closed.wait(self._patience() / 2):
-                since = self._waiting_since
+                since = self.waiting_since
                 if since is not None and time.monotonic() - since > self._patience():
                     self._ask()
 

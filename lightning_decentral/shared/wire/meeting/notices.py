@@ -76,6 +76,10 @@ class Notices:
         self._beats += 1
         self._store.set(f"beat/{self.rank}", str(self._beats))
 
+    def tell(self, what: str, text: str) -> None:
+        """Write this worker's word on it, for `read`."""
+        self._store.set(f"{what}/{self.rank}", text)
+
     def end(self, ending: Ending) -> None:
         """Say why this worker ends."""
         self._store.set(f"ended/{self.rank}", json.dumps(asdict(ending)))
@@ -163,7 +167,7 @@ class Presence:
     """
 
     def __init__(self, notices: Notices, phase: Callable[[], str]) -> None:
-        self._notices, self._phase = notices, phase
+        self.notices, self.phase = notices, phase
         self._listeners: list[Callable[[], bool]] = []
         self._woken, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="lightning_decentral-presence", daemon=True)
@@ -190,8 +194,8 @@ class Presence:
             beaten = float("-inf")
             while not self._closed:
                 if time.monotonic() - beaten >= BEAT_SECONDS:
-                    self._notices.beat()
-                    self._notices.look()
+                    self.notices.beat()
+                    self.notices.look()
                     beaten = time.monotonic()
                 busy = sum(listener() for listener in [*self._listeners])  # all of them, also behind a busy one
                 self._woken.wait(BEAT_SECONDS / 20 if busy else BEAT_SECONDS)
@@ -199,15 +203,15 @@ class Presence:
 
     def leave(self, error: BaseException) -> None:
         """Tell the others why this worker ends; an error that says it lost a peer is given the reason in one line."""
-        lost, phase = is_loss(error), self._phase()
+        lost, phase = is_loss(error), self.phase()
         if lost:
             head = one_line(error).split(" (")[0].split(":")[0] if isinstance(error, PeerLost) else None
-            cause = self._notices.blame() or ALL_LIVE
-            error.args = (f"{head or f'worker {self._notices.rank} lost the others'} in {phase}: {cause}",)
+            cause = self.notices.blame() or ALL_LIVE
+            error.args = (f"{head or f'worker {self.notices.rank} lost the others'} in {phase}: {cause}",)
         reason = one_line(error) if lost else f"{type(error).__name__}: {one_line(error)}"
         with suppress(RuntimeError):  # the store is gone: so is who could read it
-            self._notices.end(Ending(reason[:LONGEST_REASON], phase, lost))
-            if self._notices.rank == 0:
+            self.notices.end(Ending(reason[:LONGEST_REASON], phase, lost))
+            if self.notices.rank == 0:
                 time.sleep(LINGER_SECONDS)
 
 
