@@ -94,8 +94,8 @@ class ReplicaHealth:
         if any(len(of_group) > 1 for of_group in groups):
             counts = self._of.gather(len(forms))
             raise RuntimeError(
-                f"the workers' models have come apart: they average {' and '.join(map(str, counts))} tensors, or of "
-                "other shapes and types: register buffers and change types on every worker alike"
+                f"the workers' models have come apart: they hold {' and '.join(map(str, counts))} tensors, "
+                "or tensors of other shapes and types: register buffers and change types on every worker alike"
             )
 
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
@@ -117,6 +117,7 @@ class ReplicaHealth:
 
         Raises:
             FloatingPointError: a parameter is over `TOLERANCE` apart, by worker and values; on all workers.
+            RuntimeError: one has tensors that others don't have; on all workers.
         """
         if self._of.wire is None or self._of.alone or not self._of.rounds():
             return
@@ -126,6 +127,7 @@ class ReplicaHealth:
         named = self._alike()
         if all(len(set(members.values())) == 1 for members in self._grouped(of_group, bits(named))):
             return
+        self._check_same_tensors(list(named.values()))
         found = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
         self._judge(sorted(found, key=lambda one: -one.apart))
 
