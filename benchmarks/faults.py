@@ -147,7 +147,8 @@ def publish(page: Path, found: Sequence[Found], some: bool) -> None:
 
 def about_of(page: str) -> str:
     """What the page says of its table; of its latest rows only the last command."""
-    return page.partition(BEGIN)[2].strip().partition("\n")[0].partition(" Later, rows of ")[0]
+    lines = page.partition(BEGIN)[2].strip().partition("\n\n")[0].splitlines()
+    return " ".join(lines).partition(" Later, rows of ")[0]
 
 
 # ---- command ---------------------------------------------------------------------------------------------------------

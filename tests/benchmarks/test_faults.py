@@ -1,6 +1,7 @@
 """The table of faults is that of the committed raw results, and ends of runs are told apart."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from fault_rows import rows
 from fault_runs import CORRUPT, GOES_ON, HANGS, LINE, TRACEBACK, Process, Run, judged
 from fault_worker import record_of
-from faults import BEGIN, END, RESULTS, markdown, options, raw, written
+from faults import BEGIN, END, RESULTS, about_of, markdown, merged, options, raw, written
 
 from lightning_decentral.shared.errors import MissingExtra
 from tests.docs.pages import ROOT
@@ -86,6 +87,17 @@ def test_the_table_goes_between_the_marks_and_nothing_else_changes() -> None:
     assert written(new, found[:2], "about") == new
     with pytest.raises(ValueError, match="has no line"):
         written("", found, "about")
+
+
+def test_rows_measured_anew_stand_in_the_place_of_the_old_and_the_page_says_so() -> None:
+    (path,) = RESULTS.glob("faults-*.json")
+    _, found = raw(path)
+    gone = replace(found[0], fault="a fault that is no row any more")
+    anew = replace(found[5], seconds=99.0)
+    assert merged([*found, gone], [anew], rows()) == [*found[:5], anew, *found[6:]]
+    about = "`first` on this machine."
+    page = written(f"{BEGIN}\n{END}", found[:2], f"{about} Later, rows of `second`.")
+    assert about_of(page) == about
 
 
 def test_what_the_command_takes() -> None:
