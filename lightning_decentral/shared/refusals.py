@@ -20,21 +20,16 @@ OTHER = {
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class OwnDevice:
-    """Of a strategy's devices the one at this process's local rank."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """ValueError where whoever started the processes gave this one a rank without a device."""
-        own: Any = self
-        devices, place = own.parallel_devices or [], own.local_rank
-        if not 0 <= place < len(devices):
-            raise ValueError(
-                f"this process has local rank {place} (LOCAL_RANK, or SLURM_LOCALID under SLURM) and was given "
-                f"devices={len(devices)}: start as many processes as devices on each host, with ranks from 0"
-            )
-        device: torch.device = devices[place]
-        return device
+def own_device(strategy: Any) -> torch.device:
+    """Of its devices the one at this process's local rank; ValueError where the process has a rank without a device."""
+    devices, place = strategy.parallel_devices or [], strategy.local_rank
+    if not 0 <= place < len(devices):
+        raise ValueError(
+            f"this process has local rank {place} (LOCAL_RANK, or SLURM_LOCALID under SLURM) and was given "
+            f"devices={len(devices)}: start as many processes as devices on each host, with ranks from 0"
+        )
+    device: torch.device = devices[place]
+    return device
 
 
 def named(strategy: Strategy) -> str:

@@ -29,7 +29,7 @@ from lightning_decentral.shared.coordination import Result, uneven
 from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.meeting import TIMEOUT, Attendance
 from lightning_decentral.shared.nonfinite import Unchecked
-from lightning_decentral.shared.refusals import OwnDevice, StartMethod, named, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.mean import MeanModel, floating
@@ -37,7 +37,7 @@ from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-class WorkersStrategy(OwnDevice, DDPStrategy):
+class WorkersStrategy(DDPStrategy):
     """Workers that run Lightning's loops side by side and meet where their method says; no wrapper around the module.
 
     Args:
@@ -57,11 +57,11 @@ class WorkersStrategy(OwnDevice, DDPStrategy):
     """
 
     checkpoints: Checkpoints
+    root_device = property(own_device)
     gradient_check = Unchecked()
     own: ClassVar[Sequence[str]] = ()
     devices_per_worker: int = 1
-    heals: int = 0
-    """How often a worker may be healed by the others; with any, also by their mean where that is taken."""
+    heals: int = 0  # how often a worker may be healed by the others; with any, also by their mean where that is taken
 
     def __init__(
         self,

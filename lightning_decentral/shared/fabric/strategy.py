@@ -26,7 +26,7 @@ from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.plan.described import constructed, described
-from lightning_decentral.shared.refusals import OwnDevice, StartMethod, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import versions
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
@@ -39,7 +39,7 @@ from lightning_decentral.shared.wire.transport import Transport, Wire, connected
 MEAN_STANDS = "the mean of the workers stands in the model's place"
 
 
-class FabricWorkers(OwnDevice, DDPStrategy):
+class FabricWorkers(DDPStrategy):
     """DDPStrategy without its wrapper: whole models that start equal, and what a method does after each update.
 
     Args:
@@ -55,9 +55,9 @@ class FabricWorkers(OwnDevice, DDPStrategy):
         ValueError: for any other option.
     """
 
+    root_device = property(own_device)
     gradient_check = Unchecked()
-    drifts: ClassVar[bool]
-    """Whether workers may differ between steps."""
+    drifts: ClassVar[bool]  # whether workers may differ between steps
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
     softmax(mask(b, h, q, k) ? score(s * <query_q, key_k>, b, h, q, k) : -inf) value
 
 `transformers` compiles it into kernels for a device's types; a trial evaluates mask and score as they are written, in
-float64.
+float64. Short, as it alone knows torch's flex attention.
 """
 
 import warnings
