@@ -42,11 +42,11 @@ from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Pool, pack
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests import simulated
-from tests.gossip.rules import Rule
+from tests.gossip.rules import PLANS, Rule
 from tests.gossip.wire.test_device import Mirror, Twin
 from tests.gossip.wire.test_exchange import DIM, Row, gradient, start
 from tests.simulated import CUDA
-from tests.simulated.streams import Stream
+from tests.simulated.streams import Event, Stream
 from tests.simulated.tensors import Simulated
 from tests.simulated.wire import Make, device_world, without_waiting
 from tests.world import world
@@ -111,6 +111,14 @@ def test_devices_equal_the_simulation(rule: Rule, topology: Topology, delay: int
     x0 = start(3, DIM)
     expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, delay)
     measured = run(x0, rule, delay, partial(peers, topology, rule, delay, Plain()), seed)
+    torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("topology", "size"), PLANS, ids=str)
+def test_devices_of_every_topology_equal_the_simulation(topology: Topology, size: int) -> None:
+    x0, rule = start(size, DIM), Gossip(rate=0.4)
+    expected = simulate(topology, rule, gradient, x0, STEPS, 0.1, 1)
+    measured = run(x0, rule, 1, partial(peers, topology, rule, 1, Plain()), seed=0)
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -210,16 +218,30 @@ def test_a_message_that_goes_back_before_it_landed_is_seen() -> None:
 MODEL = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)).double()
 
 
-def trained(device: torch.device, transport: Transport, engine: simulated.Engine | None) -> list[Tensor]:
-    """A small model's parameters after a few steps on this worker's own data, with gossip at delay 1."""
+Connect = Callable[[Transport, torch.device, int], Exchange]
+
+
+def to_peers(codec: Codec, transport: Transport, device: torch.device, delay: int) -> Exchange:
+    return overlapped(PeerExchange(Ring(), Own(), transport, device, codec), device, delay)
+
+
+def to_a_clique(transport: Transport, device: torch.device, delay: int) -> Exchange:
+    found = partitions(Complete(), Own(), transport.size)
+    assert found is not None
+    return CliqueExchange(found, {tuple(range(transport.size)): transport}, transport.rank, device)
+
+
+def trained(
+    connect: Connect, delay: int, device: torch.device, transport: Transport, engine: simulated.Engine | None
+) -> list[Tensor]:
+    """A small model's parameters after a few steps on this worker's own data, with gossip."""
     model = copy.deepcopy(MODEL).to(device)
     generator = torch.Generator().manual_seed(transport.rank)
     rows = torch.randn(STEPS, 4, 6, generator=generator, dtype=torch.float64).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    exchange = overlapped(PeerExchange(Ring(), Own(), transport, device), device, 1)
-    gossip = mixer.Mixer(pack(model.parameters(), 512), Gossip(), exchange, 1)
-    for x in rows:
-        with without_waiting(engine) if engine else nullcontext():
+    gossip = mixer.Mixer(pack(model.parameters(), 512), Gossip(rate=0.4), connect(transport, device, delay), delay)
+    for step, x in enumerate(rows):
+        with without_waiting(engine) if engine and step else nullcontext():  # tables of noise are copied once
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
@@ -228,10 +250,38 @@ def trained(device: torch.device, transport: Transport, engine: simulated.Engine
     return [p.detach().cpu() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_models_on_devices_train_as_on_hosts(seed: int) -> None:
-    """Forward, backward, update and gossip: no host waits in a step."""
-    there = device_world(3, lambda make, engine: trained(CUDA, make(), engine), seed)
-    here = world(3, lambda group: trained(torch.device("cpu"), GlooTransport(group), None))
+def train_both(connect: Connect, delay: int, seed: int) -> None:
+    """AssertionError where models of devices are not those of hosts."""
+    here = world(3, lambda group: trained(connect, delay, torch.device("cpu"), GlooTransport(group), None))
+    there = device_world(3, lambda make, engine: trained(connect, delay, CUDA, make(), engine), seed)
     for a, b in zip(there, here, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    "connect",
+    [partial(to_peers, Plain()), partial(to_peers, Int8(block=16)), to_a_clique],
+    ids=["peers", "Int8", "clique"],
+)
+def test_models_on_devices_train_as_on_hosts(connect: Connect, delay: int) -> None:
+    """Forward, backward, update and gossip: no host waits in a step."""
+    train_both(connect, delay, seed=delay)
+
+
+@pytest.mark.filterwarnings("ignore:.*refused a message")
+@pytest.mark.parametrize(
+    ("owner", "call", "connect"),
+    [
+        (Stream, "wait_stream", partial(to_peers, Plain())),
+        (Stream, "wait_stream", to_a_clique),
+        (Event, "wait", partial(to_peers, Plain())),
+    ],
+    ids=["sent to peers", "sent to a clique", "heard from peers"],
+)
+def test_a_step_that_doesnt_wait_for_its_messages_is_seen(owner: type, call: str, connect: Connect) -> None:
+    """The communicator for the update, the step for what is heard: poison lands, or a message is refused."""
+    # 99 is the poison of whole numbers.
+    seen = pytest.raises((AssertionError, RuntimeError), match=r"not close|but heard round 99")
+    with mock.patch.object(owner, call), seen:
+        train_both(connect, 1, seed=0)

@@ -5,6 +5,7 @@ a step for all buckets: that is a wait, and the only one.
 """
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_decentral.partial import DepthAssignment, Full, PerWorker, Stairc
 from lightning_decentral.partial.plan.depth import contributors
 from tests.partial.wire import test_reducer as reference
 from tests.simulated import CUDA, Engine
+from tests.simulated.streams import Event, Stream
 from tests.simulated.wire import Make, device_world
 
 pytestmark = pytest.mark.threads
@@ -31,13 +33,26 @@ def step(assignment: DepthAssignment, bucket_bytes: int, make: Make, engine: Eng
     return [None if g is None else g.cpu() for g in gradients]
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("assignment", [Full(), Staircase(), PerWorker(fractions=(1.0, 0.25, 1.0))], ids=str)
-@pytest.mark.parametrize("bucket_bytes", [1, 10**7])
-def test_means_of_devices_are_those_of_hosts(assignment: DepthAssignment, bucket_bytes: int, seed: int) -> None:
+def check(assignment: DepthAssignment, bucket_bytes: int, seed: int) -> None:
+    """AssertionError where the means of devices are not the formula's."""
     expected = reference.reference(assignment, SIZE)
     for gradients in device_world(SIZE, partial(step, assignment, bucket_bytes), seed):
         for gradient, value in zip(gradients, expected, strict=True):
             assert (gradient is None) == (value is None)
             if value is not None:
                 torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("assignment", [Full(), Staircase(), PerWorker(fractions=(1.0, 0.25, 1.0))], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1, 10**7])
+def test_means_of_devices_are_those_of_hosts(assignment: DepthAssignment, bucket_bytes: int, seed: int) -> None:
+    check(assignment, bucket_bytes, seed)
+
+
+@pytest.mark.parametrize("assignment", [Full(), Staircase()], ids=str)
+@pytest.mark.parametrize(("owner", "call"), [(Stream, "wait_stream"), (Event, "wait")], ids=["given", "averaged"])
+def test_a_reducer_that_waits_for_less_is_seen(owner: type, call: str, assignment: DepthAssignment) -> None:
+    """The communicator for the gradients, the step for their means."""
+    with mock.patch.object(owner, call), pytest.raises(AssertionError, match="not close"):
+        check(assignment, 1, seed=0)
