@@ -94,10 +94,10 @@ class Table:
         return statistics.mean(run[method]["scores"][-1] for run in self.runs)
 
     def steps(self, method: str, loss: float) -> float | None:
-        """Of the first mark at the loss or below, of the mean curve over the seeds."""
+        """Of the first mark at the loss or below, to the third digit, of the mean curve over the seeds."""
         columns = zip(*(run[method]["scores"] for run in self.runs), strict=True)
         marks = zip(self.runs[0][method]["steps"], map(statistics.mean, columns), strict=True)
-        return next((step for step, score in marks if score <= loss), None)
+        return next((step for step, score in marks if round(score, 3) <= round(loss, 3)), None)
 
     def sooner(self, method: str, peer: str, rate: str) -> str:
         """Times sooner than the peer at the loss that the peer has in the end."""

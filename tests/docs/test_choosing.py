@@ -114,7 +114,7 @@ def test_what_is_recommended_for_text_was_the_soonest() -> None:
         assert max(wide, key=lambda row: float(row[rate]))["method"] == "gossip, int8, Muon"
     losses = {row["method"]: float(row[head].split()[0]) for row in choosing.by_rate("gpt", "")
               for head in row if head.endswith("at the end")}  # fmt: skip
-    assert losses["compressed, int4, Muon"] - losses["ddp, Muon"] < 0.01
-    assert losses["compressed, int4, Muon"] <= losses["ddp, Muon, fp16 hook"]
+    order = sorted(losses, key=losses.__getitem__)
+    assert order[:3] == ["ddp, Muon", "ddp, Muon, fp16 hook", "compressed, int4, Muon"]
     (peer,) = (r for r in choosing.by_rate("gpt", "times sooner at the loss") if r["peer"] == "ddp, Muon, fp16 hook")
-    assert float(peer["1gbit"].split()[0]) < 1 < float(peer["200mbit"].split()[0])
+    assert {peer[rate] for rate in choosing.WRITTEN} == {"none of ours reaches it"}
