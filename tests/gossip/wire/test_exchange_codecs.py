@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -93,8 +94,9 @@ def descend(
     return torch.stack(trajectories)
 
 
-# The delays are dealt out in turn: every topology, codec and delay, not every three of them.
-CASES = [(*case, (1, 0, 3)[turn % 3]) for turn, case in enumerate(every_topology(range(4, 6), most_fragments=1))]
+# Sizes and delays are dealt out in turn: every topology and codec, an even and an odd size, every delay.
+SERVED = [list(of) for _, of in groupby(every_topology(range(4, 6), most_fragments=1), lambda case: case[0])]
+CASES = [(*of[turn % len(of)], (1, 0, 3)[turn % 3]) for turn, of in enumerate(SERVED)]
 
 
 @every_backend
