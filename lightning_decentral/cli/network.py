@@ -25,8 +25,9 @@ from lightning_decentral.planner.plan.probes import Probe, Start, probes, refuse
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import device_name
 from lightning_decentral.shared.plan.profile import LinkCost, Profile, read, write
+from lightning_decentral.shared.wire.meeting.groups import connect
 from lightning_decentral.shared.wire.objects import gather_objects, gather_world
-from lightning_decentral.shared.wire.transport import Wire, connect, world
+from lightning_decentral.shared.wire.transport import Wire, world
 
 Say = Callable[[str], None]
 

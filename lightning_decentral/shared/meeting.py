@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +20,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
+from lightning_decentral.shared.wire.meeting.groups import connect, make_world
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence, new_board
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
-from lightning_decentral.shared.wire.transport import Wire, connect, connected, own_connection
+from lightning_decentral.shared.wire.transport import Wire, connected, own_connection
 
 GOODBYE_SECONDS = 10.0
 """Worker 0, and the store with it, stays so long for the others to end, too."""
@@ -80,7 +82,7 @@ class Attendance:
         self._presence: Presence | None = None
         self._notices: Notices | None = None
         self._store: Any = None
-        self._awaited = self._fits = 0
+        self._fits = 0
 
     @property
     def _trainer(self) -> Any:
@@ -98,33 +100,47 @@ class Attendance:
     def come(self) -> None:
         """Start the world as Lightning does, at a store that says who is missing. From now on the others see that this
         worker lives."""
-        of, environment, device = self._of, self._of.cluster_environment, self._of.root_device
+        of, environment = self._of, self._of.cluster_environment
         assert environment is not None
         assert of.process_group_backend is not None
-        settings: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
         rank, size = environment.global_rank(), environment.world_size()
         if size > 1 and not connected():
             try:
                 place = environment.main_address, environment.main_port, rank, size
             except ValueError as error:
                 raise ValueError(f"MASTER_PORT must be a number ({error}): set it alike on all workers") from error
-            settings["store"] = Meeting(*place, self.timeout, _hosted(), (of.num_nodes, of.num_processes)).store()
-        try:
-            _init_dist_connection(environment, of.process_group_backend, **settings)
-        except RuntimeError as error:
-            if "store" not in settings:
-                raise
-            raise group_failed(settings["store"], rank, error) from error
+            self._make_world(Meeting(*place, self.timeout, _hosted(), (of.num_nodes, of.num_processes)))
+        else:
+            _init_dist_connection(environment, of.process_group_backend, **self._settings)
         board = new_board()
         if connected():
             self._store = own_connection(board)
             self._notices = Notices(self._store, rank, size, _hosted())
             self._presence = Presence(self._notices, self.phase)
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        device = self._of.root_device
+        return {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
+
+    def _make_world(self, meeting: Meeting) -> None:
+        environment, backend = self._of.cluster_environment, self._of.process_group_backend
+        assert environment is not None
+        assert backend is not None
+        met = meeting.store()
+        agree = partial(Notices(met, meeting.rank, meeting.size).agree, timeout=self.timeout)
+        init = partial(_init_dist_connection, environment, backend, **self._settings)
+        try:
+            make_world(met, init, agree, self.timeout)
+        except RuntimeError as error:
+            raise group_failed(met, meeting.rank, error) from error
+
     def join_groups(self) -> Wire | None:
         """`wire`, made where there is none. Collective."""
         if self.wire is None and connected():
-            self.wire = connect(self._of.root_device, self.timeout, None, self._await_all)
+            # After the last fit there is no board.
+            agree = bool if self._notices is None else partial(self._notices.agree, timeout=self.timeout)
+            self.wire = connect(self._of.root_device, self.timeout, agree=agree)
         return self.wire
 
     def leave_groups(self, alone: bool) -> None:
@@ -132,12 +148,6 @@ class Attendance:
         if self.wire is not None:
             (self.wire.abandon if alone else self.wire.close)()
         self.wire = None
-
-    def _await_all(self) -> None:
-        """Return when all workers are here, too. PeerLost: one has ended, or didn't come in time."""
-        if self._notices is not None:
-            self._awaited += 1
-            self._notices.await_all(f"await/{self._awaited}", self.timeout.total_seconds())
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.wire.pending import Naming, Opened, Pending, StagedCopy, Together, Work
+from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
 
 _stores: Any = dist  # whose types leave them out
 Call = Callable[[], None]
@@ -81,7 +80,12 @@ class Transport(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
         options = _root(dist.BroadcastOptions(), source)
-        return Work(self.group.broadcast([tensor], options), f"worker {self._workers[source]}", self._own)
+        heard = "the others" if source == self.rank else f"worker {self._workers[source]}"
+        return Work(self.group.broadcast([tensor], options), heard, self._own)
+
+    def greet(self, timeout: timedelta) -> bool:
+        """Whether this worker hears every other one of a new group. Collective; on some it may fail alone."""
+        return True  # NCCL connects in its first call, as it decides
 
 
 class GlooTransport(Transport):
@@ -96,6 +100,15 @@ class GlooTransport(Transport):
             [Work(w, f"neighbour {self._workers[m.peer]}", self._own) for w, m in zip(outgoing, sends, strict=True)],
             [Work(w, f"neighbour {self._workers[m.peer]}", self._own) for w, m in zip(incoming, receives, strict=True)],
         )
+
+    def greet(self, timeout: timedelta) -> bool:
+        # Gloo takes whoever names a pair's number, a small integer, for that pair's other end, and the true one waits.
+        heard, options = torch.empty(self.size, dtype=torch.int64), dist.AllToAllOptions()
+        options.timeout = timeout
+        with suppress(RuntimeError):
+            self.group.alltoall_base(heard, torch.full_like(heard, self.rank), [], [], options).wait()
+            return heard.equal(torch.arange(self.size))
+        return False
 
     def _post(self, start: Callable[..., Any], message: Message) -> Any:
         # A broken connection may show here already.
@@ -127,6 +140,9 @@ class StagedTransport(Transport):
     def close(self) -> None:
         self._inner.close()
         self.group = None
+
+    def greet(self, timeout: timedelta) -> bool:
+        return self._inner.greet(timeout)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         # The host waits for every copy from the device: the inner transport reads it at once.
@@ -228,40 +244,12 @@ class Wire:
     """The same alone, messages under way or not: returns at once. NCCL's groups stay until the process ends."""
 
 
-def connect(
-    device: torch.device, timeout: timedelta | None, backend: str | None = None, await_all: Call = lambda: None
-) -> Wire:
-    """New groups over the initialized world. Every worker must call it at the same point.
-
-    Args:
-        backend: of the groups for tensors on `device`; None: the world's.
-        await_all: before each group: making one is a call that only its timeout ends where a worker doesn't come.
-    """
+def new_group(ranks: Sequence[int] | None, backend: str | None, timeout: timedelta | None) -> Any:
+    """A group of these workers (None: all) of the world; None on those outside. Collective: every worker calls it."""
     settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    made_here = Opened()
-
-    def new(ranks: Sequence[int] | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
-        await_all()
-        with Naming("the others", dist.get_rank()):
-            made = dist.new_group(None if ranks is None else list(ranks), backend=by, **settings)
-        if made is dist.GroupMember.NON_GROUP_MEMBER:
-            return None
-        made_here.add(own := over(made))
-        return own
-
-    def group(ranks: Sequence[int] | None) -> Transport | None:
-        made = new(ranks, backend, lambda group: transport(group, device))
-        if made is not None:
-            made.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
-        return made
-
-    # A group orders its calls: what may happen in another order on another worker has another group.
-    hosts = partial(new, by="gloo", over=GlooTransport)
-    world, flags, roll = group(None), hosts(None), hosts(None)
-    assert world is not None
-    assert flags is not None
-    assert roll is not None
-    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts, made_here.close, made_here.abandon)
+    with Naming("the others", dist.get_rank()):
+        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, **settings)
+    return None if made is dist.GroupMember.NON_GROUP_MEMBER else made
 
 
 def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 from lightning_decentral.shared.wire.pending import PeerLost
@@ -68,7 +69,7 @@ class Notices:
     def __init__(self, store: Any, rank: int, size: int, hosted: bool = False) -> None:
         self._store, self.rank, self.size, self._hosted = store, rank, size, hosted
         self.ignored = 0
-        self._beats = 0
+        self._beats = self._agreed = 0
         self._endings: dict[int, Ending] = {}
 
     def beat(self) -> None:
@@ -94,20 +95,27 @@ class Notices:
                     self._endings.update({} if ending is None else {rank: ending})
         return self._endings
 
-    def await_all(self, what: str, timeout_seconds: float) -> None:
-        """Return when all workers are at this point: they make groups only together, in calls that nothing ends early.
+    def agree(self, fine: bool, timeout: timedelta) -> bool:
+        """Return when all workers have called this as often: whether it is fine with all. They make groups only
+        together, in calls that nothing ends early.
 
         Raises:
             PeerLost: another has ended, or didn't come in time.
         """
+        self._agreed += 1
+        what, end = f"agreed/{self._agreed}", time.monotonic() + timeout.total_seconds()
+        if not fine:
+            self._store.set(f"{what}/not", "somebody")
         self._store.set(f"{what}/{self.rank}", "here")
-        missing, end = list(range(self.size)), time.monotonic() + timeout_seconds
-        while missing := [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]:
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        while not self._store.check(keys):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             ended = [rank for rank in missing if rank in self.look()]
-            if ended or time.monotonic() > end:
+            if ended or (missing and time.monotonic() > end):
                 names = " and ".join(f"worker {rank}" for rank in ended or missing)
                 raise PeerLost(f"worker {self.rank} lost {names}")
             time.sleep(LOOK_SECONDS)
+        return not self._store.check([f"{what}/not"])
 
     def read(self, key: str, parse: Callable[[bytes], Any]) -> Any:
         """The parsed value of a key; None where there is none, or none that a worker can have written."""

@@ -1,6 +1,7 @@
 """Who is named as the cause of a loss: boards on one store in memory, without threads."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -71,9 +72,9 @@ def test_what_no_worker_wrote_is_ignored_and_counted(boards: list[Notices], writ
 def test_workers_that_await_each_other_end_when_one_has_ended(boards: list[Notices]) -> None:
     boards[2].end(Ending("ValueError: no luck", "set-up", lost=False))
     with pytest.raises(PeerLost, match="worker 0 lost worker 2"):
-        boards[0].await_all("groups", 500)
+        boards[0].agree(True, timedelta(seconds=500))
     with pytest.raises(PeerLost, match="worker 1 lost worker 2"):
-        boards[1].await_all("groups", 5)
+        boards[1].agree(True, timedelta(seconds=5))
 
 
 class Wordless(Exception):

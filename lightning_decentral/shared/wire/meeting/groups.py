@@ -1,0 +1,101 @@
+"""Groups over the world: made by all workers together, and made again where a stranger came between two of them.
+
+Who connects to a new group's port in the first milliseconds, and says by chance the number of a pair of workers, has
+the place of one of them. So the members greet each other, and all say through the store, which is another way, whether
+they were heard.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_decentral.shared.wire.pending import Opened, PeerLost
+from lightning_decentral.shared.wire.transport import (
+    GlooTransport,
+    Transport,
+    Wire,
+    everyone,
+    new_group,
+    prefixed,
+    transport,
+)
+
+GREETING = timedelta(seconds=10)
+"""The longest wait for a greeting."""
+TRIES = 4
+Agree = Callable[[bool], bool]
+"""Returns when all workers have called it, by another way than the groups: whether all said True."""
+
+
+def greeting_timeout(timeout: timedelta | None) -> timedelta:
+    """How long a worker waits for a greeting, so that all tries together don't take longer than one wait may."""
+    return GREETING if timeout is None else min(GREETING, timeout / TRIES)
+
+
+def heard_by_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
+    """A group in which every member hears every other; None on those outside. Collective over all workers.
+
+    Raises:
+        PeerLost: strangers came between, each time; on all workers.
+    """
+    for _ in range(TRIES):
+        agree(True)  # making a group is a call that only its timeout ends where a worker doesn't come
+        made = make()
+        if agree(made is None or made.greet(greeting_timeout(timeout))):
+            return made
+        if made is not None:
+            made.close()
+    raise PeerLost(
+        f"workers don't hear each other in {TRIES} new groups, though all reach the store: a firewall is between them, "
+        "or programs keep coming to their ports; see GLOO_SOCKET_IFNAME and docs/trust.md"
+    )
+
+
+def make_world(met: Any, init: Callable[..., None], agree: Agree, timeout: timedelta) -> None:
+    """The world of all workers that have met at a store. init: starts it at the given store."""
+    tries = itertools.count()
+
+    def make() -> Transport:
+        init(store=prefixed(met, f"world/{next(tries)}"))  # keys that no earlier try has used
+        return everyone()
+
+    heard_by_all(make, timeout, agree)
+
+
+def connect(
+    device: torch.device, timeout: timedelta | None, backend: str | None = None, agree: Agree = lambda heard: heard
+) -> Wire:
+    """New groups over the initialized world. Every worker must call it at the same point.
+
+    Args:
+        backend: of the groups for tensors on `device`; None: the world's.
+    """
+    made_here = Opened()
+
+    def new(ranks: Sequence[int] | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
+        def make() -> Transport | None:
+            made = new_group(ranks, by, timeout)
+            return None if made is None else over(made)
+
+        own = heard_by_all(make, timeout, agree)
+        if own is not None:
+            made_here.add(own)
+        return own
+
+    def group(ranks: Sequence[int] | None) -> Transport | None:
+        made = new(ranks, backend, lambda group: transport(group, device))
+        if made is not None and made.queued:
+            made.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
+        return made
+
+    # A group orders its calls: what may happen in another order on another worker has another group.
+    hosts = partial(new, by="gloo", over=GlooTransport)
+    world, flags, roll = group(None), hosts(None), hosts(None)
+    assert world is not None
+    assert flags is not None
+    assert roll is not None
+    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts, made_here.close, made_here.abandon)
