@@ -117,8 +117,7 @@ class Rounds:
         where = plan.workers, plan.worker, plan.member, plan.root_device
         exchange = assembled(topology, plan.weights, *where, codec, plan.delay)
         mixer = mixer_of(combine, exchange, plan.delay, partial(plan.wire.group, None))
-        incurable = partial(combine.incurable, topology, plan.workers, plan.weights)
-        mixer.healing = healing(plan.heals if plan.member.heals else 0, self.module, incurable)
+        mixer.healing = healing(plan.heals if plan.member.heals else 0, self.module)
         return mixer
 
 

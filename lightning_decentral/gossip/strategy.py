@@ -63,7 +63,7 @@ class GossipStrategy(ReplicaStrategy):
             from 2 MiB to 256 MiB: the links wait while one is mixed, and each costs a message's latency. On a device
             1 GiB: there all land together.
         heals: how often a worker whose parameters hold NaN, infinity or absurd numbers takes its neighbours' and goes
-            on; 0 ends the training instead, as do rules whose sums over workers would break, and `AllReduce` by NCCL.
+            on; 0 ends the training instead, as do a rule of your own without `heal`, and `AllReduce` by NCCL.
         exact_steps: first updates, below 1 their share of the run, after which all workers are averaged exactly, and
             wait; then the rule begins.
         elastic: an `Elastic`: workers may come and go, and what is made is an `ElasticGossipStrategy`.

@@ -100,7 +100,7 @@ def _mean(plan: Planned, mixers: Sequence[OptimizerMixer]) -> str:
 
 def healing(plan: Planned) -> str:
     """What becomes of a worker whose parameters aren't finite."""
-    reason = "heals=0" if plan.heals == 0 else plan.combine.incurable(plan.topology, plan.workers, plan.weights)
+    reason = "heals=0" if plan.heals == 0 else plan.combine.incurable()
     if not plan.member.heals:
         reason = f"by NCCL the devices of {plan.island!r} don't ask each other"
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"

@@ -24,6 +24,13 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip.summary import healing
 
 
+class Keeping(Gossip):
+    """Somebody's own rule with a state."""
+
+    def init(self, x: Any) -> Any:
+        return {"memory": x}
+
+
 def plan(combine: Any, topology: Any, *, heals: int = 3, able: bool = True, island: Any = None) -> Any:
     member = SimpleNamespace(heals=able)
     given = {"combine": combine, "topology": topology, "heals": heals, "member": member, "island": island or Solo()}
@@ -38,6 +45,9 @@ def plan(combine: Any, topology: Any, *, heals: int = 3, able: bool = True, isla
         (ExactDiffusion(), Ring()),
         (GradientTracking(), Ring()),
         (OuterNesterov(), Every(4, Complete())),
+        (PseudoGradient(), Every(4, Complete())),
+        (RelaySum(), Tree()),
+        (GradientTracking(), Exponential()),
     ],
     ids=str,
 )
@@ -48,9 +58,7 @@ def test_a_worker_heals_under_these(combine: Any, topology: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (plan(RelaySum(), Tree()), "its neighbours subtract what they sent"),
-        (plan(PseudoGradient(), Every(4, Complete())), "it hears ways from an anchor"),
-        (plan(GradientTracking(), Exponential()), "where another hears it than it hears"),
+        (plan(Keeping(), Ring()), "it keeps memory, which no neighbour could give"),
         (plan(Gossip(), Ring(), heals=0), "heals=0"),
         (plan(Gossip(), Ring(), able=False, island=AllReduce(2)), "by NCCL the devices of AllReduce"),
     ],

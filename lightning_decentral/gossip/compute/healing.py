@@ -2,9 +2,8 @@
 
     x_i <- sum_j w_ij x_j / sum_j w_ij        over the sources j that are sound, where x_i isn't
 
-What it sent while it was sick was refused by all, and corrects nothing when it lands; what its rule keeps begins anew,
-as the rule says. Where nobody sound is heard it stays sick, says nothing that could be averaged, and takes what comes
-next.
+What it sent while it was sick was refused by all; what its rule keeps begins anew or goes on, as the rule says. Where
+nobody sound is heard it stays sick, says nothing that could be averaged, and takes what comes next.
 """
 
 import warnings
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.combine.combine import Combine, State
+from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.shared.compute.health import FACTOR, scale, sound
 
@@ -28,22 +27,21 @@ class Healing:
     Args:
         most: times; 0 ends the training at once.
         poisoned: names the first parameter that isn't sound, and what it holds.
-        incurable: why no worker can be healed here; empty: it can.
 
     Attributes:
         healed: times so far.
     """
 
-    def __init__(self, most: int = 0, poisoned: Callable[[], str] = str, incurable: Callable[[], str] = str) -> None:
+    def __init__(self, most: int = 0, poisoned: Callable[[], str] = str) -> None:
         self.healed = 0
-        self._most, self._poisoned, self._incurable = most, poisoned, incurable
+        self._most, self._poisoned = most, poisoned
         self._round = -1  # of the last healing: a round's buckets are one
         self._left: dict[int, int] = {}  # by bucket, the last round that had left when it was healed
         self._sick_since: int | None = None
 
-    def heal(self, sick: Sick, bucket: int, left: int, combine: Combine, x: Tensor, state: State) -> None:
+    def heal(self, sick: Sick, bucket: int, left: int, combine: Combine, x: Tensor, state: State, turn: Turn) -> None:
         """x and its state <- the neighbours', or NaN where none is sound. A message that left before the last healing
-        changes nothing.
+        changes what is kept, at most.
 
         Args:
             left: the last round in which this bucket left.
@@ -53,12 +51,15 @@ class Healing:
         """
         if not self._most:
             raise FloatingPointError(str(sick)) from None
+        (sent,), (mixed,) = sick.sent, sick.mixed
+        heard = bool(torch.isfinite(scale([mixed])))
         if sick.round <= self._left.get(bucket, -1):
+            if heard:
+                combine.refused(sent, mixed, state, turn)
             return
-        if reason := self._incurable():
+        if reason := combine.incurable(heard):
             raise FloatingPointError(f"{sick}. It can't go on from its neighbours': {reason}; Gossip() can") from None
-        (mixed,) = sick.mixed
-        if not bool(torch.isfinite(scale([mixed]))):
+        if not heard:
             self._wait(sick)
             x.fill_(torch.nan)
             return
@@ -67,7 +68,8 @@ class Healing:
                 raise FloatingPointError(f"{sick}. Its {name} are poisoned, too, and no neighbour has them") from None
         self._count(sick)
         self._left[bucket] = left
-        combine.heal(x, mixed, state)
+        combine.refused(sent, mixed, state, turn)
+        combine.heal(x, sent, mixed, state, turn)
 
     def _wait(self, sick: Sick) -> None:
         self._sick_since = self._sick_since if self._sick_since is not None else sick.round

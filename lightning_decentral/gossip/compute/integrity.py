@@ -22,13 +22,14 @@ class Sick(FloatingPointError):
     """This worker's own message was not sound.
 
     Attributes:
-        mixed: what its neighbours' sound messages make without its own; what isn't sound where there was none.
+        sent: what counts in its place (`Combine.stand_in` of the mean of its neighbours' sound messages).
+        mixed: the round's mixture with it; not finite where no sound message was heard.
         round: in which it left; a device hears of it `LAG` rounds later.
     """
 
-    def __init__(self, complaint: str, mixed: Sequence[Tensor], round: int) -> None:
+    def __init__(self, complaint: str, sent: Sequence[Tensor], mixed: Sequence[Tensor], round: int) -> None:
         super().__init__(complaint)
-        self.mixed, self.round = list(mixed), round
+        self.sent, self.mixed, self.round = list(sent), list(mixed), round
 
 
 class Verdicts:
@@ -71,11 +72,11 @@ class Verdicts:
         # Copied to pinned memory, and read long after the device passed the verdict.
         self._open.append((round, workers, AsyncRead(headers)))
 
-    def refuse_own(self, mixed: Sequence[Tensor]) -> None:
+    def refuse_own(self, sent: Sequence[Tensor], mixed: Sequence[Tensor]) -> None:
         """After the mixing: `Sick`, with what the neighbours said, where this worker's own message wasn't sound."""
         complaint, self.complaint = self.complaint, ""
         if complaint:
-            raise Sick(complaint, mixed, self._sick_round)
+            raise Sick(complaint, sent, mixed, self._sick_round)
 
     def _judge(self, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
         finite = headers.view(torch.float64)[:, 2] < torch.inf
@@ -117,11 +118,11 @@ class Verdicts:
         )
 
 
-def refuse(heard: Sequence[Tensor], own: Sequence[Tensor], healthy: Tensor) -> None:
-    """heard <- own unless `healthy`, in place; what is healthy costs no pass on the host."""
+def refuse(heard: Sequence[Tensor], instead: Sequence[Tensor], healthy: Tensor) -> None:
+    """heard <- instead unless `healthy`, in place; what is healthy costs no pass on the host."""
     # A device decides by itself: to ask it would make the host wait.
     if healthy.device.type != "cuda" and bool(healthy):
         return
     # Overwritten: NaN times a weight of zero would still be NaN.
-    for tensor, mine in zip(heard, own, strict=True):
-        torch.where(healthy, tensor, mine, out=tensor)
+    for tensor, other in zip(heard, instead, strict=True):
+        torch.where(healthy, tensor, other, out=tensor)

@@ -176,7 +176,7 @@ class ElasticGossipStrategy(ReplicaStrategy):
     def _made(self) -> list[Mixer]:
         assert self._exchange is not None
         mixer = Mixer([], self.combine, self._exchange, self.delay)
-        mixer.healing = healing(self.heals, self._module, str)
+        mixer.healing = healing(self.heals, self._module)
         return [mixer]
 
     # ---- a run ------------------------------------------------------------------------------------------------------

@@ -27,13 +27,6 @@ def check_columns(topology: Topology, size: int, weights: Weights) -> None:
     _check_connected(topology, size)
 
 
-def symmetric(topology: Topology, size: int, weights: Weights) -> bool:
-    """Whether w_ij = w_ji in every step."""
-    steps = range(min(topology.period(size), CHECKED_STEPS))
-    matrices = (mixing_matrix(topology, size, step, weights) for step in steps)
-    return all(float(np.abs(matrix - matrix.T).max()) <= 1e-9 for matrix in matrices)
-
-
 def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, instead: str) -> None:
     """ValueError unless w_ij = w_ji in every step; `instead` is what else may be used."""
     for step in range(min(topology.period(size), CHECKED_STEPS)):

@@ -110,7 +110,8 @@ class CliqueExchange(Exchange[CliqueMessages]):
         if self._verdicts.complaint:
             # Nothing to be healed by: NaN instead, which the next round's sum leaves out.
             nothing = [] if bool(taken) else part.totals
-            self._verdicts.refuse_own([total.fill_(torch.nan) for total in nothing] or part.totals)
+            mixed = [total.fill_(torch.nan) for total in nothing] or part.totals
+            self._verdicts.refuse_own([total.clone() for total in mixed], mixed)
         return list(part.totals)
 
     def traffic(self) -> Traffic:

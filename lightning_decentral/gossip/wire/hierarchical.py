@@ -65,8 +65,10 @@ class GatherExchange(Exchange["Parts"]):
             self._share(mixed, parts)
             self.inner.pool.give(parts)
             if sick is not None:
-                self._take_one(mixed, sick)
-                raise Sick(str(sick), mixed, sick.round)
+                sent = [torch.empty_like(m) for m in message]
+                self._share(sent, sick.sent or [self._part(m) for m in message])
+                self._take_one([*sent, *mixed], sick)
+                raise Sick(str(sick), sent, mixed, sick.round)
             return mixed
 
         return Parts([started], gather)
@@ -88,9 +90,9 @@ class GatherExchange(Exchange["Parts"]):
             if not self._split(whole):
                 whole.copy_(part)
 
-    def _take_one(self, mixed: Sequence[Tensor], sick: "SickPart") -> None:
-        """What every device mixed for itself is that of the device whose message was refused."""
-        for whole in mixed:
+    def _take_one(self, wholes: Sequence[Tensor], sick: "SickPart") -> None:
+        """What every device exchanged for itself is that of the device whose message was refused."""
+        for whole in wholes:
             if not self._split(whole):
                 self.inside.broadcast(whole, sick.place).wait()
 
@@ -127,11 +129,12 @@ class SickPart(Sick):
     """A part of this island's message was refused; all its devices know.
 
     Args:
+        sent: what counts in the place of this device's part; nothing where it was accepted.
         place: the first device whose part it was.
     """
 
-    def __init__(self, complaint: str, round: int, place: int) -> None:
-        super().__init__(complaint, [], round)
+    def __init__(self, complaint: str, sent: Sequence[Tensor], round: int, place: int) -> None:
+        super().__init__(complaint, sent, [], round)
         self.place = place
 
 
@@ -153,7 +156,9 @@ class AtLanding:
         if told[place] < 0:
             return parts, None
         others = f"another device of this island was refused by its neighbours in round {told[place]}; see its output"
-        return parts, SickPart(others if sick is None else str(sick), told[place], place)
+        if sick is None:
+            return parts, SickPart(others, [], told[place], place)
+        return parts, SickPart(str(sick), sick.sent, told[place], place)
 
     def begin(self, start: Callable[[], Parts], inner: Exchange[Any], message: Sequence[Tensor], step: int) -> Parts:
         """Start it; it departs with the others."""

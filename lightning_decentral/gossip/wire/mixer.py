@@ -209,7 +209,8 @@ class Mixer:
             return flight.started[place].land()
         except Sick as sick:
             left = max(f.round for f in (flight, *self._flights) if len(f.started) > place)
-            self.healing.heal(sick, place, left, self._combine, self.buckets[place].flat, self._states[place])
+            x, state, turn = self.buckets[place].flat, self._states[place], self.turn(sick.round)
+            self.healing.heal(sick, place, left, self._combine, x, state, turn)
             self.exchange.pool.give(sick.mixed)
             return []
 

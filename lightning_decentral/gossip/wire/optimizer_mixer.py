@@ -60,9 +60,9 @@ class Making:
     mean: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
 
 
-def healing(most: int, module: nn.Module, incurable: Callable[[], str]) -> Healing:
+def healing(most: int, module: nn.Module) -> Healing:
     """Of a worker that trains this module; as `Healing`."""
-    return Healing(most, lambda: first_poisoned((name, local(p)) for name, p in module.named_parameters()), incurable)
+    return Healing(most, lambda: first_poisoned((name, local(p)) for name, p in module.named_parameters()))
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

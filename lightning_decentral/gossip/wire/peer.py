@@ -85,6 +85,7 @@ class PeerExchange(Exchange[PeerMessages]):
     codec: Codec = Plain()  # noqa: RUF009 - a frozen value
     pool: Pool = field(default_factory=Pool)
     coder: Coder = field(init=False)
+    _combine: Combine | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         rank, size = self.transport.rank, self.transport.size
@@ -106,6 +107,7 @@ class PeerExchange(Exchange[PeerMessages]):
         references = [bucket.clone() for bucket in buckets] if self.coder.estimates else buckets
         for reference in references if self.coder.estimates else []:
             self.transport.broadcast(reference).wait()
+        self._combine = combine
         self.coder.admit(references, matrices, combine)
         self._elements += sum(bucket.numel() for bucket in buckets)
 
@@ -139,39 +141,46 @@ class PeerExchange(Exchange[PeerMessages]):
         # A worker that took another number of steps would pair rounds wrongly without a sign.
         self._verdicts.hear(part.step, [self.transport.rank, *heard], said, sane)
         healthy = dict(zip(heard, sane[1:], strict=True))
+        sent: Sequence[Tensor] = part.message
+        instead = sent
+        if self._verdicts.complaint:
+            sent = instead = self._stand_ins(self._mean_of_sound(self.neighbours(part.step).row, sent, heard, healthy))
+        elif self.device.type != "cuda" and not all(map(bool, healthy.values())):
+            # A device isn't asked: there the own message stands in, and a rule for which that's wrong ends when the
+            # sender does, whose state the message has spoiled by then.
+            instead = self._stand_ins(sent)
         for j, tensors in heard.items():
-            refuse(tensors, part.message, healthy[j])
+            refuse(tensors, instead, healthy[j])
         if self.coder.estimates:
             # Before they are mixed, which is done in what was heard.
             self.coder.remember(heard, healthy, part.first)
-        row = self.neighbours(part.step).row
-        if self._verdicts.complaint:
-            mixed = self._mix_of_others(row, part.message, heard, healthy)
-        else:
-            mixed = self._mix(row, part.message, heard)
+        mixed = self._mix(self.neighbours(part.step).row, sent, heard)
         for pending in part.outgoing:
             pending.wait()
         self.coder.release(part.packets)
         if self._verdicts.complaint:
-            self._verdicts.refuse_own(mixed)
+            self._verdicts.refuse_own(sent, mixed)
         return mixed
 
-    def _mix_of_others(
+    def _stand_ins(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        assert self._combine is not None
+        return [self._combine.stand_in(message) for message in messages]
+
+    def _mean_of_sound(
         self,
         row: Mapping[int, float],
         message: Sequence[Tensor],
         heard: Mapping[int, Sequence[Tensor]],
         healthy: Mapping[int, Tensor],
-    ) -> list[Tensor]:
+    ) -> Sequence[Tensor]:
         """sum_j w_ij sent_j / sum_j w_ij over the sources j whose messages are sound; the own one where none is."""
         # Seldom, so that the host may wait for the device's verdicts.
         sound = {j: tensors for j, tensors in heard.items() if bool(healthy[j])}
+        if not sound:
+            return message
         total = sum(row[j] for j in sound)
-        mixed = [self.pool.take(m).copy_(m) for m in message]
-        for place, out in enumerate(mixed if sound else []):
-            out.copy_(torch.stack([tensors[place] * (row[j] / total) for j, tensors in sound.items()]).sum(dim=0))
-        self.pool.give([tensor for tensors in heard.values() for tensor in tensors])
-        return mixed
+        shares = [[t * (row[j] / total) for t in tensors] for j, tensors in sound.items()]
+        return [torch.stack(parts).sum(dim=0) for parts in zip(*shares, strict=True)]
 
     def _mix(
         self, row: Mapping[int, float], message: Sequence[Tensor], heard: Mapping[int, Sequence[Tensor]]

@@ -147,19 +147,37 @@ class Combine(ABC):
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """Correct x in place by what landed. `mixed` is the rule's to overwrite."""
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+    def incurable(self, heard: bool = True) -> str:
         """Why a worker whose parameters were poisoned can't go on from its neighbours' by `heal`; empty: it can.
 
         By default so where the rule keeps anything: what begins anew on one worker may break a sum over all.
+
+        Args:
+            heard: whether any sound message was, in this round; else it would wait for a later one.
         """
         kept = self.init(torch.zeros(1))
         return f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
 
-    def heal(self, x: Tensor, mixed: Tensor, state: State) -> None:
+    def stand_in(self, other: Tensor) -> Tensor:
+        """What counts in a round in the place of a message between two workers that was refused.
+
+        Args:
+            other: the receiver's own message; on the worker that sent it, the mean of the sound ones that it heard.
+        """
+        return other
+
+    def refused(self, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        """This worker's own message was refused: correct the state by what was heard in the round; args as of `heal`.
+        Called for each such message that left before the worker was healed; those after the first find it healed.
+        """
+        return
+
+    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """x <- what a mixture of sound messages stands for, in place; the state begins anew there, but for `lasting`.
 
         Args:
-            mixed: a mean of messages that neighbours sent; weights sum to one.
+            sent: what counted in the place of this worker's message: `stand_in`, or in an all-reduce the others' mean.
+            mixed: the round's mixture with it; the rule's to overwrite.
         """
         x.copy_(self.values(mixed))
         state.update({name: value for name, value in self.init(x).items() if name not in self.lasting})

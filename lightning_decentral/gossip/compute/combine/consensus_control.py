@@ -79,8 +79,8 @@ class ConsensusControl:
     def of_links(self) -> bool:
         return self.inner.of_links
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
-        return self.inner.incurable(topology, size, weights)
+    def incurable(self, heard: bool = True) -> str:
+        return self.inner.incurable(heard)
 
     def measure(self, sent: Tensor, mixed: Tensor, turn: Turn) -> Tensor:
         """(||mixed - sent||^2, ||sent||^2) of the parameters, over all workers in a simulation."""

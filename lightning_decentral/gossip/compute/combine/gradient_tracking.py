@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rate, State, Turn, at, largest
 from lightning_decentral.gossip.compute.combine.rate import check_echo, check_rate, check_stable
-from lightning_decentral.gossip.plan.checks import check_symmetric, symmetric
+from lightning_decentral.gossip.plan.checks import check_symmetric
 from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -63,7 +63,7 @@ class ExactDiffusion(Combine):
         echo = RepeatedCorrection(gain=self.memory, keep=1.0)
         check_echo("ExactDiffusion", echo, self.rate, topology, size, weights, delay)
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+    def incurable(self, heard: bool = True) -> str:
         return ""
 
     def init(self, x: Tensor) -> State:
@@ -90,8 +90,8 @@ class GradientTracking(Combine):
     also when the learning rate changes, with any optimizer and on any doubly stochastic sequence of matrices.
 
     State: x after the last update, u and what mixing made of it, e = v - u, three copies of the parameters. Bytes:
-    twice the parameters. A healed worker keeps e, so that sum_i e_i = 0 keeps, where each hears those that hear it:
-    only then both ends leave out the same.
+    twice the parameters. The v of a poisoned worker counts as 0, on both ends of each link; it keeps e, and adds what
+    it heard. So sum_i e_i = 0 keeps, whoever hears whom.
 
     Args:
         rate: towards what was heard, as in `Gossip`.
@@ -122,10 +122,8 @@ class GradientTracking(Combine):
         # As for Gossip: v mixes as x does and doesn't depend on it.
         check_stable("GradientTracking", self.rate, topology, size, weights, delay)
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
-        if symmetric(topology, size, weights):
-            return ""
-        return "where another hears it than it hears, a refused message changes the sum of what all track"
+    def incurable(self, heard: bool = True) -> str:
+        return ""
 
     def init(self, x: Tensor) -> State:
         return {"last": x.detach().clone(), "update": torch.zeros_like(x), "exchanged": torch.zeros_like(x)}
@@ -141,6 +139,14 @@ class GradientTracking(Combine):
 
     def values(self, message: Tensor) -> Tensor:
         return message.tensor_split(2, dim=-1)[0]
+
+    def stand_in(self, other: Tensor) -> Tensor:
+        x, v = other.tensor_split(2, dim=-1)
+        return torch.cat((x, torch.zeros_like(v)), dim=-1)
+
+    def refused(self, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        _, tracked = (mixed - sent).tensor_split(2, dim=-1)
+        state["exchanged"].add_(tracked, alpha=at(self.rate, turn))
 
     def mixing(self, turn: Turn) -> dict[str, float]:
         return {"mixing_rate": at(self.rate, turn)}

@@ -54,7 +54,7 @@ class QuasiGlobalMomentum(Combine):
         echo = RepeatedCorrection(gain=mu * (1 - mu), keep=mu * (2 - mu))
         check_echo("QuasiGlobalMomentum", echo, self.rate, topology, size, weights, delay)
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+    def incurable(self, heard: bool = True) -> str:
         return ""
 
     def init(self, x: Tensor) -> State:

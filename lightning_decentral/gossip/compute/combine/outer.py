@@ -5,6 +5,7 @@ The anchor is where the workers last began, and what is validated and saved.
 
 from dataclasses import dataclass, replace
 from math import log
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class Outer(Combine):
         super().check(topology, size, weights, delay)
         check_one_flight(type(self).__name__, topology, size, delay)
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+    def incurable(self, heard: bool = True) -> str:
         return ""
 
     def init(self, x: Tensor) -> State:
@@ -150,13 +151,17 @@ class PseudoGradient(OuterNesterov):
     one, up to rounding where they add up in another order. With messages as they are it is `OuterNesterov`; `Int4()`
     takes an eighth of the bytes of float32 for each link.
 
-    State: as `Outer`. Bytes: the parameters, encoded, in every H-th step.
+    State: as `Outer`. Bytes: the parameters, encoded, in every H-th step. A poisoned worker's way counts as 0 on all,
+    and it goes on from its anchor, which stays that of all. It ends where an all-reduce was given up by all, for an
+    absurd number that was in the sum.
 
     Raises:
         ValueError: as `Outer`; at set-up, on a graph where not all hear all.
 
     Source: outer gradients of 4 bits, 2501.18512; with error feedback, 2505.23725.
     """
+
+    lasting: ClassVar[tuple[str, ...]] = ("anchor", "momentum")
 
     @property
     def of_differences(self) -> bool:
@@ -166,11 +171,18 @@ class PseudoGradient(OuterNesterov):
         super().check(topology, size, weights, delay)
         check_equals("PseudoGradient", topology, size, weights)
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
-        return "it hears ways from an anchor, and no parameters"
+    def incurable(self, heard: bool = True) -> str:
+        return "" if heard else "no sound message was heard, and its anchor would part from the others'"
 
     def message(self, x: Tensor, state: State) -> Tensor:
         return x.detach() - state["anchor"]
+
+    def stand_in(self, other: Tensor) -> Tensor:
+        return torch.zeros_like(other)
+
+    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        torch.add(state["anchor"], sent, out=x)
+        self.apply(x, sent, mixed, state, turn)
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         anchor, m = state["anchor"], state["momentum"]

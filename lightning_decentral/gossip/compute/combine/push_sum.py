@@ -79,12 +79,12 @@ class PushSum(Combine):
     def share(self, state: State) -> Tensor:
         return state["weight"]
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
+    def incurable(self, heard: bool = True) -> str:
         return ""
 
-    def heal(self, x: Tensor, mixed: Tensor, state: State) -> None:
-        super().heal(x, mixed, state)
-        state["weight"] = mixed[..., -1:].clone()
+    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        super().heal(x, sent, sent, state, turn)
+        state["weight"] = sent[..., -1:].clone()
 
     def _add(self, x: Tensor, mass: Tensor, state: State) -> None:
         """last <- (last w + X) / (w + v) for a mass (X, v); x gets the same correction and keeps what it learnt."""

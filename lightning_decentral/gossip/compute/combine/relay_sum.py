@@ -28,7 +28,9 @@ class RelaySum(Combine):
     All sums begin anew after `restart` rounds; for as many rounds as the diameter a worker then averages what it has
     heard so far.
 
-    A poisoned worker can't be healed: its neighbours subtract what they sent it from what it relays.
+    A poisoned worker's neighbours take their own T for its; it takes the mean of theirs, which is the same for the
+    sums: S_i(t) above is exact, and all that it relays from then on. So is x_i, but for its own place in the mean.
+    Where two that hear each other are poisoned in one round, S is off by what they differ, until it begins anew.
 
     Mixing does not keep the mean step by step. State: S and S(t-2) - d T(t-1), two copies of the parameters. Bytes: the
     parameters and a number.
@@ -43,6 +45,7 @@ class RelaySum(Combine):
     Source: Vogels et al. 2110.04175, algorithm 1, normalized by counts.
     """
 
+    lasting: ClassVar[tuple[str, ...]] = ("sum", "rest")
     of_links: ClassVar[bool] = True
 
     restart: int = 200
@@ -65,8 +68,8 @@ class RelaySum(Combine):
         # S_i(t) is made of S_i(t-1) and S_i(t-2), which must have landed.
         check_one_flight("RelaySum", topology, size, delay)
 
-    def incurable(self, topology: Topology, size: int, weights: Weights) -> str:
-        return "its neighbours subtract what they sent it from the sums that it relays"
+    def incurable(self, heard: bool = True) -> str:
+        return ""
 
     def init(self, x: Tensor) -> State:
         if x.dtype.itemsize < 4:
@@ -93,6 +96,10 @@ class RelaySum(Combine):
         rest.copy_(before - degree * sent)
         before.copy_(heard)
         self._restart(state, turn.round // self.restart)
+
+    def heal(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
+        x.copy_((sent - state["sum"])[..., :-1])
+        self.apply(x, sent, mixed, state, turn)
 
     def _restart(self, state: State, block: int) -> None:
         # An error in S neither grows nor fades (the recursion's roots are 1, -1 and 0): rounding adds up as a
