@@ -20,10 +20,24 @@ from fault_kinds import (
     poison,
     slow,
     stop,
+    strategy,
     terminate,
 )
 from fault_runs import CORRUPT, GOES_ON, LINE, TRACEBACK, Outcome, Run, judged, train, unsound
 from fault_worker import BATCHES, Fault
+
+from lightning_decentral.gossip import (
+    Complete,
+    Every,
+    ExactDiffusion,
+    Exponential,
+    GradientTracking,
+    Int4,
+    PseudoGradient,
+    PushSum,
+    RelaySum,
+    Tree,
+)
 
 EITHER = (GOES_ON, LINE)
 METHODS = ("gossip", "partial_backprop", "token_pipeline")
@@ -167,6 +181,20 @@ def numbers() -> Iterator[Row]:
             yield struck("numbers", f"{value:g} in a parameter of worker 1 before an update", method, faults)
 
 
+def under_rules() -> Iterator[Row]:
+    plans: Sequence[dict[str, Any]] = (
+        {"combine": PushSum(), "topology": Exponential()},
+        {"combine": ExactDiffusion()},
+        {"combine": GradientTracking(), "topology": Exponential()},
+        {"combine": RelaySum(), "topology": Tree()},
+        {"combine": PseudoGradient(), "topology": Every(2, Complete()), "codec": Int4()},
+    )
+    for plan in plans:
+        faults = [strategy(**plan), on(1, hook("on_before_optimizer_step", 6)(poison(float("nan"), "parameter")))]
+        fault = f"nan in a parameter of worker 1 before an update, {type(plan['combine']).__name__}"
+        yield struck("numbers", fault, "gossip", faults, due=(GOES_ON,), size=3)
+
+
 def rows() -> list[Row]:
     """Of all groups."""
     import fault_alone
@@ -175,4 +203,4 @@ def rows() -> list[Row]:
     import fault_settings
 
     others = fault_files, fault_settings, fault_places, fault_alone
-    return [*ends(), *stops(), *numbers(), *(row for module in others for row in module.rows())]
+    return [*ends(), *stops(), *numbers(), *under_rules(), *(row for module in others for row in module.rows())]
