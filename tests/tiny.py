@@ -121,6 +121,9 @@ def child(function: Callable[..., Any], args: tuple[Any, ...], result: Path, out
     warnings.showwarning = _print_warning  # pytest records those of its own process
     for name in [n for n in os.environ if n in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]:
         del os.environ[name]
+    if not torch.cuda.device_count():
+        # A CUDA build refuses a fork's own forks once devices were counted, though there are none.
+        torch.cuda._is_in_bad_fork = bool
     try:
         value = (True, function(*args))
     except BaseException as error:  # the parent raises it

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_decentral.sweep.plan.gangs import ExactGangs as ExactTurns
@@ -58,8 +58,17 @@ def check(plan: SpasePlan, found: list[Table], devices: int) -> None:
     assert plan.makespan_seconds >= lower_bound_seconds(found, devices)
 
 
+# The solver's rounding adds up to more than 1e-5 of this makespan.
+ROUNDED = [
+    Table("0", {1: 0.75, 2: 0.25, 3: 0.5}),
+    Table("1", {1: 0.75, 2: 0.25, 3: 0.25}),
+    Table("2", {1: 2.25, 2: 0.25}),
+]
+
+
 @settings(max_examples=25, deadline=None)
 @given(tables(most=3))
+@example(ROUNDED)
 def test_exact_is_the_best_of_all(found: list[Table]) -> None:
     plan = ExactSpase().plan(found, 3)
     check(plan, found, 3)
