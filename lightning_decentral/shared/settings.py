@@ -101,9 +101,7 @@ class SameSettings:
     def _compare(self, mine: dict[str, str], when: str) -> None:
         if connected():
             over = everyone()
-            check_same_settings(
-                mine, over.group.get_group_store(), over.rank, over.size, self._worker._timeout or PATIENCE, when
-            )
+            check_same_settings(mine, over.store, over.rank, over.size, self._worker._timeout or PATIENCE, when)
 
 
 def versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_decentral import gossip, optim, partial, pipeline, spilled
 from lightning_decentral.recipes import schedules
 from tests.conf.groups import CONF, FILES, choices, nodes, parameters, read, unowned
+from tests.exported import concrete
 
 # group: the faces whose public subclasses it lists, and their base class (and one that stands where it does)
 GROUPS: dict[str, tuple[tuple[ModuleType, ...], type | tuple[type, ...]]] = {
@@ -51,9 +52,7 @@ def adamw_style(name: str) -> str:
 
 def public(face: ModuleType, kind: type | tuple[type, ...]) -> set[str]:
     """Names of the concrete subclasses that a face exports."""
-    exported = [getattr(face, name) for name in face.__all__]
-    classes = [c for c in exported if inspect.isclass(c) and issubclass(c, kind) and c is not kind]
-    return {c.__name__ for c in classes if not inspect.isabstract(c)}
+    return {cls.__name__ for cls in concrete(face, kind)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))

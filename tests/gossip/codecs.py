@@ -1,6 +1,5 @@
 """Every codec of the face, constructed: a new class joins all tests by being there."""
 
-import inspect
 from dataclasses import MISSING, fields
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from lightning_decentral.gossip import Codec, DifferenceCompression, Int2, Int4, Int8, LowRank, Plain, TopK
 from lightning_decentral.shared.compute import codec as face
 from lightning_decentral.shared.compute.codec import Frame, MessageLayout
+from tests.exported import concrete
 
 # More than the class without arguments, and classes that need some; small blocks, for small messages.
 INSTANCES: dict[type[Codec], list[Codec]] = {
@@ -28,12 +28,7 @@ INSTANCES: dict[type[Codec], list[Codec]] = {
 
 def classes() -> list[type[Codec]]:
     """Concrete codecs that the face exports, in alphabetical order."""
-    members = [getattr(face, name) for name in face.__all__]
-    return [
-        m
-        for m in members
-        if inspect.isclass(m) and issubclass(m, Codec) and not inspect.isabstract(m) and not m.__name__.startswith("_")
-    ]
+    return [cls for cls in concrete(face, Codec) if not cls.__name__.startswith("_")]
 
 
 def instances() -> list[Codec]:

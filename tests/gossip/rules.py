@@ -1,6 +1,5 @@
 """Every rule of the package, constructed, and where it works: a new class joins all tests by being there."""
 
-import inspect
 from dataclasses import MISSING, fields
 
 import networkx as nx
@@ -29,6 +28,7 @@ from lightning_decentral.gossip import (
     Tree,
 )
 from lightning_decentral.gossip.compute import combine as module
+from tests.exported import concrete
 
 # Heard by another number than it hears, and no weights that sum to one both ways.
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 0), (0, 2), (1, 3)]))
@@ -64,9 +64,7 @@ INSTANCES: dict[type[Rule], list[Rule]] = {
 
 def classes() -> list[type[Rule]]:
     """Concrete rules that the package offers."""
-    members = [getattr(module, name) for name in module.__all__]
-    found = [m for m in members if inspect.isclass(m) and issubclass(m, (Combine, ConsensusControl))]
-    return [cls for cls in found if not inspect.isabstract(cls)]
+    return concrete(module, (Combine, ConsensusControl))
 
 
 def instances() -> list[Rule]:

@@ -38,6 +38,7 @@ from lightning_decentral.pipeline import Given, Uniform, ZeroBubble
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.sweep import WorkPiece
 from tests.conf.groups import choices
+from tests.exported import concrete
 
 FOLDERS = ("compressed", "gossip", "partial", "pipeline", "spilled", "sweep", "optim")
 # Values that the package makes by the thousand and hands to users' parts: nobody writes them.
@@ -126,10 +127,7 @@ GENERIC: dict[Any, Callable[[Any, Any], bool]] = {
 def classes() -> Iterator[type]:
     for folder in FOLDERS:
         face = import_module(f"lightning_decentral.{folder}")
-        for name in face.__all__:
-            made = getattr(face, name)
-            if inspect.isclass(made) and name not in MADE and not inspect.isabstract(made):
-                yield made
+        yield from (cls for cls in concrete(face) if cls.__name__ not in MADE)
 
 
 def uses() -> Iterator[tuple[type, str, Any]]:

@@ -157,7 +157,7 @@ class FabricWorkers(DDPStrategy):
         given = {**versions(), "strategy": type(self).__qualname__, "precision": type(self.precision).__qualname__}
         for name, part in constructed(self, mro[: mro.index(FabricWorkers)]).items():
             given |= described(part, name)
-        place = over.group.get_group_store(), over.rank, over.size, self._attendance.timeout
+        place = over.store, over.rank, over.size, self._attendance.timeout
         check_same_settings(given, *place, "set-up")
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]

@@ -69,7 +69,7 @@ def said(kind: type) -> None:
     _facts.register(kind, lambda value, name: iter([(name, repr(value))]))
 
 
-for _kind in (*_PLAIN, np.generic):
+for _kind in _PLAIN:
     said(_kind)
 for _named in _NAMED:
     _facts.register(_named, lambda value, name: iter([(name, f"{value.__module__}.{value.__qualname__}")]))
@@ -80,6 +80,11 @@ def _(value: partial, name: str) -> Facts:  # type: ignore[type-arg]
     yield from _facts(value.func, name)
     yield from _facts(value.args, f"{name}.args")
     yield from _facts(value.keywords, f"{name}.keywords")
+
+
+@_facts.register
+def _(value: np.generic, name: str) -> Facts:
+    yield name, f"{type(value).__name__}({value})"  # numpy 1's repr leaves out the type
 
 
 @_facts.register

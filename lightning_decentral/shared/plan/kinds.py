@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from inspect import isclass
 from typing import Any, Literal, SupportsFloat, SupportsIndex, Union, get_args, get_origin
 
 import numpy as np
@@ -157,7 +156,7 @@ class Of(Kind):
                 return value
         except TypeError:  # a Protocol that isn't made for this question
             return value
-        if isclass(value) and issubclass(value, self.cls):
+        if isinstance(value, type) and get_origin(value) is None and issubclass(value, self.cls):
             raise Mismatch(f"write {value.__name__}()")
         return self._named(value)
 
@@ -271,7 +270,8 @@ def kind_of(annotation: Any) -> Kind:
         return _tuple(arguments)
     if origin in READERS:
         return READERS[origin](*map(kind_of, arguments)) if origin is not Callable else Function()
-    return Of(annotation) if isclass(annotation) and annotation is not object else Anything()
+    names_a_class = isinstance(annotation, type) and origin is None  # Python 3.10 takes dict[str, int] for one
+    return Of(annotation) if names_a_class and annotation is not object else Anything()
 
 
 def _tuple(arguments: tuple[Any, ...]) -> Kind:

@@ -60,6 +60,11 @@ class Transport(ABC):
         """tensor <- sum over workers of tensor, in place."""
         return Work(self.group.allreduce([tensor]), "the others", self._own)
 
+    @property
+    def store(self) -> Any:
+        """The key-value store of the group."""
+        return _stores.distributed_c10d._get_process_group_store(self.group)
+
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """The target's tensor <- sum over workers of tensor, in place; what the others' is afterwards isn't said."""
         return Work(self.group.reduce([tensor], _root(dist.ReduceOptions(), target)), "the others", self._own)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 UNSURE = 4  # HiGHS found a point whose rows are off by its tolerance and a rounding, and returns nothing
 SCALES = (1.0, 3.0, 1 / 3)  # rows times another number are off by another one
 
@@ -76,7 +78,8 @@ class MILP:
         entries = [(r, v, c) for r, (terms, _, _) in enumerate(self.rows) for v, c in terms.items()]
         rows, columns, values = zip(*entries, strict=True)
         shape = (len(self.rows), len(self.costs))
-        matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
+        places = np.array([rows, columns], dtype=np.int32)  # scipy 1.11 takes no wider ones
+        matrix = sparse.csr_array((values, places), shape=shape)
         return optimize.milp(
             self.costs,
             integrality=[int(whole) for whole in self.whole],

@@ -8,10 +8,9 @@ from lightning_decentral.pipeline import OneForwardOneBackward, Schedule, TeraPi
 from lightning_decentral.pipeline.plan import schedule as module
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, always, by_slice, check, forecast, in_flight, tasks
 from lightning_decentral.shared.plan.timeline import run
+from tests.exported import concrete
 
-SCHEDULES = [
-    c() for c in vars(module).values() if isinstance(c, type) and issubclass(c, Schedule) and c is not Schedule
-]
+SCHEDULES = [cls() for cls in concrete(module, Schedule)]
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
 whole_backward = pytest.mark.parametrize(
     "schedule", [s for s in SCHEDULES if not s.splits], ids=lambda s: type(s).__name__

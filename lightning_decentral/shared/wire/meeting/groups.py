@@ -98,4 +98,4 @@ def connect(
     assert world is not None
     assert flags is not None
     assert roll is not None
-    return Wire(world, flags, roll, flags.group.get_group_store(), group, hosts, made_here.close, made_here.abandon)
+    return Wire(world, flags, roll, flags.store, group, hosts, made_here.close, made_here.abandon)
