@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
-from lightning.pytorch.loggers import CSVLogger
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 
@@ -13,8 +15,17 @@ class MetricsCSV(CSVLogger):
     """A CSVLogger that goes on with the file of an earlier process of the same run.
 
     Started by spawn or fork, training and test log in processes of their own; the second one of CSVLogger doesn't know
-    the columns that stand in the file, and fails.
+    the columns that stand in the file, and fails. Where workers come and go, any of them may be the next that logs; as
+    only the one that was started first begins a run's files, the others go on with them.
     """
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        if self._experiment is None and os.environ.get("LOCAL_RANK", "0") != "0":
+            self._experiment = _Continuing(self.log_dir)
+        writer: ExperimentWriter = super().experiment
+        return writer
 
     @rank_zero_only
     def save(self) -> None:
@@ -25,3 +36,10 @@ class MetricsCSV(CSVLogger):
             with file.open(newline="") as rows:
                 writer.metrics_keys = next(csv.reader(rows), [])
         super().save()
+
+
+class _Continuing(ExperimentWriter):
+    """Leaves what is there: the base deletes it."""
+
+    def _check_log_dir_exists(self) -> None:
+        return

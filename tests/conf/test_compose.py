@@ -11,6 +11,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
+from lightning_decentral.gossip import Elastic, ElasticGossipStrategy
 from tests.conf.groups import CONF, choices, nodes, parameters, unowned
 
 GROUPS = [
@@ -139,6 +140,13 @@ def test_every_island_can_be_constructed(island):
     cfg = composed("strategy=gossip", f"strategy/island={island}")
     strategy = instantiate(cfg.strategy, _convert_="all")
     assert type(strategy.island) is get_object(cfg.strategy.island._target_)
+
+
+def test_gossip_can_be_made_elastic():
+    strategy = composed("strategy=gossip", "strategy/elastic=elastic", "strategy.elastic.workers=[1,4]").strategy
+    made = instantiate(strategy, _convert_="all")
+    assert isinstance(made, ElasticGossipStrategy)
+    assert made.elastic == Elastic(workers=(1, 4))
 
 
 @pytest.mark.parametrize("rate", sorted(choices("strategy/combine/rate")))

@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[tuple[ModuleType, ...], type | tuple[type, ...]]] = {
     "strategy/weights": ((gossip,), gossip.Weights),
     "strategy/codec": ((gossip,), gossip.Codec),
     "strategy/island": ((gossip,), gossip.Island),
+    "strategy/elastic": ((gossip,), (gossip.Elastic,)),
     "strategy/slicing": ((pipeline,), pipeline.Slicing),
     "strategy/schedule": ((pipeline,), pipeline.Schedule),
     "strategy/partition": ((pipeline,), pipeline.Partition),

@@ -28,6 +28,7 @@ def test_options_have_a_default_and_words() -> None:
             rows = re.findall(r"^\| `(\S+)=` \| (.+?) \| (.+) \|$", reference.options(name), re.MULTILINE)
             assert len(rows) > 3
             typed = [f"{word}={value.strip('`')}" if "/" in word else f"{word}=null" for word, value, _ in rows]
+            typed = [word for word in typed if not word.endswith("=None")]  # a group's that nobody need choose from
             compose("train", [f"strategy={name}", *typed])
             assert all(said.endswith(".") for _, _, said in rows)
 

@@ -53,6 +53,15 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+TORCHRUN_OF_TWO = {
+    "TORCHELASTIC_RUN_ID": "1",
+    "RANK": "1",
+    "GROUP_RANK": "1",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 TORCHRUN = (str(torch.distributed.run.__file__), "--nnodes=1", "--nproc-per-node=1", "--master-port=0")
 
 
@@ -179,6 +188,47 @@ def test_one_member_trains_as_a_loop_by_hand(tmp_path: Path, processes: int) -> 
             optimizer.step()
         scheduler.step()
     assert torch.equal(by_hand.layer.weight, module.layer.weight)
+
+
+def test_schedules_may_ask_for_the_steps_before_anybody_knows_who_trains(tmp_path: Path) -> None:
+    steps = list[float]()
+
+    class Asks(Sums):
+        def configure_optimizers(self) -> Any:
+            steps.append(float(self.trainer.estimated_stepping_batches))
+            return super().configure_optimizers()
+
+    module = Asks()
+    with LobbyProcess(least=1, most=1) as lobby:
+        strategy: Any = GossipStrategy(elastic=Elastic(lobby=lobby.place, workers=(1, 1), host="127.0.0.1"))
+        trainer = Trainer(**{**QUIET, "limit_train_batches": 0.5}, strategy=strategy, devices=1, max_epochs=2)
+        places = torch.arange(10, dtype=torch.float64).reshape(10, 1) / 10
+        trainer.fit(module, DataLoader(TensorDataset(places), batch_size=2))
+    epoch = 2  # half of five
+    assert steps == [2 * epoch]
+    assert [row[:2] for row in module.seen] == [(step // epoch, step) for step in range(2 * epoch)]
+    first_pass = [x for *_, batch in module.seen[:5] for x in batch]
+    assert len(first_pass) == len(set(first_pass))
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        ({"devices": 3}, {}, "devices=3 starts as many workers, and workers=\\(4, 16\\)"),
+        ({"devices": 4, "num_nodes": 2}, {}, "without a lobby is for one machine"),
+        ({"devices": 1}, {"LOCAL_RANK": "1"}, "without a lobby is for one machine"),
+        ({"devices": 1}, TORCHRUN_OF_TWO, "this torchrun has 2 workers and restarts all of them"),
+    ],
+    ids=["few", "nodes", "elsewhere", "torchrun"],
+)
+def test_what_starts_no_elastic_workers_says_so(
+    options: dict[str, Any], environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    strategy: Any = GossipStrategy(elastic=Elastic(workers=(4, 16)))
+    with pytest.raises(ValueError, match=said):
+        Trainer(**QUIET, strategy=strategy, **options)
 
 
 @pytest.mark.parametrize("workers", [(0, 2), (3, 2)])

@@ -15,7 +15,8 @@ class Elastic:
     """A run whose workers are processes of their own, each with a Trainer of one device, that meet at a lobby.
 
     Args:
-        lobby: "host:port" of `lightning-decentral lobby`.
+        lobby: "host:port" of `lightning-decentral lobby`. Without, that of the environment's LIGHTNING_DECENTRAL_LOBBY;
+            without that, too, the Trainer starts `devices` workers on this machine, and a lobby for them.
         workers: (least, most) of them, as the lobby was told.
         dead_after: seconds of silence, until a worker counts as dead; the lobby's, as soon as that is heard.
         host: the address at which others reach this machine; by default the one from which it reaches the lobby.
@@ -24,7 +25,7 @@ class Elastic:
         ValueError: not 1 <= least <= most, or no time to wait.
     """
 
-    lobby: str
+    lobby: str = ""
     workers: tuple[int, int] = (2, 16)
     dead_after: float = 10.0
     host: str = ""

@@ -1,17 +1,24 @@
 """An elastic worker in Lightning's loops: a newcomer's counters and schedules, the examples that each is dealt."""
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_decentral.shared.plan.elastic.calendar import UNBOUNDED, Calendar, rounds_before
 from lightning_decentral.shared.plan.elastic.dealing import Dealing
+from lightning_decentral.shared.wire.plain import NotPlain
+from lightning_decentral.shared.wire.plain import pack as packed
 
 COUNTS = ("ready", "started", "processed", "completed")
 
@@ -19,9 +26,7 @@ COUNTS = ("ready", "started", "processed", "completed")
 def calendar_of(trainer: Trainer, dataloader: Any, members: int) -> Calendar:
     """Of a run that begins now, or goes on from a checkpoint, with so many members."""
     accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
-    batches = _batches(dataloader, members)
-    limit = trainer.limit_train_batches
-    batches = min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
+    batches = batches_of(trainer, dataloader, members)
     epoch: Any = loop.epoch_progress.current
     batch = loop.epoch_loop.batch_progress
     # Saved where an epoch's last batch was over, it may or may not have been counted.
@@ -30,11 +35,30 @@ def calendar_of(trainer: Trainer, dataloader: Any, members: int) -> Calendar:
     return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step)
 
 
-def _batches(dataloader: Any, members: int) -> int:
-    if dealable(dataloader):
-        return int(-(-len(dataloader.dataset) // (members * dataloader.batch_size)))
+def batches_of(trainer: Trainer, dataloader: Any, members: int) -> int:
+    """Of an epoch, as limit_train_batches leaves them."""
     found = sized_len(dataloader)
-    return UNBOUNDED if found is None else found
+    batches = UNBOUNDED if found is None else found
+    if dealable(dataloader):
+        batches = -(-len(dataloader.dataset) // (members * dataloader.batch_size))
+    limit = trainer.limit_train_batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
+
+
+def _unlimited(trainer: Trainer, batches: int) -> int:
+    """The fewest of which limit_train_batches leaves so many: Lightning takes its share of what it is given."""
+    limit = trainer.limit_train_batches
+    share = 1.0 if limit is None or isinstance(limit, int) else limit
+    return next(n for n in count(int(batches / share)) if int(n * share) >= batches) if share > 0 else batches
+
+
+def refuse_unplanned(batches: int, calendar: Calendar) -> None:
+    """ValueError where schedules were made for epochs of another length than the run's; 0: they weren't."""
+    if batches and max(1, batches) != calendar.batches:
+        raise ValueError(
+            f"an epoch of this run has {calendar.batches} batches, and schedules here are for {batches}: give every "
+            "worker the same Elastic(workers=...) and data"
+        )
 
 
 def dealable(dataloader: Any) -> bool:
@@ -50,7 +74,9 @@ def seed_of(dataloader: Any) -> int:
     return int(dataloader.sampler.seed) if dealable(dataloader) else 0
 
 
-def dealt(dataloader: Any, batches: int, dealing: Callable[[Dealing], Callable[[], Iterator[Any]]]) -> Any:
+def dealt(
+    trainer: Trainer, dataloader: Any, batches: int, dealing: Callable[[Dealing], Callable[[], Iterator[Any]]]
+) -> Any:
     """The same loader, whose examples are dealt among the members; any other is left as it is.
 
     Args:
@@ -61,8 +87,13 @@ def dealt(dataloader: Any, batches: int, dealing: Callable[[Dealing], Callable[[
         return dataloader
     before, batch = dataloader.sampler, dataloader.batch_size
     made = Dealing(len(dataloader.dataset), batch, before.shuffle, before.seed)
-    sampler = ElasticSampler(batches * batch, dealing(made))
+    sampler = ElasticSampler(_unlimited(trainer, batches) * batch, dealing(made))
     return _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
+
+
+def nobody(dealing: Dealing) -> Callable[[], Iterator[Any]]:
+    """Deals nothing: for a loader whose length alone is asked for."""
+    return ().__iter__
 
 
 class ElasticSampler(Sampler[int]):
@@ -88,13 +119,13 @@ def go_to(trainer: Trainer, calendar: Calendar, round: int) -> None:
     step = calendar.step(round)
     loop.restarting = batch > 0
     for counts in (counted.current, counted.total):
-        for name, count in zip(COUNTS, [epoch + (batch > 0)] * 2 + [epoch] * 2, strict=True):
-            setattr(counts, name, count)
+        for name, value in zip(COUNTS, [epoch + (batch > 0)] * 2 + [epoch] * 2, strict=True):
+            setattr(counts, name, value)
     progress = loop.epoch_loop.batch_progress
     progress.is_last_batch = False
-    for counts, count in ((progress.current, batch), (progress.total, epoch * calendar.batches + batch)):
+    for counts, value in ((progress.current, batch), (progress.total, epoch * calendar.batches + batch)):
         for name in COUNTS:
-            setattr(counts, name, count)
+            setattr(counts, name, value)
     taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     taken.ready = taken.completed = step
     _catch_up(trainer, steps, step, epochs, epoch)
@@ -111,3 +142,30 @@ def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) 
 def count_logged(trainer: Trainer, step: int) -> None:
     """What is logged next is of this step: Lightning counts a restart within an epoch as one."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def copied(states: dict[str, Any]) -> dict[str, Any]:
+    """Those that can be sent, as they are now."""
+    cloned = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().clone())
+    return {name: state for name, state in cloned.items() if plain(name, state)}
+
+
+def plain(name: str, value: Any) -> bool:
+    """Whether it can be sent."""
+    try:
+        packed(value)
+    except NotPlain as error:
+        if name:
+            rank_zero_warn(f"a newcomer doesn't get {name!r} of the checkpoint: {error}")
+        return False
+    return True
+
+
+def callback_states(trainer: Trainer) -> dict[str, Any]:
+    """By the callbacks' keys. What they decide, all members must decide: who stops, what is the best so far."""
+    return copied(call._call_callbacks_state_dict(trainer))
+
+
+def restored(trainer: Trainer, states: dict[str, Any]) -> None:
+    """The callbacks are as those were."""
+    call._call_callbacks_load_state_dict(trainer, {"callbacks": states})

@@ -6,6 +6,7 @@ member.begin(copy)                 before each round: waits where nobody may go 
 member.together(value, made)       the same for all members: `made` of what each has given
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from lightning_decentral.shared.plan.elastic.calendar import Calendar
 from lightning_decentral.shared.plan.elastic.dealing import Dealing
 from lightning_decentral.shared.plan.elastic.view import Times, View
 from lightning_decentral.shared.wire.elastic.frames import address
+from lightning_decentral.shared.wire.elastic.starter import title
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 
 
@@ -31,6 +33,7 @@ class ElasticMember:
         round: that began last; -1: none.
         next_round: whose batches are drawn next.
         view: in force in it.
+        entered: the same, if it wasn't in force in the round before; else None.
         calendar: None before the first view.
         live: whether what it computes, it computes with the others.
         seed: of the order of the examples, the same for all; None: this worker's own.
@@ -38,9 +41,10 @@ class ElasticMember:
 
     def __init__(self, elastic: Elastic, seconds: float) -> None:
         host = elastic.host or own_address(elastic.lobby)
-        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after))
+        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), title(os.environ))
         self.round, self.next_round = -1, 0
         self.view: View | None = None
+        self.entered: View | None = None
         self.calendar: Calendar | None = None
         self.live = False
         self.seed: int | None = None
@@ -86,7 +90,7 @@ class ElasticMember:
         Raises:
             RuntimeError: this worker was away for so long that it can't go on.
         """
-        now = time.monotonic()
+        now, before = time.monotonic(), self.view
         if self._began:
             self._pace = now - self._began
         try:
@@ -98,10 +102,26 @@ class ElasticMember:
                 f"the others are in round {round}, this worker in {self.round + 1}: start it again, it joins as a "
                 "new one"
             )
+        self.entered = self.view if self.view != before else None
         self.round = self.next_round = round
         self.worker.assembly.begins((round, -1))
         self._began, self._met = time.monotonic(), 0
         self._hear_of(self.view)
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        """Where a view begins with newcomers: for them `own` of a member that was there before, as it is now; None for
+        all others, and where all of those have ended."""
+        assert self.view is not None
+        newcomers = set(self.view.members) - set(self.view.before)
+        if self.entered is None or not newcomers:
+            return None
+        if self.worker.name not in newcomers:
+            return self.worker.assembly.keep(self.view.number, own())
+        waits = partial(self._present_but, newcomers)
+        return self.worker.assembly.kept(self.view.number, waits, self._elastic.dead_after)
+
+    def _present_but(self, some: set[str]) -> list[str]:
+        return [name for name in self.present() if name not in some]
 
     def ended(self) -> None:
         """The round that began is mixed."""

@@ -11,12 +11,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,8 +21,23 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
 from lightning_decentral.gossip.elastic.checks import refuse_inelastic
 from lightning_decentral.gossip.elastic.elastic import Elastic
-from lightning_decentral.gossip.elastic.loops import calendar_of, count_logged, dealt, go_to, seed_of
+from lightning_decentral.gossip.elastic.launcher import at_its_lobby
+from lightning_decentral.gossip.elastic.loops import (
+    batches_of,
+    calendar_of,
+    callback_states,
+    copied,
+    count_logged,
+    dealt,
+    go_to,
+    nobody,
+    plain,
+    refuse_unplanned,
+    restored,
+    seed_of,
+)
 from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.elastic.process import OneProcess
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -38,15 +49,13 @@ from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.compute.gathered import first_of, means_of, reduced, stacked
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.replica import Evaluate
 from lightning_decentral.shared.wire.mean import MeanModel
-from lightning_decentral.shared.wire.plain import NotPlain
-from lightning_decentral.shared.wire.plain import pack as packed
 from lightning_decentral.shared.wire.transport import Wire
 
 
 @checked
-class ElasticGossipStrategy(ReplicaStrategy):
+class ElasticGossipStrategy(OneProcess):
     """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
 
     A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
@@ -92,34 +101,12 @@ class ElasticGossipStrategy(ReplicaStrategy):
         self._mixers = Mixers(self._making)
         self._member: ElasticMember | None = None
         self._exchange: ElasticExchange | None = None
-        self._rank = 0
-
-    # ---- Lightning sees one process ---------------------------------------------------------------------------------
-
-    def setup_distributed(self) -> None:
-        """No group: who trains together changes."""
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-
-    @property
-    def global_rank(self) -> int:
-        """0 for the oldest member, who writes and logs."""
-        return self._rank
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        self._planned = 0
 
     @property
     def members(self) -> tuple[str, ...]:
         """Names of those in this round's view, the oldest first; none outside of training."""
         return self._member.view.members if self._member and self._member.view else ()
-
-    def _rank_as(self, rank: int) -> None:
-        self._rank = rank
-        of_all: Any = rank_zero_only
-        of_all.rank = rank_zero_of_fabric.rank = rank  # type: ignore[attr-defined]
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -137,12 +124,15 @@ class ElasticGossipStrategy(ReplicaStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""
+        self._planned = 0
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if len(self.optimizers) != 1:
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
-        self._member = ElasticMember(self.elastic, self._attendance.timeout.total_seconds())
+        if self._planned:
+            trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
+        self._member = ElasticMember(at_its_lobby(self.elastic), self._attendance.timeout.total_seconds())
         assert self._exchange is not None
         self._exchange.worker = self._member.worker
         value = self._member.healed()
@@ -161,8 +151,7 @@ class ElasticGossipStrategy(ReplicaStrategy):
         """Everything, between two steps."""
         assert self._member is not None
         whole = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        copied = apply_to_collection(whole, Tensor, lambda tensor: tensor.detach().clone())
-        return {"trainer": {k: v for k, v in copied.items() if plain(k, v)}, **self._member.given()}
+        return {"trainer": copied(whole), **self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
         self._exchange = ElasticExchange(self.topology.placed(1), self.weights, worker=None)  # type: ignore[arg-type]
@@ -184,16 +173,21 @@ class ElasticGossipStrategy(ReplicaStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
         member, trainer = self._member, self._module.trainer
-        if member is None or not trainer.training:
+        if not trainer.training:
             return dataloader
+        if member is None:  # the module asks how many steps there will be, before anybody knows how many begin
+            self._planned = batches_of(trainer, dataloader, self.planned_workers)
+            return dealt(trainer, dataloader, self._planned, nobody)
         if member.round < 0:
             member.seed = seed_of(dataloader) if member.seed is None else member.seed
             self._begin()
-            member.calendar = member.calendar or calendar_of(trainer, dataloader, member.founders)
+            founders = self.planned_workers if self._planned else member.founders
+            member.calendar = member.calendar or calendar_of(trainer, dataloader, founders)
+            refuse_unplanned(self._planned, member.calendar)
             if member.round or member.calendar.before or trainer.fit_loop.restarting:
                 go_to(trainer, member.calendar, member.round)
         assert member.calendar is not None
-        return dealt(dataloader, member.calendar.batches, member.deals)
+        return dealt(trainer, dataloader, member.calendar.batches, member.deals)
 
     def _begin(self) -> None:
         assert self._member is not None
@@ -201,6 +195,9 @@ class ElasticGossipStrategy(ReplicaStrategy):
         self._member.begin(self._copy)
         self._member.enter(self._exchange)
         self._rank_as(self._member.place)
+        state = self._member.agreed(partial(callback_states, self._module.trainer))
+        if state is not None:
+            restored(self._module.trainer, state)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member
@@ -283,14 +280,3 @@ class ElasticGossipStrategy(ReplicaStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         given = self.gather(bool(decision))
         return bool(min(given) if all else max(given))
-
-
-def plain(name: str, value: Any) -> bool:
-    """Whether it can be sent."""
-    try:
-        packed(value)
-    except NotPlain as error:
-        if name:
-            rank_zero_warn(f"a newcomer doesn't get {name!r} of the checkpoint: {error}")
-        return False
-    return True

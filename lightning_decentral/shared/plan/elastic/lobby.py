@@ -174,6 +174,16 @@ class Lobby:
         """Of the highest view, the oldest first."""
         return self.view.members if self.view else ()
 
+    @property
+    def stayed(self) -> tuple[str, ...]:
+        """The members that haven't left, silent ones, too."""
+        return tuple(name for name in self.members if not self._left(name))
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Guests that said that they end."""
+        return tuple(name for name in self.guests if self._left(name))
+
     def alive(self, now: float) -> tuple[str, ...]:
         """The members that live."""
         return tuple(name for name in self.members if self._lives(name, now))

@@ -27,6 +27,8 @@ LOOK_SECONDS = 0.1
 """Between two looks at who is still there."""
 ASK_SECONDS = 0.5
 """Until members that haven't given anything are asked whether they have a result."""
+KEPT_SECONDS = 0.05
+"""Between two questions for what is kept."""
 LEAVE_SECONDS = 10.0
 
 
@@ -45,6 +47,7 @@ class Assembly:
         self._given: dict[Key, dict[str, Any]] = {}
         self._results: dict[Key, Any] = {}
         self._now: Key = (-1, 0)
+        self._kept: tuple[int, Any] = (0, None)
         self._serving = 0
         self._closed = False
 
@@ -83,6 +86,26 @@ class Assembly:
             self._now = max(self._now, key)
             self._changed.notify_all()
 
+    def keep(self, view: int, value: Any) -> None:
+        """For those whose first view this is."""
+        with self._changed:
+            self._kept = view, value
+
+    def kept(self, view: int, members: Callable[[], Sequence[str]], seconds: float) -> Any:
+        """What one of these members has kept for this view, the first that has it; None where none of them will.
+
+        Args:
+            members: that may have it, or will when they are there.
+        """
+        end = time.monotonic() + seconds
+        while (asked := members()) and time.monotonic() < end:
+            for name in asked:
+                found, value, _ = self._found(name, {"kept": view})
+                if found:
+                    return value
+            time.sleep(KEPT_SECONDS)
+        return None
+
     def close(self) -> None:
         """Give out what was promised; who comes later turns to another member."""
         end = time.monotonic() + LEAVE_SECONDS
@@ -100,7 +123,7 @@ class Assembly:
             if not self._waited(lambda: all(name in given for name in missing)):
                 # An older member may have given it the result, and have ended before all had it.
                 for name in missing:
-                    found, result, passed = self._found(name, key)
+                    found, result, passed = self._found(name, {"key": list(key), "asks": True})
                     if found:
                         return result
                     over |= {name} if passed else set()
@@ -119,13 +142,13 @@ class Assembly:
         with self._changed:
             return self._changed.wait_for(holds, ASK_SECONDS)
 
-    def _found(self, name: str, key: Key) -> tuple[bool, Any, bool]:
-        """(whether that member has a result, the result, whether it is beyond it)"""
+    def _found(self, name: str, question: dict[str, Any]) -> tuple[bool, Any, bool]:
+        """(whether that member has what is asked for, that, whether it is beyond it)"""
         with (
             suppress(OSError, ValueError, KeyError, TypeError),
             connected(self._place(name), "meet", 5.0) as connection,
         ):
-            _send(connection, {"key": list(key), "from": self.name, "asks": True}, None)
+            _send(connection, {"from": self.name, **question}, None)
             words, result = _receive(connection)
             return bool(words["found"]), result, bool(words["over"])
         return False, None, False
@@ -151,6 +174,11 @@ class Assembly:
     def serve(self, connection: socket.socket) -> None:
         """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
         words, value = _receive(connection)
+        if "kept" in words:
+            number, kept = self._kept
+            found = number == words["kept"]
+            _send(connection, {"found": found, "over": False}, kept if found else None)
+            return
         round, nth = words["key"]
         key = int(round), int(nth)
         if words.get("asks"):

@@ -21,12 +21,14 @@ class LobbyServer:
 
     Args:
         say: called with a line for each view, and each guest that is refused.
+        settled: no run can have begun at an earlier lobby: nobody needs to be waited for.
     """
 
-    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None]) -> None:
-        self._lobby, self._say = Lobby(bounds, times, time.monotonic()), say
+    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
+        self._lobby, self._say = Lobby(bounds, times, time.monotonic(), settled=settled), say
         self._guests: dict[str, asyncio.StreamWriter] = {}
         self._paused = ""
+        self._members: tuple[str, ...] = ()
 
     async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
         """Until it is cancelled. OSError where it can't listen.
@@ -40,6 +42,10 @@ class LobbyServer:
             while True:
                 await asyncio.sleep(self._lobby.times.beat)
                 self._next(*self._lobby.ticked(time.monotonic()))
+
+    def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(of all views so far, those of the highest that haven't left). From any thread."""
+        return self._members, self._lobby.stayed
 
     async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -70,22 +76,30 @@ class LobbyServer:
     def _next(self, lobby: Lobby, words: Words) -> None:
         before, self._lobby = self._lobby.view, lobby
         if lobby.view is not None and lobby.view != before:
-            self._say(told(before, lobby.view))
+            self._say(told(before, lobby))
+            self._members += tuple(name for name in lobby.members if name not in self._members)
         for name, word in words:
             writer = self._guests.get(name)
             if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
                 writer.write(frame(plain(word)))
-            if word.paused and word.paused != self._paused:
+            if word.paused and word.paused != self._paused and lobby.stayed:  # else all have ended, and nobody waits
                 self._say(f"waiting: {word.paused}")
             self._paused = word.paused
 
 
-def told(before: View | None, view: View) -> str:
-    """A line about a new view: who came, who went."""
-    earlier = before.members if before else view.before
-    came = sorted(set(view.members) - set(earlier)) if before else list(view.members)
-    went = sorted(set(earlier) - set(view.members))
-    changes = [f"{word} {', '.join(names)}" for word, names in (("came:", came), ("lost:", went)) if names]
+def told(before: View | None, lobby: Lobby) -> str:
+    """A line about a lobby's new view: who came, who left, who was lost."""
+    view = lobby.view
+    assert view is not None
+    earlier = before.members if before else view.members if view.number == 1 else view.before
+    went = set(earlier) - set(view.members)
+    left = went & set(lobby.leaving)
+    found = {
+        "came:": sorted(set(view.members) - set(before.members if before else ())),
+        "left:": sorted(left),
+        "lost:": sorted(went - left),
+    }
+    changes = [f"{word} {', '.join(names)}" for word, names in found.items() if names]
     return f"view {view.number}: {len(view.members)} workers from round {view.first_round}; {'; '.join(changes)}"
 
 

@@ -32,9 +32,10 @@ class ElasticWorker:
         lobby: "host:port".
         host: the address at which other workers reach this machine.
         times: until the lobby says others.
+        title: what its name begins with.
     """
 
-    def __init__(self, lobby: str, host: str, times: Times | None = None) -> None:
+    def __init__(self, lobby: str, host: str, times: Times | None = None, title: str = "") -> None:
         self._donor = Donor(self._given)
         changed = threading.Condition()
         self.assembly = Assembly("", place_of)
@@ -44,7 +45,8 @@ class ElasticWorker:
             "meet": self.assembly.serve,
         }
         self.mesh = Mesh(host, "", served, changed)
-        self.name = self.mesh.name = self.assembly.name = f"{secrets.token_hex(4)}@{self.mesh.place}"
+        name = f"{title}{secrets.token_hex(4)}@{self.mesh.place}"
+        self.name = self.mesh.name = self.assembly.name = name
         self.membership = Membership(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
         self._value: Any = None
         self.membership.start()
