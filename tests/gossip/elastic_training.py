@@ -1,6 +1,10 @@
-"""Trains one elastic worker: run as a script, with a folder, the lobby's place, and a name for what it records."""
+"""Trains one elastic worker: run as a script, with a folder, the lobby's place, and a name for what it records.
+
+With "" for place and name it starts three, w0, w1 and w2, and their lobby.
+"""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_decentral.gossip import Elastic, ElasticGossipStrategy, GossipStrategy, Ring
 from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.wire.elastic import starter
 from tests.tiny import QUIET
 
 STEPS, APART, EXAMPLES, BATCH = 120, 5, 96, 4
@@ -81,12 +86,14 @@ class Tell(Callback):
             rank=trainer.global_rank,
             members=strategy.members,
             name=strategy._member.worker.name,
+            pid=os.getpid(),
             x=module.x.tolist(),
             rate=optimizer.param_groups[0]["lr"],
             epoch=trainer.current_epoch,
             examples=batch.tolist(),
         )
-        time.sleep(0.01 if self._joined.exists() else 0.15)
+        slowly = 0.15 if trainer.global_step < STEPS // 2 else 0.5
+        time.sleep(0.01 if self._joined.exists() else slowly)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         own = float(trainer.callback_metrics["own"])
@@ -98,6 +105,9 @@ class Tell(Callback):
 
 
 def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -> None:
+    starter.HASTY_SECONDS = 0.0
+    number = os.environ.get(starter.WORKER, "")
+    name, seed = (name, seed) if lobby else (f"w{number}", int(number or 0))
     tell = Tell(folder / f"{name}.jsonl", folder / "joined")
     copy, take = ElasticGossipStrategy._copy, ElasticGossipStrategy._take
 
@@ -119,7 +129,7 @@ def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -
     trainer = Trainer(
         **{**QUIET, "enable_checkpointing": True},
         strategy=strategy,
-        devices=1,
+        devices=1 if lobby else 3,
         max_steps=STEPS,
         callbacks=[tell, saved],
         val_check_interval=4,

@@ -5,7 +5,8 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ from tests.fresh import Script
 from tests.gossip import elastic_training
 from tests.gossip.elastic_training import APART, EVERY, STEPS, Net
 from tests.shared.wire.elastic.lobbies import LobbyProcess
+from tests.standing_in import Launching
 from tests.tiny import QUIET
 
 SECONDS = 90.0
+FIRST = ("w0", "w1", "w2")
 
 
 def told(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
@@ -46,9 +49,10 @@ def told(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
+def until(holds: Callable[[], bool], what: str, running: "Future[tuple[int, str]]") -> None:
     end = time.monotonic() + SECONDS
     while not holds():
+        assert not running.done(), (what, print(running.result()[1]))
         assert time.monotonic() < end, what
         time.sleep(0.05)
 
@@ -70,7 +74,7 @@ def start(folder: Path, lobby: LobbyProcess, name: str, seed: int, *more: str, b
     return Script(Path(words[0]), words[1:], {"PYTHONPATH": os.getcwd()}, folder)
 
 
-def rows(folder: Path, names: str) -> dict[int, dict[str, dict[str, Any]]]:
+def rows(folder: Path, names: Iterable[str]) -> dict[int, dict[str, dict[str, Any]]]:
     found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for name in names:
         for line in told(folder, name, "step"):
@@ -79,29 +83,40 @@ def rows(folder: Path, names: str) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_one_is_killed_the_others_go_on_and_another_joins(tmp_path: Path) -> None:
-    with LobbyProcess(least=2, most=3) as lobby:
-        scripts = {name: start(tmp_path, lobby, name, seed) for seed, name in enumerate("abc", 1)}
-        try:
-            until(lambda: all(len(told(tmp_path, n, "step")) > 12 for n in "abc"), "three train")
-            oldest = next(n for n in "abc" if told(tmp_path, n, "step")[-1]["rank"] == 0)
-            os.kill(scripts.pop(oldest).pid, signal.SIGKILL)
-            scripts["d"] = start(tmp_path, lobby, "d", 4)
-            until(lambda: bool(told(tmp_path, "d", "step")), "the newcomer takes part")
-            (tmp_path / "joined").touch()
-            ended = {name: script.finish(SECONDS) for name, script in list(scripts.items())}
-        finally:
-            for script in scripts.values():
-                script.finish(0) if script.status(0) is None else None
-    survivors = "".join(sorted(ended))
-    for code, output in ended.values():
-        assert code == 0, output[-4000:]
-    assert all(told(tmp_path, n, "end")[0]["step"] == STEPS for n in survivors)
-    assert_mean_kept(rows(tmp_path, "abcd"))
-    assert_newcomer(tmp_path, oldest)
-    assert_evaluated_alike(tmp_path, survivors)
-    final = [torch.load(tmp_path / f"{n}.pt")["x"] for n in survivors]
+def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: Path) -> None:
+    """Workers of a starter, which starts a lost one again."""
+    script = Launching(Path(elastic_training.__file__), (str(tmp_path), "", "", "0"), {"PYTHONPATH": os.getcwd()})
+    with ThreadPoolExecutor(1) as waiting:
+        running = waiting.submit(script.finish, SECONDS)
+        until(lambda: all(len(told(tmp_path, n, "step")) > 12 for n in FIRST), "three train", running)
+        last = {name: told(tmp_path, name, "step")[-1] for name in FIRST}
+        oldest, sleeper, survivor = sorted(FIRST, key=lambda name: (last[name]["rank"], name))
+        os.kill(last[oldest]["pid"], signal.SIGKILL)
+        until(lambda: bool(told(tmp_path, "w3", "step")), "a newcomer takes part", running)
+        os.kill(last[sleeper]["pid"], signal.SIGSTOP)
+        slept = told(tmp_path, sleeper, "step")[-1]
+        until(lambda: slept["name"] not in told(tmp_path, survivor, "step")[-1]["members"], "they go on", running)
+        os.kill(last[sleeper]["pid"], signal.SIGCONT)
+        until(lambda: bool(told(tmp_path, "w4", "step")), "it comes back", running)
+        (tmp_path / "joined").touch()
+        code, output = running.result()
+    assert code == 0, output[-4000:]
+    names = [*FIRST, "w3", "w4"]
+    assert {f"w{n}" for n in range(9) if told(tmp_path, f"w{n}", "begins")} == set(names)
+    ended = {name for name in names if told(tmp_path, name, "end")}
+    assert ended == {survivor, "w3", "w4"}
+    assert all(told(tmp_path, name, "end")[0]["step"] == STEPS for name in ended)
+    found = rows(tmp_path, names)
+    for step in found:  # what it did after it woke up nobody heard
+        if step > slept["step"]:
+            found[step].pop(slept["name"], None)
+    assert_mean_kept(found)
+    for newcomer in ("w3", "w4"):
+        assert_newcomer(tmp_path, newcomer, survivor)
+    assert_evaluated_alike(tmp_path, ended, found)
+    final = [torch.load(tmp_path / f"{name}.pt")["x"] for name in ended]
     assert all(torch.equal(x, final[0]) for x in final)
+    assert "ended by SIGKILL: another one is started" in output or "code 9: another one is started" in output
     assert_resumed(tmp_path, next(tmp_path.glob(f"saved/step={STEPS - 2 * EVERY}.ckpt")))
 
 
@@ -112,7 +127,7 @@ def assert_resumed(folder: Path, saved: Path) -> None:
         scripts = [by_hand, start(folder, lobby, "f", 6, str(saved), by=TORCHRUN)]
         for code, output in [script.finish(SECONDS) for script in scripts]:
             assert code == 0, output[-4000:]
-    found, checkpoint = rows(folder, "ef"), torch.load(saved, weights_only=False)
+    found, checkpoint = rows(folder, ["e", "f"]), torch.load(saved, weights_only=False)
     assert sorted(found) == list(range(checkpoint["global_step"] + 1, STEPS + 1))
     for lines in found.values():  # nothing is learnt after so many steps: all stay where the mean was
         assert len(lines) == 2
@@ -265,23 +280,23 @@ def assert_mean_kept(found: dict[int, dict[str, dict[str, Any]]]) -> None:
     assert after[-1] == 3
 
 
-def assert_newcomer(folder: Path, oldest: str) -> None:
-    (healed,), (begins,) = told(folder, "d", "healed"), told(folder, "d", "begins")
-    copies = [line["digest"] for n in "abc" for line in told(folder, n, "copied")]
+def assert_newcomer(folder: Path, newcomer: str, other: str) -> None:
+    (healed,), (begins,) = told(folder, newcomer, "healed"), told(folder, newcomer, "begins")
+    copies = [line["digest"] for name in (*FIRST, "w3") for line in told(folder, name, "copied")]
     assert begins["digest"] in copies
-    steps = told(folder, "d", "step")
-    others = {line["step"]: line for line in told(folder, min(set("abc") - {oldest}), "step")}
+    steps = told(folder, newcomer, "step")
+    others = {line["step"]: line for line in told(folder, other, "step")}
     assert steps[0]["step"] > healed["step"]
     shared = 0
     for line in steps:  # schedules, epochs and places are the run's
-        other = others[line["step"]]
-        assert line["rate"] == pytest.approx(other["rate"], rel=1e-9)
-        assert (line["epoch"], line["members"]) == (other["epoch"], other["members"])
-        shared += bool(set(line["examples"]) & set(other["examples"]))
-    assert shared <= 1  # where the pass ends in which somebody was lost, it is filled up
+        theirs = others[line["step"]]
+        assert line["rate"] == pytest.approx(theirs["rate"], rel=1e-9)
+        assert (line["epoch"], line["members"]) == (theirs["epoch"], theirs["members"])
+        shared += bool(set(line["examples"]) & set(theirs["examples"]))
+    assert shared <= 2  # where a pass ends in which somebody was lost, it is filled up
 
 
-def assert_evaluated_alike(folder: Path, names: str) -> None:
+def assert_evaluated_alike(folder: Path, names: Iterable[str], steps: dict[int, dict[str, dict[str, Any]]]) -> None:
     found = defaultdict(list)
     for name in names:
         for line in told(folder, name, "validated"):
@@ -291,7 +306,6 @@ def assert_evaluated_alike(folder: Path, names: str) -> None:
     for lines in whole:
         assert all((line["x"], line["own"]) == (lines[0]["x"], lines[0]["own"]) for line in lines)
     assert {len(lines) for lines in whole} >= {3}
-    steps = rows(folder, "abcd")
     saved = sorted(folder.glob("saved/*.ckpt"))
     assert len(saved) in (STEPS // EVERY - 1, STEPS // EVERY)  # the one that was killed may have been about to save
     for file in saved:

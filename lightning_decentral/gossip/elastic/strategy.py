@@ -181,8 +181,9 @@ class ElasticGossipStrategy(OneProcess):
         if member.round < 0:
             member.seed = seed_of(dataloader) if member.seed is None else member.seed
             self._begin()
-            founders = self.planned_workers if self._planned else member.founders
-            member.calendar = member.calendar or calendar_of(trainer, dataloader, founders)
+            if member.calendar is None:
+                founders = self.planned_workers if self._planned else member.founders
+                member.calendar = calendar_of(trainer, dataloader, founders)
             refuse_unplanned(self._planned, member.calendar)
             if member.round or member.calendar.before or trainer.fit_loop.restarting:
                 go_to(trainer, member.calendar, member.round)
