@@ -52,7 +52,7 @@ def told(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
 def until(holds: Callable[[], bool], what: str, running: "Future[tuple[int, str]]") -> None:
     end = time.monotonic() + SECONDS
     while not holds():
-        assert not running.done(), (what, print(running.result()[1]))
+        assert not running.done(), (what, running.result()[1][-4000:])
         assert time.monotonic() < end, what
         time.sleep(0.05)
 

@@ -9,8 +9,10 @@ member.together(value, made)       the same for all members: `made` of what each
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
@@ -21,6 +23,9 @@ from lightning_decentral.shared.plan.elastic.view import Times, View
 from lightning_decentral.shared.wire.elastic.frames import address
 from lightning_decentral.shared.wire.elastic.starter import title
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
+
+PACED = 7
+"""Rounds whose seconds are remembered."""
 
 
 class ElasticMember:
@@ -50,7 +55,8 @@ class ElasticMember:
         self.seed: int | None = None
         self._elastic, self._seconds = elastic, seconds
         self._views: dict[int, View] = {}
-        self._began, self._met, self._pace = 0.0, 0, 0.0
+        self._began, self._met = 0.0, 0
+        self._took: deque[float] = deque(maxlen=PACED)
         self._dealings: list[Dealing] = []
 
     def healed(self) -> Any:
@@ -92,9 +98,11 @@ class ElasticMember:
         """
         now, before = time.monotonic(), self.view
         if self._began:
-            self._pace = now - self._began
+            self._took.append(now - self._began)
+        # Not of the last one: it may have waited for who died in it, or validated.
+        pace = median(self._took) if self._took else 0.0
         try:
-            self.view, round = self.worker.begin(self._pace, copy, self._seconds)
+            self.view, round = self.worker.begin(pace, copy, self._seconds)
         except TimeoutError as error:
             raise RuntimeError(f"{error}: start this worker again, it joins as a new one") from None
         if self.round >= 0 and round != self.round + 1:
@@ -166,8 +174,8 @@ class ElasticMember:
     def present(self) -> list[str]:
         """The members that are heard, the oldest first."""
         assert self.view is not None
-        lost, gone, own = self.worker.mesh.lost, self.worker.membership.state.gone, self.worker.name
-        return [name for name in self.view.members if name == own or not (name in lost or name in gone)]
+        lost, state, own = self.worker.mesh.lost, self.worker.membership.state, self.worker.name
+        return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         """`made` of what the members of this moment have given, the oldest first: the same for all of them."""

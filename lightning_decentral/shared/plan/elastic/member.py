@@ -37,6 +37,8 @@ Act = Send | Fetch | Return
 
 HISTORY = 4
 """Views that have begun and are remembered: more than change while a message is under way."""
+APART = 4
+"""Rounds by which members in step with each other may differ."""
 
 
 def _number(view: View | None) -> int:
@@ -167,11 +169,16 @@ class Member:
         number = _number_in(self.mine.entered, round)
         return self.views.get(number) if number else None
 
+    def without(self, view: View, peer: str) -> bool:
+        """Whether this member of a view is known to be lost: the lobby doesn't hear it, or a later view is without."""
+        mine = self.mine.view
+        return peer in self.gone or bool(mine and mine.number > view.number and peer not in mine.members)
+
     def expects(self, view: View, round: int, peer: str) -> bool:
         """Whether this member's message of a round may still come: it lives, and is in the same view in that round, as
         far as is known."""
-        mine, history = self.mine.view, self.entered.get(peer, ())
-        if peer in self.gone or (mine and mine.number > view.number and peer not in mine.members):
+        history = self.entered.get(peer, ())
+        if self.without(view, peer):
             return False
         reached = bool(history) and history[-1][0] >= view.number
         return not reached or _number_in(history, round) == view.number
@@ -216,8 +223,10 @@ class Member:
         before = tuple(pair for pair in mine.entered if pair[1] < first)
         over = sum(since <= mine.round for _, since in before)
         # A newcomer begins where the others are by then; and who is far behind skips the rounds between: others were
-        # alone and ran ahead, who would have to wait for it.
-        skips = mine.view is None or (first - mine.round) * mine.pace > self.times.dead_after
+        # alone and ran ahead, who would have to wait for it. A view is some rounds ahead for all, and neighbours are
+        # some rounds apart.
+        behind = first - mine.round - self.times.rounds_ahead(mine.pace) - APART
+        skips = mine.view is None or behind * mine.pace > self.times.dead_after
         gap = ((0, mine.round),) if skips and mine.view else ()
         entered = (*before[max(0, over - HISTORY) :], *gap, (view.number, first))
         views = {

@@ -71,6 +71,27 @@ def test_who_is_far_behind_skips_the_rounds_between() -> None:
     assert [other.expects(FOUR, round, "a") for round in (20, 21)] == [True, False]
 
 
+@pytest.mark.parametrize("pace", [0.01, 0.2, 3.0])
+def test_who_is_in_step_with_the_others_skips_none(pace: float) -> None:
+    """Also where rounds are longer than `dead_after`, and a neighbour is some rounds ahead."""
+    state = of_four().begins(19, pace)
+    first = 20 + TIMES.rounds_ahead(pace) + 2
+    state, _ = state.told(replace(WORD, heard=1, view=replace(THREE, first_round=first), agreed=4), 0.1)
+    assert state.mine.round == 20
+    assert state.view_of(20) == FOUR
+    assert state.view_of(first) == replace(THREE, first_round=first)
+
+
+def test_whom_a_later_view_is_without_is_lost_before_that_view_begins() -> None:
+    """Though the lobby then speaks of the members of the later one alone."""
+    state, _ = of_four().told(replace(WORD, heard=1, gone=("d",)), 0.1)
+    assert state.without(FOUR, "d")
+    state, _ = state.told(replace(WORD, heard=1, view=THREE, agreed=4), 0.2)
+    assert state.view_of(state.mine.round) == FOUR
+    assert state.without(FOUR, "d")
+    assert not state.without(FOUR, "b")
+
+
 def test_a_message_is_awaited_from_those_in_the_same_view_in_that_round() -> None:
     state, _ = of_four().told(replace(WORD, view=THREE, agreed=4, entered={"b": ((3, 10), (4, 33))}), 0.1)
     assert state.expects(FOUR, 32, "b")
