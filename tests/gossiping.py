@@ -36,5 +36,8 @@ class Scripted(SingleDeviceStrategy):
     def mixing(self) -> dict[str, float]:
         return {"mixing_rate": 1 / (1 + self.updates), "delay": 2.0}
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
     def summary(self) -> dict[str, str]:
         return {"workers": "1", "topology": "scripted", "evaluated": "the mean of the workers"}

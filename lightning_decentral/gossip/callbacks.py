@@ -24,6 +24,7 @@ from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 
 KEPT_LOSSES = 8
+ON_BAR = ("gossip/members", "gossip/mixing_rate")  # the first that there is
 
 
 @runtime_checkable
@@ -148,7 +149,8 @@ class MixingMonitor(_EveryNSteps):
     gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
     gossip/consensus_measured   that distance as it was told last
 
-    A value is logged where the rule and the codec have it. Cost: reads numbers; no communication.
+    A value is logged where the rule and the codec have it. Where workers come and go, also gossip/members, gossip/view,
+    gossip/joins, gossip/losses, gossip/participation and gossip/stall_seconds. Cost: reads numbers; no communication.
     """
 
     def __init__(self, *, every_n_steps: int = 10) -> None:
@@ -156,7 +158,7 @@ class MixingMonitor(_EveryNSteps):
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Watched, steps: int) -> None:
         metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
-        _publish(trainer, pl_module, metrics, on_bar="gossip/mixing_rate")
+        _publish(trainer, pl_module, metrics, on_bar=next((key for key in ON_BAR if key in metrics), ""))
 
 
 @checked

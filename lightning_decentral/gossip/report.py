@@ -92,15 +92,11 @@ class Report(Callback):
 
 
 def _outcome(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    strategy = trainer.strategy
-    assert isinstance(strategy, Watched)
+    strategy: Any = trainer.strategy
     apart, traffic = strategy.consensus(), strategy.traffic()
     mine = [_own_score(trainer, pl_module), traffic.bytes_sent, traffic.wait_seconds, traffic.refused]
     names = ("score", "bytes_sent", "seconds_waited", "refused_messages")
-    # A sum over workers of tables with one row each gathers them; Lightning's all_gather warns of its own deprecation.
-    table = torch.zeros(trainer.world_size, len(names), dtype=torch.float64, device=strategy.root_device)
-    table[trainer.global_rank] = torch.tensor(mine, dtype=table.dtype)
-    rows = strategy.reduce(table, reduce_op="sum").tolist()
+    rows = strategy.gather(mine)
     return {
         "workers": [dict(zip(names, map(_known, values), strict=True)) for values in rows],
         "consensus_distance": apart.absolute,

@@ -16,13 +16,21 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_decentral.gossip import Elastic, ElasticGossipStrategy, GossipStrategy, Ring
+from lightning_decentral.gossip import (
+    CommunicationMonitor,
+    ConsensusMonitor,
+    Elastic,
+    ElasticGossipStrategy,
+    GossipStrategy,
+    Ring,
+    StartSummary,
+)
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.wire.elastic import starter
 from tests.tiny import QUIET
 
 STEPS, APART, EXAMPLES, BATCH = 120, 5, 96, 4
-EVERY = 10
+EVERY, APART_EVERY = 10, 7
 
 
 class Places(Dataset[int]):
@@ -87,6 +95,10 @@ class Tell(Callback):
             members=strategy.members,
             name=strategy._member.worker.name,
             pid=os.getpid(),
+            watched=strategy.mixing(),
+            apart=[
+                float(trainer.callback_metrics.get(f"gossip/consensus_distance{of}", 0)) for of in ("", "_relative")
+            ],
             x=module.x.tolist(),
             rate=optimizer.param_groups[0]["lr"],
             epoch=trainer.current_epoch,
@@ -131,7 +143,7 @@ def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -
         strategy=strategy,
         devices=1 if lobby else 3,
         max_steps=STEPS,
-        callbacks=[tell, saved],
+        callbacks=[ConsensusMonitor(every_n_steps=APART_EVERY), CommunicationMonitor(), StartSummary(), tell, saved],
         val_check_interval=4,
     )
     module = Net(seed)

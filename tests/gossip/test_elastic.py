@@ -34,8 +34,8 @@ from lightning_decentral.gossip import (
 )
 from tests.fresh import Script
 from tests.gossip import elastic_training
-from tests.gossip.elastic_training import APART, EVERY, STEPS, Net
-from tests.shared.wire.elastic.lobbies import LobbyProcess
+from tests.gossip.elastic_training import APART, APART_EVERY, EVERY, STEPS, Net
+from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess
 from tests.standing_in import Launching
 from tests.tiny import QUIET
 
@@ -114,6 +114,8 @@ def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: P
     for newcomer in ("w3", "w4"):
         assert_newcomer(tmp_path, newcomer, survivor)
     assert_evaluated_alike(tmp_path, ended, found)
+    assert_watched(found, {line["name"] for name in ended for line in told(tmp_path, name, "step")})
+    assert "2 to 3, who may come and go" in output
     final = [torch.load(tmp_path / f"{name}.pt")["x"] for name in ended]
     assert all(torch.equal(x, final[0]) for x in final)
     assert "ended by SIGKILL: another one is started" in output or "code 9: another one is started" in output
@@ -294,6 +296,27 @@ def assert_newcomer(folder: Path, newcomer: str, other: str) -> None:
         assert (line["epoch"], line["members"]) == (theirs["epoch"], theirs["members"])
         shared += bool(set(line["examples"]) & set(theirs["examples"]))
     assert shared <= 2  # where a pass ends in which somebody was lost, it is filled up
+
+
+def assert_watched(found: dict[int, dict[str, dict[str, Any]]], ended: set[str]) -> None:
+    for lines in found.values():
+        for line in lines.values():
+            assert line["watched"]["members"] <= len(line["members"])
+    last = max(step for step, lines in found.items() if set(lines) == ended)
+    for line in found[last].values():  # the same for a newcomer
+        seen = line["watched"]
+        assert [seen[name] for name in ("members", "view", "joins", "losses", "delay")] == [3, 5, 2, 2, 1]
+        assert 2 / 3 < seen["participation"] <= 1
+    assert max(line["watched"]["stall_seconds"] for lines in found.values() for line in lines.values()) > DEAD / 2
+    measured = [
+        list(lines.values())
+        for step, lines in found.items()
+        if step % APART_EVERY == 0 and set(lines) == set(next(iter(lines.values()))["members"])
+    ]
+    assert {len(lines) for lines in measured} >= {3}
+    for lines in measured:
+        assert all(line["apart"] == lines[0]["apart"] for line in lines)
+    assert any(line["apart"][0] > 0 for lines in measured for line in lines)
 
 
 def assert_evaluated_alike(folder: Path, names: Iterable[str], steps: dict[int, dict[str, dict[str, Any]]]) -> None:

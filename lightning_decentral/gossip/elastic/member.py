@@ -9,10 +9,8 @@ member.together(value, made)       the same for all members: `made` of what each
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
@@ -20,12 +18,10 @@ from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
 from lightning_decentral.shared.plan.elastic.dealing import Dealing
 from lightning_decentral.shared.plan.elastic.view import Times, View
+from lightning_decentral.shared.plan.elastic.watch import Watch, came_and_went
 from lightning_decentral.shared.wire.elastic.frames import address
 from lightning_decentral.shared.wire.elastic.starter import title
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
-
-PACED = 7
-"""Rounds whose seconds are remembered."""
 
 
 class ElasticMember:
@@ -56,7 +52,7 @@ class ElasticMember:
         self._elastic, self._seconds = elastic, seconds
         self._views: dict[int, View] = {}
         self._began, self._met = 0.0, 0
-        self._took: deque[float] = deque(maxlen=PACED)
+        self._watch = Watch()
         self._dealings: list[Dealing] = []
 
     def healed(self) -> Any:
@@ -98,11 +94,9 @@ class ElasticMember:
         """
         now, before = time.monotonic(), self.view
         if self._began:
-            self._took.append(now - self._began)
-        # Not of the last one: it may have waited for who died in it, or validated.
-        pace = median(self._took) if self._took else 0.0
+            self._watch.took(now - self._began)
         try:
-            self.view, round = self.worker.begin(pace, copy, self._seconds)
+            self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds)
         except TimeoutError as error:
             raise RuntimeError(f"{error}: start this worker again, it joins as a new one") from None
         if self.round >= 0 and round != self.round + 1:
@@ -115,6 +109,25 @@ class ElasticMember:
         self.worker.assembly.begins((round, -1))
         self._began, self._met = time.monotonic(), 0
         self._hear_of(self.view)
+        self._watch.began(len(self.present()), max(len(view.members) for view in self._so_far()))
+
+    def attendance(self) -> dict[str, float]:
+        """Who takes part, by the names under which it is logged."""
+        if self.view is None:
+            return {}
+        came, went = came_and_went(self._so_far())
+        return {
+            "members": float(len(self.present())),
+            "view": float(self.view.number),
+            "joins": float(came),
+            "losses": float(went),
+            "participation": self._watch.participation,
+            "stall_seconds": self._watch.stall,
+        }
+
+    def _so_far(self) -> list[View]:
+        assert self.view is not None
+        return [view for view in self._views.values() if view.number <= self.view.number]
 
     def agreed(self, own: Callable[[], Any]) -> Any:
         """Where a view begins with newcomers: for them `own` of a member that was there before, as it is now; None for

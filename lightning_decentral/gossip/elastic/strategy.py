@@ -37,7 +37,7 @@ from lightning_decentral.gossip.elastic.loops import (
     seed_of,
 )
 from lightning_decentral.gossip.elastic.member import ElasticMember
-from lightning_decentral.gossip.elastic.process import OneProcess
+from lightning_decentral.gossip.elastic.watched import WatchedProcess
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -55,7 +55,7 @@ from lightning_decentral.shared.wire.transport import Wire
 
 
 @checked
-class ElasticGossipStrategy(OneProcess):
+class ElasticGossipStrategy(WatchedProcess):
     """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
 
     A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
@@ -228,11 +228,6 @@ class ElasticGossipStrategy(OneProcess):
             of.mixer.round = self._member.round
         self._mixers.step(optimizer)
         self._member.ended()
-
-    def rounds(self) -> list[int]:
-        return [of.mixer.steps for of in self._mixers]
-
-    wanted = rounds
 
     def settle(self) -> None:
         self._mixers.settle()

@@ -42,7 +42,7 @@ class Membership:
     ) -> None:
         self.changed = changed or threading.Condition()
         self._state = Member(Beat(name, 0, place), times or Times())
-        self._lobby, self._fetch, self._ask = lobby, fetch, ask
+        self.lobby, self._fetch, self._ask = lobby, fetch, ask
         self._connection: socket.socket | None = None
         self._frames = Frames()
         self._ended = False
@@ -142,7 +142,7 @@ class Membership:
         try:
             if self._connection is None:
                 self._frames = Frames()
-                self._connection = connected(self._lobby, "lobby", self._state.times.beat)
+                self._connection = connected(self.lobby, "lobby", self._state.times.beat)
             self._connection.settimeout(self._state.times.beat)
             self._connection.sendall(frame(plain(beat)))
         except OSError:

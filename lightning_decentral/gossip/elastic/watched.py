@@ -1,0 +1,64 @@
+"""What callbacks see of an elastic worker: the plan in words, what its rounds cost, who takes part."""
+
+import torch
+
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.elastic.process import OneProcess
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.summary import ORDERS
+from lightning_decentral.gossip.wire.consensus import Consensus, spread
+from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
+from lightning_decentral.shared.replica import Evaluate
+
+
+class WatchedProcess(OneProcess):
+    """As `GossipStrategy` for those who watch it, with the members of the moment."""
+
+    topology: Topology
+    weights: Weights
+    combine: Combine
+    delay: int
+    evaluate: Evaluate
+    heals: int
+    _member: ElasticMember | None
+    _mixers: Mixers
+
+    def rounds(self) -> list[int]:
+        """Of the run, not of this worker: all members watch the same ones."""
+        return [self._member.next_round] if self._member else []
+
+    wanted = rounds
+
+    def traffic(self) -> Traffic:
+        """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
+        return sum((of.traffic() for of in self._mixers), Traffic(left_out=self.health.left_out))
+
+    def mixing(self) -> dict[str, float]:
+        """How this worker mixes now, and with whom. No communication."""
+        ruled = next((of.mixer.mixing() for of in self._mixers), {})
+        return {**ruled, "delay": float(self.delay), **(self._member.attendance() if self._member else {})}
+
+    @torch.no_grad()
+    def consensus(self) -> Consensus:
+        """How far the members are apart now. Collective."""
+        own = [bucket.flat for of in self._mixers for bucket in of.buckets]
+        return spread(own, self.mean_of(own), self.mean_of, 1)
+
+    def summary(self) -> dict[str, str]:
+        """The plan in words; who trains together is known later."""
+        least, most = self.elastic.workers
+        place = self._member.worker.membership.lobby if self._member else self.elastic.lobby
+        return {
+            "workers": f"{least} to {most}, who may come and go; they meet at {place}",
+            "a silent worker": f"is dead after {self.elastic.dead_after:g} s",
+            "topology": repr(self.topology),
+            "rule": f"{self.combine!r}, {self.weights!r}",
+            "order": ORDERS.get(self.delay, f"landed {self.delay} updates later"),
+            "evaluated": "the mean of the members" if self.evaluate == "mean" else "each worker's own model",
+            "a worker with NaN": f"takes its neighbours' parameters, {self.heals} times at most"
+            if self.heals
+            else "ends its training, the others train on",
+        }

@@ -1,0 +1,34 @@
+"""Counts by hand."""
+
+from lightning_decentral.shared.plan.elastic.view import View
+from lightning_decentral.shared.plan.elastic.watch import PACED, REMEMBERED, Watch, came_and_went
+
+
+def test_one_long_round_is_a_stall_and_no_pace() -> None:
+    watch = Watch()
+    assert (watch.pace, watch.stall, watch.participation) == (0.0, 0.0, 1.0)
+    for seconds in [0.5] * 20 + [8.0] + [0.25] * (PACED // 2 + 1):
+        watch.took(seconds)
+    assert watch.pace == 0.25  # of the last few
+    assert watch.stall == 8.0 - 0.5  # of all that are remembered
+    for _ in range(REMEMBERED):
+        watch.took(1.0)
+    assert watch.stall == 0.0
+
+
+def test_participation_is_a_mean_share() -> None:
+    watch = Watch()
+    for present in (4, 4, 3, 1):
+        watch.began(present, 4)
+    assert watch.participation == (4 + 4 + 3 + 1) / 16
+    for _ in range(REMEMBERED):
+        watch.began(2, 4)
+    assert watch.participation == 0.5
+
+
+def test_who_came_and_went_is_counted_from_view_to_view() -> None:
+    views, members = [View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a")], ("a", "b", "c")
+    for number, after in enumerate([("a", "c"), ("a", "c", "d", "e"), ("d", "e", "f")], 2):
+        views, members = [*views, View(number, after, 10 * number, members, "a")], after
+    assert came_and_went(views) == (3, 3)
+    assert came_and_went(views[:1]) == (0, 0)
