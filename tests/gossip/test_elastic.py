@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from tests.standing_in import Launching
 from tests.tiny import QUIET
 
 SECONDS = 90.0
+PATH = {"PYTHONPATH": os.getcwd()}
 FIRST = ("w0", "w1", "w2")
 
 
@@ -69,11 +70,6 @@ TORCHRUN_OF_TWO = {
 TORCHRUN = (str(torch.distributed.run.__file__), "--nnodes=1", "--nproc-per-node=1", "--master-port=0")
 
 
-def start(folder: Path, lobby: LobbyProcess, name: str, seed: int, *more: str, by: Sequence[str] = ()) -> Script:
-    words = (*by, elastic_training.__file__, str(folder), lobby.place, name, str(seed), *more)
-    return Script(Path(words[0]), words[1:], {"PYTHONPATH": os.getcwd()}, folder)
-
-
 def rows(folder: Path, names: Iterable[str]) -> dict[int, dict[str, dict[str, Any]]]:
     found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for name in names:
@@ -85,7 +81,7 @@ def rows(folder: Path, names: Iterable[str]) -> dict[int, dict[str, dict[str, An
 @pytest.mark.slow
 def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: Path) -> None:
     """Workers of a starter, which starts a lost one again."""
-    script = Launching(Path(elastic_training.__file__), (str(tmp_path), "", "", "0"), {"PYTHONPATH": os.getcwd()})
+    script = Launching(Path(elastic_training.__file__), (str(tmp_path), "", "", "0"), PATH)
     with ThreadPoolExecutor(1) as waiting:
         running = waiting.submit(script.finish, SECONDS)
         until(lambda: all(len(told(tmp_path, n, "step")) > 12 for n in FIRST), "three train", running)
@@ -125,9 +121,15 @@ def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: P
 def assert_resumed(folder: Path, saved: Path) -> None:
     """By two workers, one of them started by torchrun, from the mean of three."""
     with LobbyProcess(least=2, most=3) as lobby:
-        by_hand = start(folder, lobby, "e", 5, str(saved))
-        scripts = [by_hand, start(folder, lobby, "f", 6, str(saved), by=TORCHRUN)]
-        for code, output in [script.finish(SECONDS) for script in scripts]:
+        words = [
+            (elastic_training.__file__, str(folder), lobby.place, *who, str(saved)) for who in (("e", "5"), ("f", "6"))
+        ]
+        by_hand = Script(Path(words[0][0]), words[0][1:], PATH, folder)
+        torchrun = Launching(Path(TORCHRUN[0]), (*TORCHRUN[1:], *words[1]), PATH, folder)
+        for code, output in [
+            torchrun.finish(SECONDS),
+            by_hand.finish(SECONDS),
+        ]:  # the first starts its worker meanwhile
             assert code == 0, output[-4000:]
     found, checkpoint = rows(folder, ["e", "f"]), torch.load(saved, weights_only=False)
     assert sorted(found) == list(range(checkpoint["global_step"] + 1, STEPS + 1))
