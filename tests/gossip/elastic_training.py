@@ -77,6 +77,13 @@ class Tell(Callback):
     def __init__(self, file: Path, joined: Path) -> None:
         self._stream = file.open("w", buffering=1)
         self._joined = joined
+        self._validations = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validations": self._validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._validations = state_dict["validations"]
 
     def tell(self, kind: str, **words: Any) -> None:
         self._stream.write(json.dumps({"kind": kind, **words}) + "\n")
@@ -95,6 +102,7 @@ class Tell(Callback):
             members=strategy.members,
             name=strategy._member.worker.name,
             pid=os.getpid(),
+            validations=self._validations,
             watched=strategy.mixing(),
             apart=[
                 float(trainer.callback_metrics.get(f"gossip/consensus_distance{of}", 0)) for of in ("", "_relative")
@@ -108,6 +116,7 @@ class Tell(Callback):
         time.sleep(0.01 if self._joined.exists() else slowly)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self._validations += 1
         own = float(trainer.callback_metrics["own"])
         members = trainer.strategy.members  # type: ignore[attr-defined]
         self.tell("validated", step=trainer.global_step, x=module.x.tolist(), own=own, members=members)
