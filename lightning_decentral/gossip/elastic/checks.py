@@ -1,18 +1,17 @@
-"""What can be elastic: rules that keep nothing, topologies of any number of workers. Short: refusals alone."""
+"""What can be elastic: rules without sums over all workers, codecs that keep nothing, topologies of any number."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.island import Solo
-from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.codec.codec import Codec
 
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "codec": (None, Plain()),
     "states": (None, {}),
     "island": (None, Solo()),
     "exact_steps": (0,),
@@ -30,18 +29,31 @@ def served(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in UNSERVED}
 
 
-def refuse_inelastic(topology: Topology, combine: Combine, weights: Weights, delay: int, elastic: Elastic) -> None:
-    """ValueError for what workers can't leave, by name."""
-    if type(combine) is not Gossip:
-        raise ValueError(
-            f"{type(combine).__name__} doesn't go with elastic: what it keeps belongs to all workers together, which "
-            "none may leave; use Gossip()"
-        )
+def elastic_rule(
+    combine: Combine | ConsensusControl, topology: Topology, weights: Weights, delay: int, elastic: Elastic
+) -> Combine:
+    """The rule, as any number of workers has it. ValueError for what workers can't leave, by name."""
+    if reason := combine.tied():
+        raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
+    assert isinstance(combine, Combine)
     if len(topology.fragments) > 1:
         raise ValueError(f"{topology!r} doesn't go with elastic: its fragments have rounds of their own")
-    most = elastic.workers[1]
-    for size in sorted({*range(2, min(most, MOST_CHECKED) + 1), most} - {1}):
-        try:
-            combine.check(topology.placed(1), size, weights, delay)
-        except ValueError as error:
-            raise ValueError(f"elastic runs have any number of workers up to {most}, and of {size}: {error}") from None
+    most, one = elastic.workers[1], topology.placed(1)
+    try:
+        placed = combine.placed(one, most)
+        for size in sorted({*range(2, min(most, MOST_CHECKED) + 1), most} - {1}):
+            if combine.placed(one, size) != placed:
+                raise ValueError(f"{combine!r} would be another rule than of {most}: give its numbers")
+            placed.check(one, size, weights, delay)
+    except ValueError as error:
+        raise ValueError(f"elastic runs have any number of workers up to {most}, and of {size}: {error}") from None
+    return placed
+
+
+def refuse_remembering(codec: Codec, combine: Combine) -> None:
+    """ValueError for a codec of which both ends of a link must know what was said before."""
+    if codec.remembers or not (codec.complete or combine.of_differences):
+        raise ValueError(
+            f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour heard before, and "
+            "neighbours change; use Int8() or BFloat16()"
+        )

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
-from lightning_decentral.gossip.elastic.checks import refuse_inelastic
+from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.loops import (
@@ -46,10 +47,13 @@ from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, healing
 from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.gathered import first_of, means_of, reduced, stacked
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -64,7 +68,9 @@ class ElasticGossipStrategy(WatchedProcess):
     Args:
         elastic: where workers meet.
         topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
-        combine: `Gossip()`; what other rules keep belongs to all workers together, which none may leave.
+        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; what other rules keep belongs to all
+            workers together, which none may leave.
+        codec: one that keeps nothing: `Int8()`, or a smaller type.
         **ddp: Lightning's own. What else `GossipStrategy` takes is refused.
 
     Raises:
@@ -79,8 +85,9 @@ class ElasticGossipStrategy(WatchedProcess):
         *,
         elastic: Elastic,
         topology: Topology | None = None,
-        combine: Combine | None = None,
+        combine: Combine | ConsensusControl | None = None,
         weights: Weights | None = None,
+        codec: Codec | None = None,
         delay: int = 1,
         evaluate: Evaluate = "mean",
         timeout: timedelta = TIMEOUT,
@@ -92,10 +99,11 @@ class ElasticGossipStrategy(WatchedProcess):
         check_numbers(delay, heals, bucket_bytes)
         self.elastic = elastic
         self.topology = topology or Auto()
-        self.combine = combine or Gossip()
-        self.weights = weights or self.combine.weights
+        rule = combine or Gossip()
+        self.weights, self.codec = weights or rule.weights, codec or Plain()
+        self.combine = elastic_rule(rule, self.topology, self.weights, delay, elastic)
+        refuse_remembering(self.codec, self.combine)
         self.delay, self.evaluate, self.bucket_bytes, self.heals = delay, evaluate, bucket_bytes, heals
-        refuse_inelastic(self.topology, self.combine, self.weights, delay, elastic)
         self.mean_model = MeanModel(self.mean_of, self.shown)
         self.checkpoints = ElasticCheckpoints(self, self.mean_model)  # type: ignore[assignment]
         self._mixers = Mixers(self._making)
@@ -139,6 +147,8 @@ class ElasticGossipStrategy(WatchedProcess):
         self._rank_as(0 if value is None else 1)
         if value is not None:
             self._take(trainer, value["trainer"])
+            self._mixed_by(self._member.worker)
+            self._mixers.load_state_dict(value["rule"], self.optimizers)
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         connector = trainer._checkpoint_connector
@@ -150,14 +160,19 @@ class ElasticGossipStrategy(WatchedProcess):
     def _copy(self) -> dict[str, Any]:
         """Everything, between two steps."""
         assert self._member is not None
+        rule = self._mixers.state_dict(lambda of: of.mixer.kept())
         whole = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return {"trainer": copied(whole), **self._member.given()}
+        return {"trainer": copied(whole), "rule": copied(rule), **self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
-        self._exchange = ElasticExchange(self.topology.placed(1), self.weights, worker=None)  # type: ignore[arg-type]
-        self._mixers = Mixers(self._making)
+        self._mixed_by(None)
         for optimizer in self.optimizers:
             self._mixers.adopt(optimizer)
+
+    def _mixed_by(self, worker: ElasticWorker | None) -> None:
+        self._mixers.release()
+        self._exchange = ElasticExchange(self.topology.placed(1), self.weights, worker, self.codec)  # type: ignore[arg-type]
+        self._mixers = Mixers(self._making)
 
     def _making(self) -> Making:
         return Making(self._made, partial(pack, bucket_bytes=self.bucket_bytes))
@@ -253,6 +268,11 @@ class ElasticGossipStrategy(WatchedProcess):
         return [
             m.clone() if is_mean else t.detach().clone() for t, m, is_mean in zip(tensors, means, averaged, strict=True)
         ]
+
+    def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The rule's anchors, where it has some."""
+        anchors = self._mixers.shown()
+        return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Nobody waits: what is needed of others is asked for."""

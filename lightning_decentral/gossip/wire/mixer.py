@@ -227,12 +227,16 @@ class Mixer:
             mixed = [self._landed(flight, place) for place in range(len(flight.started))]
             flight.started = [Landed(tensors) for tensors in mixed]
             flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": mixed})
+        return {**self.kept(), "flights": flights}
+
+    def kept(self) -> dict[str, Any]:
+        """`state_dict` without what is under way, which isn't a newcomer's: nobody waits for the wire."""
         return {
             "round": self.round,
             "steps": self.steps,
             "peak": self._peak,
             "states": [dict(state) for state in self._states],
-            "flights": flights,
+            "flights": [],
             "exchange": self.exchange.coder.state_dict(),
             "elements": [bucket.flat.numel() for bucket in self.buckets],
         }

@@ -263,10 +263,10 @@ class Mixers:
         self._all = []
         self._taken.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, of: Callable[[OptimizerMixer], Any] = OptimizerMixer.state_dict) -> dict[str, Any]:
         """The mixers' states, and how many parameters were packed at a time."""
         return {
-            "mixers": [mixer.state_dict() for mixer in self._all],
+            "mixers": [of(mixer) for mixer in self._all],
             "packs": [list(mixer.packs) for mixer in self._all],
             "exact_steps": self._exact_steps,
         }

@@ -133,7 +133,7 @@ class PeerExchange(Exchange[PeerMessages]):
 
     def landed(self, part: PeerMessages) -> list[Tensor]:
         self._tally.land(part.incoming, part.departed, part.first)
-        heard = self.coder.decode(part.buffers, part.message, part.first)
+        heard = self._heard(part)
         for j in heard if self.coder.encodes else ():  # decoded here, perhaps from another estimate
             scales_in(part.headers[j]).copy_(scale(heard[j]))
         said = torch.stack([part.header, *(part.headers[j] for j in heard)])
@@ -161,6 +161,10 @@ class PeerExchange(Exchange[PeerMessages]):
         if self._verdicts.complaint:
             self._verdicts.refuse_own(sent, mixed)
         return mixed
+
+    def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
+        """{source: what it said}"""
+        return self.coder.decode(part.buffers, part.message, part.first)
 
     def _stand_ins(self, messages: Sequence[Tensor]) -> list[Tensor]:
         assert self._combine is not None

@@ -158,6 +158,14 @@ class Combine(ABC):
         kept = self.init(torch.zeros(1))
         return f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
 
+    def tied(self) -> str:
+        """Why workers that come and go would spoil it; empty: they don't, and a newcomer takes a member's state.
+
+        By default so where the rule keeps anything, which may be part of a sum over all workers.
+        """
+        kept = self.init(torch.zeros(1))
+        return f"what it keeps ({', '.join(kept)}) belongs to all workers together, which none may leave" if kept else ""
+
     def stand_in(self, other: Tensor) -> Tensor:
         """What counts in a round in the place of a message between two workers that was refused.
 

@@ -57,6 +57,9 @@ class ConsensusControl:
                     "leave it out for the default"
                 )
 
+    def tied(self) -> str:
+        return "all workers together measure how far apart they are"
+
     @property
     def weights(self) -> Weights:
         return self.inner.weights

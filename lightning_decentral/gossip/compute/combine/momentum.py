@@ -57,6 +57,9 @@ class QuasiGlobalMomentum(Combine):
     def incurable(self, heard: bool = True) -> str:
         return ""
 
+    def tied(self) -> str:
+        return ""
+
     def init(self, x: Tensor) -> State:
         return {"last": x.detach().clone(), "momentum": torch.zeros_like(x)}
 

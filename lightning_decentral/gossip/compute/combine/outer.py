@@ -90,6 +90,9 @@ class Outer(Combine):
     def incurable(self, heard: bool = True) -> str:
         return ""
 
+    def tied(self) -> str:
+        return ""
+
     def init(self, x: Tensor) -> State:
         return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
 
@@ -173,6 +176,9 @@ class PseudoGradient(OuterNesterov):
 
     def incurable(self, heard: bool = True) -> str:
         return "" if heard else "no sound message was heard, and its anchor would part from the others'"
+
+    def tied(self) -> str:
+        return "a way that some have heard of a worker that died, and others not, parts their anchors for good"
 
     def message(self, x: Tensor, state: State) -> Tensor:
         return x.detach() - state["anchor"]

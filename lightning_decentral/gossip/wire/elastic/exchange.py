@@ -5,7 +5,7 @@
 
 What a neighbour that ended would have said is this member's own: its weight stays here until the next view. With
 symmetric weights the mean of those that go on is kept: a pair hears each other or, where one of them is lost or in
-another view, neither does.
+another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit.
 """
 
 from collections.abc import Sequence
@@ -15,45 +15,60 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.link import Coder, Direct
+from lightning_decentral.gossip.compute.error_feedback import coder_of
+from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.elastic.view import View
 from lightning_decentral.shared.wire.elastic.links import Links
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 
 Admitted = tuple[Sequence[Tensor], Sequence[Sequence[Matrix]], Combine]
+CPU = torch.device("cpu")
 KEPT_VIEWS = 4
 """Whose rounds may still be under way."""
 
 
 class ForgivingExchange(PeerExchange):
-    """What doesn't come was there before: the own message, in the place of every source's."""
+    """Who isn't heard, or not whole, is heard to say this member's own message, as others decode it."""
 
-    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
-        part = super().start(message, step, first)
-        for source, header in part.headers.items():
-            header.copy_(part.header)
-            for arriving, own in zip(part.buffers[source], message, strict=True):
-                arriving.copy_(own)
-        return part
+    def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
+        arrived = zip(part.receives(), part.incoming, strict=True)
+        lost = {message.peer for message, pending in arrived if not pending.done()}
+        for j in lost:
+            part.headers[j].copy_(part.header)
+            self.pool.give(part.buffers[j])
+        whole = {j: payload for j, payload in part.buffers.items() if j not in lost}
+        heard = self.coder.decode(whole, part.message, part.first)
+        # In the sources' order always, in which they are added up.
+        return {j: heard[j] if j in heard else self._own(part) for j in part.buffers}
+
+    def _own(self, part: PeerMessages) -> Buffers:
+        return [self.pool.take(message).copy_(message) for message in part.message]
 
 
 @dataclass
 class ElasticExchange(Exchange[PeerMessages]):
-    """One `PeerExchange` for each view, on the host; messages travel as they are."""
+    """One `PeerExchange` for each view, on the host.
+
+    Args:
+        codec: one that keeps nothing, as the ends of a link have no past in common.
+    """
 
     topology: Topology
     weights: Weights
     worker: ElasticWorker
+    codec: Codec = Plain()  # noqa: RUF009 - a frozen value
     pool: Pool = field(default_factory=Pool)
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.coder = Direct(self.pool)
+        self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until there is a view
         self._admitted: list[Admitted] = []
         self._since: list[tuple[int, PeerExchange, Links]] = []
         self._views: list[View] = []
@@ -65,9 +80,10 @@ class ElasticExchange(Exchange[PeerMessages]):
         if self._views[-1:] == [view]:
             return
         links = Links(self.worker, view, self._lose)
-        exchange = ForgivingExchange(self.topology, self.weights, links, torch.device("cpu"), pool=self.pool)
+        exchange = ForgivingExchange(self.topology, self.weights, links, CPU, self.codec, self.pool)
         for admitted in self._admitted:
             exchange.admit(*admitted)
+        self.coder = exchange.coder
         self._views = [*self._views, view][-KEPT_VIEWS:]
         self._since.append((round, exchange, links))
         for _, old, _ in self._since[:-KEPT_VIEWS]:
@@ -89,13 +105,11 @@ class ElasticExchange(Exchange[PeerMessages]):
         return self._of(step)[0].neighbours(step)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        if combine.init(buckets[0] if buckets else torch.zeros(1)):
-            raise ValueError(
-                f"{type(combine).__name__} keeps numbers that belong to all workers together, which none may leave: "
-                "use Gossip() where workers come and go"
-            )
+        if reason := combine.tied():
+            raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
         self._admitted.append((buckets, matrices, combine))
-        self.coder.admit(buckets, matrices, combine)
+        if not self._since:
+            self.coder.admit(buckets, matrices, combine)
         for _, exchange, _ in self._since:
             exchange.admit(buckets, matrices, combine)
 

@@ -34,6 +34,7 @@ class Arriving:
     tensor: Tensor
     expected: Callable[[], bool]
     lost: Callable[[], object]
+    came: bool = False
 
     def wait(self) -> None:
         found = self.mesh.take(self.slot, self.expected)
@@ -41,9 +42,11 @@ class Arriving:
             self.lost()
         else:
             self.tensor.copy_(torch.frombuffer(found, dtype=self.tensor.dtype).view(self.tensor.shape))
+            self.came = True
 
     def done(self) -> bool:
-        return False
+        """Whether it is there; False after `wait`: it doesn't come any more."""
+        return self.came
 
 
 class Links(Transport):
