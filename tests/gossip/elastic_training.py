@@ -21,7 +21,9 @@ from lightning_decentral.gossip import (
     ConsensusMonitor,
     Elastic,
     ElasticGossipStrategy,
+    Float32,
     GossipStrategy,
+    QuasiGlobalMomentum,
     Ring,
     StartSummary,
 )
@@ -89,7 +91,8 @@ class Tell(Callback):
         self._stream.write(json.dumps({"kind": kind, **words}) + "\n")
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        own = [dict(module.state_dict()), trainer.optimizers[0].state_dict()["state"]]
+        kept = trainer.strategy._mixers[0].mixer._states
+        own = [dict(module.state_dict()), trainer.optimizers[0].state_dict()["state"], kept]
         self.tell("begins", digest=digest(own))
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Tensor, *_: Any) -> None:
@@ -135,7 +138,8 @@ def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -
     def copied(self: Any) -> Any:
         found = copy(self)
         own = [found["trainer"][name] for name in ("state_dict", "optimizer_states")]
-        tell.tell("copied", digest=digest([dict(own[0]), own[1][0]["state"]]))
+        kept = found["rule"]["mixers"][0]["states"]
+        tell.tell("copied", digest=digest([dict(own[0]), own[1][0]["state"], kept]))
         return found
 
     def taken(self: Any, trainer: Any, checkpoint: Any) -> None:
@@ -144,7 +148,10 @@ def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -
 
     ElasticGossipStrategy._copy, ElasticGossipStrategy._take = copied, taken  # type: ignore[method-assign]
     strategy = GossipStrategy(
-        elastic=Elastic(lobby=lobby, workers=(2, 3), dead_after=1.5, host="127.0.0.1"), topology=Ring()
+        elastic=Elastic(lobby=lobby, workers=(2, 3), dead_after=1.5, host="127.0.0.1"),
+        topology=Ring(),
+        combine=QuasiGlobalMomentum(momentum=0.0),  # keeps something, and mixes as Gossip()
+        codec=Float32(),
     )
     saved = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
     trainer = Trainer(

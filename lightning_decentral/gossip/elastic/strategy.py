@@ -53,7 +53,6 @@ from lightning_decentral.shared.compute.gathered import first_of, means_of, redu
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate
-from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -68,8 +67,7 @@ class ElasticGossipStrategy(WatchedProcess):
     Args:
         elastic: where workers meet.
         topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
-        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; what other rules keep belongs to all
-            workers together, which none may leave.
+        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; what others keep belongs to all together.
         codec: one that keeps nothing: `Int8()`, or a smaller type.
         **ddp: Lightning's own. What else `GossipStrategy` takes is refused.
 
@@ -141,13 +139,13 @@ class ElasticGossipStrategy(WatchedProcess):
         if self._planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
         self._member = ElasticMember(at_its_lobby(self.elastic), self._attendance.timeout.total_seconds())
-        assert self._exchange is not None
-        self._exchange.worker = self._member.worker
+        self._exchange = ElasticExchange(self.topology.placed(1), self.weights, self._member.worker, self.codec)
         value = self._member.healed()
         self._rank_as(0 if value is None else 1)
-        if value is not None:
+        if value is None:
+            self._mixers.adopt(self.optimizers[0])
+        else:
             self._take(trainer, value["trainer"])
-            self._mixed_by(self._member.worker)
             self._mixers.load_state_dict(value["rule"], self.optimizers)
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -165,13 +163,6 @@ class ElasticGossipStrategy(WatchedProcess):
         return {"trainer": copied(whole), "rule": copied(rule), **self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
-        self._mixed_by(None)
-        for optimizer in self.optimizers:
-            self._mixers.adopt(optimizer)
-
-    def _mixed_by(self, worker: ElasticWorker | None) -> None:
-        self._mixers.release()
-        self._exchange = ElasticExchange(self.topology.placed(1), self.weights, worker, self.codec)  # type: ignore[arg-type]
         self._mixers = Mixers(self._making)
 
     def _making(self) -> Making:

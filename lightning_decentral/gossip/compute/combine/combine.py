@@ -163,8 +163,8 @@ class Combine(ABC):
 
         By default so where the rule keeps anything, which may be part of a sum over all workers.
         """
-        kept = self.init(torch.zeros(1))
-        return f"what it keeps ({', '.join(kept)}) belongs to all workers together, which none may leave" if kept else ""
+        kept = ", ".join(self.init(torch.zeros(1)))
+        return f"what it keeps ({kept}) belongs to all workers together, which none may leave" if kept else ""
 
     def stand_in(self, other: Tensor) -> Tensor:
         """What counts in a round in the place of a message between two workers that was refused.

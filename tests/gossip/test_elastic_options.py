@@ -1,0 +1,90 @@
+"""Every rule, topology and codec of the package goes on in an elastic run, or is refused by name before training."""
+
+from typing import Any
+
+import pytest
+
+from lightning_decentral.gossip import (
+    Auto,
+    BFloat16,
+    Elastic,
+    ElasticGossipStrategy,
+    Every,
+    Float16,
+    Float32,
+    Gossip,
+    GossipReplicas,
+    GossipStrategy,
+    Int8,
+    MetropolisHastings,
+    Outer,
+    OuterNesterov,
+    Plain,
+    QuasiGlobalMomentum,
+    RandomMatching,
+    Ring,
+)
+from tests.gossip import codecs, rules, topologies
+
+ELASTIC = Elastic(lobby="127.0.0.1:29400", workers=(2, 6))
+RULES = {Gossip, Outer, OuterNesterov, QuasiGlobalMomentum}
+CODECS = {Plain, Int8, BFloat16, Float16, Float32}
+INELASTIC = {"FromGraph", "Hypercube", "Stream"}  # for some numbers of workers only; in fragments
+
+
+def goes_on(name: str, **options: Any) -> bool:
+    """Whether it does; a refusal has its name."""
+    error = refusal(**options)
+    if error:
+        assert "elastic" in error
+        assert name in error
+    return not error
+
+
+def refusal(**options: Any) -> str:
+    try:
+        made: Any = GossipStrategy(elastic=ELASTIC, **options)
+    except ValueError as error:
+        return str(error)
+    assert type(made) is ElasticGossipStrategy
+    assert {key: getattr(made, key) for key in options} == options
+    return ""
+
+
+@pytest.mark.parametrize("rule", rules.instances(), ids=str)
+def test_rules(rule: Any) -> None:
+    name = type(rule).__name__
+    plans = [goes_on(name, combine=rule, topology=Every(2, RandomMatching(rounds=4)), delay=d) for d in (0, 1, 2)]
+    assert any(plans) == (type(rule) in RULES)
+
+
+@pytest.mark.parametrize("codec", codecs.instances(), ids=str)
+def test_codecs(codec: Any) -> None:
+    assert goes_on(type(codec).__name__, codec=codec, combine=Gossip(rate=0.5)) == (type(codec) in CODECS)
+
+
+def test_topologies() -> None:
+    served = {
+        type(topology).__name__
+        for topology in topologies.instances()
+        if goes_on("", topology=topology, weights=MetropolisHastings(), combine=Gossip(rate=0.3))
+    }
+    assert served == {cls.__name__ for cls in topologies.classes()} - INELASTIC
+
+
+def test_weights_and_delays() -> None:
+    assert goes_on("Gossip", combine=Gossip(rate=0.4), topology=Ring(), weights=MetropolisHastings(), delay=2)
+    assert not goes_on("Gossip", topology=Ring(), delay=3)  # unstable for some number of workers
+
+
+def test_numbers_that_suit_a_number_of_workers_are_asked_for() -> None:
+    every = {"topology": Every(20, Auto()), "delay": 0}
+    with pytest.raises(ValueError, match=r"Outer\(lr=None, momentum=0.5\) would be another rule.*give its numbers"):
+        GossipStrategy(elastic=Elastic(lobby="127.0.0.1:1", workers=(2, 9)), combine=Outer(lr=None), **every)
+    made: Any = GossipStrategy(elastic=ELASTIC, combine=Outer(momentum=None), **every)
+    assert made.combine == Outer(momentum=None).placed(Every(20, Auto()), 6)
+
+
+def test_a_pipelines_replicas_are_no_elastic_workers() -> None:
+    with pytest.raises(TypeError, match="elastic"):
+        GossipReplicas(elastic=ELASTIC)  # type: ignore[call-arg]
