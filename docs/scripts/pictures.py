@@ -68,7 +68,7 @@ def overlap() -> Any:
             kind, step = name.split()[:2]
             row = ROWS.index(span.worker)
             look = {"compute": (WORKER, f"forward, backward {step}"), "mix": (ACCENT, ""), "exchange": (PALE, step)}
-            _bar(axes, row, span.start, span.finish, *look[kind])
+            bar(axes, row, span.start, span.finish, *look[kind])
         named(axes, f"delay={delay}: a round {'is waited for' if delay == 0 else 'hides behind the next step'}", "", "")
         axes.set_yticks(range(4), ROWS)
         axes.set_ylim(3.5, -0.5)
@@ -93,7 +93,7 @@ def pipeline() -> Any:
             for action in stage:
                 span = found.spans[str(action)]
                 colour = WORKER if action.kind is Kind.FORWARD else ACCENT
-                _bar(axes, action.stage, span.start, span.finish, colour, str(action.slice))
+                bar(axes, action.stage, span.start, span.finish, colour, str(action.slice))
         named(axes, f"{title}: {found.bubble:.0%} idle", "", "")
         axes.set_yticks(range(4), [f"stage {stage}" for stage in range(4)])
         axes.set_ylim(3.5, -0.5)
@@ -132,7 +132,7 @@ def sweep() -> Any:
         spans = simulate(queues, devices(2), policy)
         for ran, span in spans.items():
             colour = {"D": ACCENT}.get(ran.job, WORKER)
-            _bar(axes, int(span.worker.split()[1]), span.start, span.finish, colour, ran.job)
+            bar(axes, int(span.worker.split()[1]), span.start, span.finish, colour, ran.job)
         named(axes, f"{type(policy).__name__}: {makespan(spans):g} seconds", "", "")
         axes.set_yticks(range(2), ["device 0", "device 1"])
         axes.set_ylim(1.5, -0.5)
@@ -156,7 +156,7 @@ def compressed() -> Any:
         spans = run(method.tasks(setting))
         rows = list(dict.fromkeys(span.worker for span in spans.values()))
         for span in spans.values():
-            _bar(
+            bar(
                 axes, rows.index(span.worker), span.start, span.finish, WORKER if "compute" in span.worker else PALE, ""
             )
         named(axes, f"{title}: {makespan(spans):.2f} seconds", "", "")
@@ -220,7 +220,7 @@ def spilled() -> Any:
     axes = figure.subplots()
     for name, span in spans.items():
         row = ("link", "device").index(span.worker)
-        _bar(axes, row, span.start, span.finish, (PALE, WORKER)[row], name)
+        bar(axes, row, span.start, span.finish, (PALE, WORKER)[row], name)
     named(axes, "A forward of four shards", "time", "")
     axes.set_yticks(range(2), ["link", "device"])
     axes.set_ylim(1.5, -0.5)
@@ -242,7 +242,7 @@ def seconds_to_a_score() -> Any:
 SCORES = {"resnet": "test accuracy", "gpt": "nats per byte", "larger-gpt": "nats per byte"}
 
 
-def _bar(axes: Any, row: int, start: float, finish: float, colour: str, text: str) -> None:
+def bar(axes: Any, row: int, start: float, finish: float, colour: str, text: str) -> None:
     axes.barh(row, finish - start, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.6)
     axes.text((start + finish) / 2, row, text, ha="center", va="center", fontsize=7, color=INK)
 

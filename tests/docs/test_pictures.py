@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import alive
+import guides
 import pictures
 
 from tests.docs.pages import PAGES, ROOT
@@ -26,8 +27,17 @@ def test_every_picture_is_shown() -> None:
 
 
 def test_pictures_are_drawn_as_they_are(tmp_path: Path) -> None:
-    pictures.draw(tmp_path)
-    alive.draw(tmp_path)
+    for script in (pictures, alive, guides):
+        script.draw(tmp_path)
     drawn = {path.name: words(path) for path in tmp_path.iterdir()}
     assert drawn == {name: words(IMAGES / name) for name in shown() - COPIED}
     assert all(len(text) > 10 for text in drawn.values())
+
+
+GUIDES = "fabric gossip optimizers rules codecs islands elastic compressed partial-backprop token-pipeline"
+ALSO = "spilled sweeps cluster waiting trust plan measured"
+
+
+def test_every_guide_has_a_picture() -> None:
+    bare = [page for page in f"{GUIDES} {ALSO}".split() if "](images/" not in (ROOT / f"docs/{page}.md").read_text()]
+    assert not bare

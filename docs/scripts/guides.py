@@ -1,0 +1,185 @@
+"""Pictures of the guides to optimizers, clusters, trust, waiting, Fabric and plans, from plans and committed results.
+
+    python docs/scripts/guides.py
+
+Needs matplotlib; neither torch nor Lightning is imported.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from pictures import ACCENT, IMAGES, INK, PALE, RESULTS, ROWS, SAME, WORKER, bar, named, new_figure
+
+from lightning_decentral.compressed.plan.forecast import CompressedForecast
+from lightning_decentral.gossip.plan.forecast import GossipForecast, step_tasks
+from lightning_decentral.gossip.plan.topology.combined import Auto
+from lightning_decentral.gossip.plan.topology.one_peer import Hypercube
+from lightning_decentral.gossip.plan.topology.static import Ring
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Round
+from lightning_decentral.gossip.plan.weights import mixing_matrix
+from lightning_decentral.planner.plan.placement import RingPlacement, place
+from lightning_decentral.shared.plan.data_parallel import DataParallel
+from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
+from lightning_decentral.shared.plan.network import LinkCost, Network
+from lightning_decentral.shared.plan.profile import BlockCost, Model
+from lightning_decentral.shared.plan.timeline import run
+
+OPTIMIZERS = ("ddp", "ddp, Muon", "gossip, int8, AccumAdamW", "gossip, int8, Muon", "compressed, int4, Muon")
+TICKS = (20, 50, 100, 200, 500, 1000, 2000)
+RACKS = (0, 1, 0, 1, 1, 0, 1, 0)
+
+
+def optimizers() -> Any:
+    """Losses over steps, and over seconds at 50 Mb/s: of the first seed, four hosts."""
+    found = json.loads((RESULTS / "loss-per-second-2-cores.json").read_text())
+    curves, seconds = found["curves"]["gpt 4 0"], found["seconds"]["gpt 4 50mbit"]
+    figure = new_figure(9, 3)
+    by_step, by_second = figure.subplots(1, 2, sharey=True)
+    for name in OPTIMIZERS:
+        steps = np.array(curves[name]["steps"])
+        by_step.plot(steps, curves[name]["scores"], label=name, linewidth=1.4)
+        by_second.plot(steps * seconds[name], curves[name]["scores"], label=name, linewidth=1.4)
+    named(by_step, "A loss by steps", "steps", "nats per byte")
+    named(by_second, "The same by seconds at 50 Mb/s", "seconds", "")
+    by_second.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def placement() -> Any:
+    """Eight hosts in two racks as a ring: in the order of their names, and as `placement` orders them."""
+    racks = np.array(RACKS)
+    found = place(RingPlacement(), np.where(racks[:, None] == racks, 0.1, 1.0))
+    figure = new_figure(7, 3.4)
+    titles = ("by name", "by placement")
+    for axes, title, order in zip(figure.subplots(1, 2), titles, (tuple(range(8)), found.order), strict=True):
+        angles = np.pi / 2 - 2 * np.pi * np.arange(8) / 8
+        places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        slow = [racks[order[rank]] != racks[order[rank - 1]] for rank in range(8)]
+        for rank, between in enumerate(slow):
+            ends = places[[rank - 1, rank]].T
+            axes.plot(*ends, color=ACCENT if between else WORKER, linewidth=2, zorder=1)
+        axes.scatter(*places.T, s=420, color=[(WORKER, PALE)[racks[host]] for host in order], zorder=2)
+        for rank, (x, y) in enumerate(places):
+            axes.text(x, y, f"host{order[rank]}", ha="center", va="center", fontsize=7, color=INK)
+        named(axes, f"{title}: {sum(slow)} links between the racks", "", "")
+        axes.set_axis_off()
+        axes.set_aspect("equal")
+        axes.margins(0.15)
+    return figure
+
+
+def spread() -> Any:
+    """How much of what one worker sent once is in each worker's parameters, round by round: columns of matrices."""
+    graphs: Sequence[Topology] = (Ring(), Auto())
+    figure = new_figure(9, 2.8)
+    for axes, topology in zip(figure.subplots(1, 2, sharey=True), graphs, strict=True):
+        shares = [np.eye(8)[:, 3]]
+        for step in range(6):
+            shares.append(mixing_matrix(topology, 8, step) @ shares[-1])
+        axes.pcolormesh(np.stack(shares, axis=1), cmap="Blues", vmin=0, vmax=1)
+        for step, column in enumerate(shares):
+            for rank, share in enumerate(column):
+                colour = "white" if share > 0.5 else INK
+                text = f"{share:.0%}" if share else ""
+                axes.text(step + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=6, color=colour)
+        named(axes, f"{topology.label(8)}: the share of what worker 3 has at round 0", "round", "")
+        axes.set_xticks(np.arange(7) + 0.5, range(7))
+        axes.set_yticks(np.arange(8) + 0.5, range(8))
+        axes.set_ylim(8, 0)
+    figure.axes[0].set_ylabel("worker", fontsize=8)
+    return figure
+
+
+def waiting() -> Any:
+    """Seconds of whole runs in which worker 1 raises, is killed or stops; timeout 10 s, the fault tables' rows."""
+    rows = json.loads((RESULTS / "faults-2-cores.json").read_text())["rows"]
+    kinds = {"raises": WORKER, "killed": INK, "stopped": ACCENT}
+    found = [row for row in rows if row["group"] == "a worker ends" and row["fault"].startswith("worker 1")]
+    whens = list(dict.fromkeys(when(row["fault"]) for row in found))
+    figure = new_figure(9, 3)
+    axes = figure.subplots()
+    for offset, (kind, colour) in zip((-0.2, 0.0, 0.2), kinds.items(), strict=True):
+        of_kind = [row for row in found if f" {kind}" in row["fault"]]
+        places = [whens.index(when(row["fault"])) + offset for row in of_kind]
+        axes.scatter([row["seconds"] for row in of_kind], places, s=18, color=colour, label=kind)
+    axes.axvline(10, color=PALE, linewidth=4, zorder=0)
+    named(axes, "Until all had ended, the start included; the others wait 10 s", "seconds of the whole run", "")
+    axes.set_yticks(range(len(whens)), whens, fontsize=7)
+    axes.set_xlim(0, None)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def when(fault: str) -> str:
+    return fault.removeprefix("worker 1 ").replace(" (SIGSTOP)", "").partition(" ")[2]
+
+
+def fabric() -> Any:
+    """Two workers that accumulate two batches: a round begins at `optimizer.step()` and hides behind both."""
+    compute, heard = np.full((3, 2), 2.0), [Round(np.array([[0, 1], [1, 0]]), ())]
+    spans = run(step_tasks(compute, [np.full(2, 1.4)], heard, 1, [np.full(2, 0.2)]))
+    figure = new_figure(9, 2.2)
+    axes = figure.subplots()
+    for name, span in spans.items():
+        kind, step = name.split()[:2]
+        row, half = ROWS.index(span.worker), (span.start + span.finish) / 2
+        if kind == "compute":
+            bar(axes, row, span.start, half, PALE, "no sync")
+            bar(axes, row, half, span.finish, WORKER, "backward")
+        else:
+            bar(axes, row, span.start, span.finish, ACCENT if kind == "mix" else PALE, "" if kind == "mix" else step)
+    named(axes, "Every second batch ends with optimizer.step(): land, update, launch (red)", "time", "")
+    axes.set_yticks(range(4), ROWS)
+    axes.set_ylim(3.5, -0.5)
+    return figure
+
+
+def plan() -> Any:
+    """What the forecast says of eight workers over the rate of the links: 16.8 MB, 0.6 s of computation."""
+    layers = tuple(BlockCost(f"layer {i}", 0.05, 0.1, 0.0, parameter_bytes=4_200_000) for i in range(4))
+    methods = {
+        "ddp": DataParallel(),
+        "compressed, a quarter of the bytes": CompressedForecast(wire_bytes=lambda size: size / 4),
+        "gossip, delay 0": GossipForecast(Hypercube(), delay=0),
+        "gossip, delay 1": GossipForecast(Hypercube()),
+    }
+    megabits = np.geomspace(20, 2000, 30)
+    figure = new_figure(7, 3)
+    axes = figure.subplots()
+    for name, method in methods.items():
+        settings = [setting(Model("four layers", "cpu", layers), rate) for rate in megabits]
+        axes.plot(megabits, [method.seconds(one, even(8))[0] for one in settings], label=name, linewidth=1.4)
+    named(axes, "Forecast: 8 workers, 16.8 MB, 0.6 s of computation", "Mb/s of the links", "seconds per step")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(TICKS, TICKS)
+    axes.set_yticks((0.6, 1, 2, 5, 10), ("0.6", "1", "2", "5", "10"))
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def setting(model: Model, megabits: float) -> Setting:
+    names = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
+    links = tuple(LinkCost(name, "between", 2, 1, 1e-4, megabits * 1e6 / 8) for name in names)
+    return Setting(model, Network(links), Cluster(workers=8))
+
+
+PICTURES = (optimizers, placement, spread, waiting, fabric, plan)
+
+
+def draw(folder: Path) -> None:
+    """One SVG for each picture."""
+    with matplotlib.rc_context(SAME):
+        for picture in PICTURES:
+            picture().savefig(folder / f"{picture.__name__}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(IMAGES)
