@@ -1,0 +1,127 @@
+"""Numbers in running text, and the phrases that committed results make of them.
+
+A page's phrase is built here from a file of `benchmarks/results`, and must stand on the page. What no result is behind
+is in `SETTINGS` (what was set, counted, computed by a test or quoted) or in `UNKEPT` (measured once, raw result gone).
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tests.docs.pages import ROOT
+from tests.docs.prose import paragraphs
+
+RESULTS = ROOT / "benchmarks" / "results"
+NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+(?:e-?\d+)?|(?= ?%| ms\b| times\b))")
+PAPER, VERSION = re.compile(r"\d{4}\.\d{4,5}"), re.compile(r"(?:python|torch|lightning|Python) \d+(?:\.\d+)*\S*")
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}-2-cores.json").read_text())
+
+
+def table(name: str) -> dict[str, list[str]]:
+    """Rows of a committed table by their first cell."""
+    lines = (RESULTS / f"{name}-2-cores.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def text(page: str) -> str:
+    """Running text in one line: no code but its marks, no links, no versions, no papers."""
+    read = " ".join(paragraphs((ROOT / page).read_text()))
+    return PAPER.sub("", VERSION.sub("", re.sub(r"\]\([^)]*\)|\[", "", re.sub(r"\*\*", "", read))))
+
+
+def unexplained(page: str, phrases: list[str]) -> list[str]:
+    """Numbers that stand in none of these phrases, each with what surrounds it."""
+    left = text(page)
+    for phrase in phrases:
+        left = left.replace(phrase, "")
+    left = re.sub(r"`[^`]*`", "", left)
+    return [left[max(0, found.start() - 40) : found.end() + 20] for found in NUMBER.finditer(left)]
+
+
+def sweeps() -> Iterator[str]:
+    found = result("sweep")
+    hand = found["hand-over between two members of one device"]
+    yield f"takes {hand['median_ms']:.2f} ms. That is the median of {hand['handovers']}; it is {hand['p99_ms']:.2f} ms"
+    yield f"99th percentile, {hand['worst_ms']:.2f} ms at worst"
+    of = found["two simulated devices, makespan / optimum of five small sets"]
+    times = {name: (f"{row['mean']:.2f}", f"{row['worst']:.2f}") for name, row in of.items()}
+    yield "{} times the optimum in the mean ({} at worst) with `lrtf`".format(*times["LRTF"])
+    typed = {"RoundRobin": "round_robin", "FIFO": "fifo", "Complementary": "complementary", "SRTF": "srtf"}
+    yield from ("{} ({}) with `{}`".format(*times[name], word) for name, word in typed.items())
+    alone, joblib, ours = found["six trainings of the ViT recipe on the processor"].values()
+    yield f"They took {alone['seconds']:.1f} s one after the other, {joblib['seconds']:.1f} s by joblib's"
+    yield f"two jobs, {ours['seconds']:.1f} s with `shard_parallel`"
+    yield f"granted {ours['busy']:.1%} of the {ours['training_seconds']:.1f} s between"
+
+
+def scheduling() -> Iterator[str]:
+    real, dummy, ways = result("rehearsal-real"), result("rehearsal"), table("jigsaw")
+    yield f"Lower bound {real['bound_seconds']:.2f} s"
+    yield f"Lower bound {dummy['bound_seconds']:.3f} s"
+    (ends,) = (row["ends"].values() for row in real["rows"] if row["policy"] == "srtf")
+    alone = [sorted(end[kind] for end in ends) for kind in ("simulated_seconds", "real_seconds")]
+    simulated, took = (f"{last - before:.2f} s" for *_, before, last in alone)
+    yield f"its last {simulated} simulated, after all others had ended, took {took}"
+    predicted, turns = float(ways["jigsaw"][2]) / float(ways["one after the other"][2]), float(ways["jigsaw"][3])
+    yield f"predict {predicted:.2f} times one after the other, and {turns:.2f} were measured"
+    yield f"not that {turns:.2f} holds"
+    places = float(ways["complementary"][4])
+    yield f"places gain {places - 1:.0%}".replace("%", " %")
+    yield f"turns another {float(ways['jigsaw'][0]) / float(ways['complementary'][0]) - 1:.0%}".replace("%", " %")
+
+
+def codecs() -> Iterator[str]:
+    lines = [line.split(" | ") for line in (RESULTS / "cluster-speed-2-cores.md").read_text().splitlines()]
+    rows = {(row[0].strip("| "), row[1], row[3]): row[4] for row in lines if len(row) > 4 and row[2] == "1"}
+    int8, plain = (rows["8", "1gbit", method] for method in ("gossip, int8", "gossip"))
+    yield f"a step takes {int8} s with `Int8` and {plain} s without"
+
+
+def partial() -> Iterator[str]:
+    rows = [row for row in table("partial-cost").values()]
+    most = max(float(measured) / float(formula) - 1 for measured, formula, *_ in rows)
+    assert 0.06 < most < 0.07
+    yield "within 7 % of its formula at every depth"
+    runs = [line.split(" | ") for line in (RESULTS / "partial-accuracy-2-cores.md").read_text().splitlines()]
+    default = "full and half in turn, warm-up of a quarter, equal compute"
+    (behind,) = (row[6] for row in runs if row[0] == "| gpt" and row[1] == default)
+    yield f"and {float(behind.strip(' |')):.2f} nats behind on GPT"
+
+
+def rules() -> Iterator[str]:
+    rows = [line.strip("| ").split(" | ") for line in (RESULTS / "convergence-2-cores.md").read_text().splitlines()]
+    first = next(at for at, row in enumerate(rows) if row[0] == "rule" and "constant, alpha 0.01" in row)
+    column = rows[first].index("constant, alpha 0.01")
+    accuracy = {tuple(row[:3]): float(row[column].split()[0]) for row in rows[first + 2 : first + 10]}
+    heads = [row for row in rows[first + 2 :] if row[:2] == ["quasi-global momentum", "hypercube (Auto)"]][:2]
+    lost = [float(heads[0][at].split()[0]) - float(heads[1][at].split()[0]) for at in range(4, 7)]
+    yield f"up to {max(lost):.1f} under `QuasiGlobalMomentum`"
+    ring, all_reduce = accuracy["gossip", "ring", "0"], accuracy["all-reduce", "complete", "0"]
+    yield f"(a ring: {ring:.0f} % where all-reduce has {all_reduce:.0f} %)"
+
+
+def optimizers() -> Iterator[str]:
+    rows = result("newton-schulz")["summary"][-2:]
+    ours, torch = ([f"{row[name]:.1f}" for row in reversed(rows)] for name in ("bfloat16, together", "torch's"))
+    yield f"large matrices take {ours[0]} to {ours[1]} of the time, and in torch's function {torch[0]} to {torch[1]}"
+
+
+def gossip() -> Iterator[str]:
+    seconds = [row["seconds"] for row in result("simulation")["topologies"].values()]
+    yield f"in {min(seconds):.1f} to {max(seconds):.0f} seconds of one processor"
+
+
+FROM_RESULTS = {
+    "docs/codecs.md": codecs,
+    "docs/gossip.md": gossip,
+    "docs/optimizers.md": optimizers,
+    "docs/partial-backprop.md": partial,
+    "docs/rules.md": rules,
+    "docs/scheduling.md": scheduling,
+    "docs/sweeps.md": sweeps,
+}
