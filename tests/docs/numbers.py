@@ -83,7 +83,7 @@ def codecs() -> Iterator[str]:
 
 
 def partial() -> Iterator[str]:
-    rows = [row for row in table("partial-cost").values()]
+    rows = list(table("partial-cost").values())
     most = max(float(measured) / float(formula) - 1 for measured, formula, *_ in rows)
     assert 0.06 < most < 0.07
     yield "within 7 % of its formula at every depth"
