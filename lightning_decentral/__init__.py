@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_decentral.pipeline import TokenPipelineStrategy
     from lightning_decentral.spilled import SpilledStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CompressedStrategy",
     "GossipStrategy",

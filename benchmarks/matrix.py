@@ -1,0 +1,172 @@
+"""The package in clean environments: the oldest and the newest that it allows, from a wheel and from an sdist.
+
+    python benchmarks/matrix.py oldest --work /tmp/matrix     # Python 3.10, every requirement at its lower bound
+    python benchmarks/matrix.py newest --work /tmp/matrix     # Python 3.13, what pip takes without constraints
+
+Each part builds wheel and sdist, makes an environment, and installs requirements and wheel. Outside the checkout it
+trains two gossiping processes from the wheel, then from the sdist. Last, it runs a few tests of each method with that
+environment's packages. `results/matrix.json` gets a row for each part; `--write` puts the rows on docs/support.md.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "matrix.json", ROOT / "docs" / "support.md"
+BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "psutil>=5.9", "scipy>=1.11"]
+SHOWN = ("torch", "lightning", "torchmetrics", "hydra-core", "numpy", "transformers")
+TESTS = (
+    "tests/gossip/plan",
+    "tests/gossip/wire/test_exchange.py",
+    "tests/gossip/test_strategy.py",
+    "tests/compressed",
+    "tests/partial/test_strategy.py",
+    "tests/pipeline/test_strategy.py",
+    "tests/spilled/test_strategy.py",
+    "tests/optim",
+    "tests/conf",
+)
+SMOKE = """
+import lightning as L, torch
+from torch.utils.data import DataLoader, TensorDataset
+import lightning_decentral
+
+class Line(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+torch.manual_seed(0)
+x = torch.randn(256, 2)
+y = x @ torch.tensor([[2.0], [-1.0]])
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(strategy="gossip_fork", accelerator="cpu", devices=2, max_epochs=20, **quiet)
+model = Line()
+trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=16))
+assert (model.layer.weight - torch.tensor([[2.0, -1.0]])).abs().max() < 0.05, model.layer.weight
+print("trained by", lightning_decentral.__version__, "in", lightning_decentral.__file__)
+"""
+
+
+class Part(NamedTuple):
+    """An interpreter, and what a requirement of pyproject.toml is asked for."""
+
+    python: str
+    lower_bounds: bool
+
+    def asked(self, requirement: str) -> str:
+        return re.sub(r">=\s*([\d.]+)", r"==\1.*", requirement) if self.lower_bounds else requirement
+
+
+PARTS = {"oldest": Part("python3.10", True), "newest": Part("python3.13", False)}
+
+
+def requirements() -> list[str]:
+    """The core's, and those of the extra `recipes`."""
+    text = (ROOT / "pyproject.toml").read_text()
+    core = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    recipes = re.search(r"^recipes = \[(.*?)\]", text, re.MULTILINE)
+    assert core is not None
+    assert recipes is not None
+    return re.findall(r'"([^"]+)"', core[1] + recipes[1])
+
+
+def run(words: Sequence[str | Path], cwd: Path, seconds: float = 1800) -> str:
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    if done.returncode:
+        sys.exit(f"error: {' '.join(map(str, words))[:200]}\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def built(work: Path) -> tuple[Path, Path]:
+    """(wheel, sdist) of the commit that is checked out."""
+    source = work / "source"
+    run(["git", "clone", "-q", "--no-hardlinks", ROOT, source], work)
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", work / "dist", source], work)
+    return next((work / "dist").glob("*.whl")), next((work / "dist").glob("*.tar.gz"))
+
+
+def from_package(python: Path, package: Path, work: Path) -> str:
+    """Installs wheel or sdist, trains, and takes it away again."""
+    run([python, "-m", "pip", "install", "-q", "--no-deps", package], work)
+    (work / "smoke.py").write_text(SMOKE)
+    said = run([python, "-I", "smoke.py"], work, 300)
+    run([python.with_name("lightning-decentral"), "topology", "ring", "--workers", "4"], work, 300)
+    run([python, "-m", "pip", "uninstall", "-qy", "lightning-decentral"], work)
+    assert "site-packages" in said, said
+    return "trains"
+
+
+def tests(python: Path) -> dict[str, int]:
+    """How many passed, failed, were skipped; what failed is printed."""
+    words = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, check=False)
+    print(*re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE), done.stderr[-2000:], sep="\n")
+    last = done.stdout.strip().splitlines()[-1]
+    return {kind: int(many) for many, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
+
+
+def part(name: str, work: Path, interpreter: str | None) -> dict[str, Any]:
+    chosen, start = PARTS[name], time.time()
+    work.mkdir(parents=True)
+    wheel, sdist = built(work)
+    run([interpreter or chosen.python, "-m", "venv", work / "venv"], work)
+    python = work / "venv" / "bin" / "python"
+    asked = [chosen.asked(one) for one in requirements()]
+    run([python, "-m", "pip", "install", "-q", "setuptools>=77", *asked, *TOOLS], work)
+    packages = {name: from_package(python, path, work) for name, path in (("wheel", wheel), ("sdist", sdist))}
+    frozen = dict(line.split("==") for line in run([python, "-m", "pip", "freeze"], work).splitlines() if "==" in line)
+    versions = {one: frozen[one] for one in SHOWN}
+    version = run([python, "-c", "import platform; print(platform.python_version())"], work).strip()
+    return {
+        "python": version,
+        **versions,
+        **packages,
+        "tests": tests(python),
+        "minutes": round((time.time() - start) / 60),
+    }
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    head = ["part", "Python", *SHOWN, "wheel", "sdist", "tests"]
+    lines = [f"| {' | '.join(head)} |", "| " + "--- | " * len(head)]
+    for name, row in rows.items():
+        ran = ", ".join(f"{many} {kind}" for kind, many in row["tests"].items())
+        cells = [name, row["python"], *(row[one] for one in SHOWN), row["wheel"], row["sdist"], ran]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write(rows: dict[str, dict[str, Any]]) -> None:
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", nargs="?", choices=PARTS)
+    parser.add_argument("--python", help="the interpreter, where it has another name")
+    parser.add_argument("--work", type=Path, help="a folder that isn't there yet: some gigabytes")
+    parser.add_argument("--write", action="store_true", help="the page")
+    options = parser.parse_args()
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.part:
+        found[options.part] = part(options.part, options.work.resolve() / options.part, options.python)
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps(found[options.part], indent=1))
+    if options.write:
+        write(found)
