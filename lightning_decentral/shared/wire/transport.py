@@ -13,11 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy, Together, Work
 
 _stores: Any = dist  # whose types leave them out
+LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
+"""Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
 Call = Callable[[], None]
 
 
@@ -259,7 +262,9 @@ def new_group(ranks: Sequence[int] | None, backend: str | None, timeout: timedel
 
 def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:
     """The key-value store at this place; this process has it where it gives the descriptor of a listening socket."""
-    serves = {} if listening is None else {"is_master": True, "master_listen_fd": listening}
+    serves: dict[str, Any] = {}
+    if listening is not None:
+        serves = {"is_master": True, "master_listen_fd": listening, "use_libuv": LIBUV_LISTENS}
     return _stores.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **serves)
 
 
