@@ -105,8 +105,8 @@ class PartialBackpropMonitor(Callback):
 
 
 class PartialBackpropTable(PartialBackpropMonitor):
-    """At the end of training worker 0 prints one line for each depth: steps, what a backward kept, medians of its
-    seconds and of what it sent, and what the costs of the pieces predict for the compute of a step against a full one.
+    """At the end of training worker 0 prints one line for each depth: steps, what a backward kept, its seconds and
+    what it sent (medians). Beside them stands the compute that the pieces' costs predict, against a full step's.
     """
 
     def __init__(self) -> None:

@@ -91,8 +91,8 @@ def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Mo
 
 
 def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
-    """From a copy of the module to a function that repeats its step: the same random numbers, and the same buffers
-    (ranges that fake quantization has seen, the iterates of a spectral norm), which a step changes."""
+    """From a copy of the module to a function that repeats its step: the same random numbers, the same buffers. A step
+    changes these: ranges that fake quantization has seen, the iterates of a spectral norm."""
     random = worker_state.random_state()
 
     def prepared(trial: Any) -> Run:

@@ -95,9 +95,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         if self._layer_sync is not None or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
             raise ValueError(
-                "SyncBatchNorm gathers over all workers in the backward of every layer, and a worker whose backward "
-                "stops above it never comes: use plain BatchNorm (all workers take worker 0's running statistics), "
-                "GroupNorm or LayerNorm"
+                "SyncBatchNorm gathers over all workers in every layer's backward, and a worker that stops above it "
+                "never comes: use plain BatchNorm (with worker 0's running statistics), GroupNorm or LayerNorm"
             )
         super().refuse(module, fitting)
 

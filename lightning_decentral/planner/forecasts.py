@@ -218,8 +218,8 @@ def _(island: FullyShard) -> Within:
 
 
 def encoding_of(codec: Codec, copies: float = 1) -> Encoding:
-    """Bytes by the codec's own formula for float32, matrices unknown; where the profile has no seconds of its own for
-    the codec, those measured on a CPU on top of what messages as they are take, else none."""
+    """Bytes by the codec's own formula for float32, matrices unknown. Where the profile has no seconds of its own for
+    the codec: those measured on a CPU, on top of what messages as they are take, else none."""
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 

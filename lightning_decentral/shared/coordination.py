@@ -157,8 +157,8 @@ LOST = {
 
 
 class LoopPatches:
-    """Puts an agreement that nobody waits for in place of Lightning's broadcast from worker 0 before every batch, has a
-    SIGTERM or a first Ctrl-C ask for it, and calls the roll where an epoch ends.
+    """Puts an agreement that nobody waits for in place of Lightning's broadcast from worker 0 before every batch. A
+    SIGTERM or a first Ctrl-C asks for it; the roll is called where an epoch ends.
     """
 
     def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall) -> None:

@@ -1,4 +1,4 @@
-"""When the mean of the workers is shown (evaluations) or taken (the end of training), and callbacks that meet it there:
+"""When the mean of the workers is shown (evaluations) or taken (the end of training). Callbacks that meet it there are
 `ModelPruning`, and whatever swaps parameters in where an evaluation begins.
 
 The mean of the workers is pruned, by one mask for all, and stays pruned where training ends. By itself each worker

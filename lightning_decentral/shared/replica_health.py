@@ -109,7 +109,7 @@ class ReplicaHealth:
             rank_zero_warn(line)
 
     def check_equal(self) -> None:
-        """See that what should be the same on several workers is: replicas that take the same updates, with their
+        """See that what should be the same on several workers is. Replicas that take the same updates, with their
         buffers, and the parameters of the devices of an island that hold them whole. Collective.
 
         A bit that differs is a warning, said again where the difference has doubled: workers of different hardware

@@ -35,9 +35,9 @@ def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, i
         i, j = np.unravel_index(int(apart.argmax()), apart.shape)
         if apart[i, j] > 1e-9:
             raise ValueError(
-                f"{who} needs a symmetric mixing matrix, but on {topology.label(size)} worker {i} gives {j} the "
-                f"weight {matrix[i, j]:.4g} and {j} gives {i} {matrix[j, i]:.4g}: use a graph where all hear those who "
-                f"hear them, or {instead}"
+                f"{who} needs a symmetric mixing matrix, but on {topology.label(size)} worker {i} gives {j} "
+                f"the weight {matrix[i, j]:.4g} and {j} gives {i} {matrix[j, i]:.4g}: "
+                f"use a symmetric graph, or {instead}"
             )
 
 
@@ -135,8 +135,8 @@ def _check_columns(topology: Topology, rows: list[dict[int, float]], step: int) 
     if abs(heard[worst] - 1) > 1e-9:
         raise ValueError(
             f"{topology.label(len(rows))}: the weights given to worker {worst} at step {step} sum to {heard[worst]:.6g}"
-            ", so the mean would drift: use weights=MetropolisHastings() and a graph where all hear those who hear "
-            "them, or combine=PushSum() with weights=OutDegree()"
+            ", so the mean would drift: use weights=MetropolisHastings() and a symmetric graph, "
+            "or combine=PushSum() with weights=OutDegree()"
         )
 
 

@@ -74,8 +74,8 @@ def per_step(
 def sampled(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats]
 ) -> Floats:
-    """The same of a period longer than what is counted: a silent step, and what the talks in the counted ones add to
-    it, times as many as there are in a period.
+    """The same of a period longer than what is counted: a silent step, and what talks add to it. What those in the
+    counted steps add is taken as many times as there are talks in a period.
 
     alone + (per_step - alone) counted talks of a period / (period talks that are counted)
     """

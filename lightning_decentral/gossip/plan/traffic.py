@@ -155,7 +155,7 @@ def copies_through_card(
 
 
 def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, *, peers_only: bool = False) -> float:
-    """What one worker sends in a step, as a mean over a period, in units of its message's bytes: 1 for each that hears
+    """What one worker sends in a step, as a mean over a period, in units of its message's bytes. 1 for each that hears
     it, 2 (c - 1) / c of an all-reduce over c workers."""
     period = topology.period(size)
     cliques = None if peers_only else partitions(topology, weights, size)

@@ -39,8 +39,8 @@ class CliqueMessages(Started):
 
 @dataclass
 class CliqueExchange(Exchange[CliqueMessages]):
-    """All-reduce inside disjoint cliques: the mean of this worker's clique, at 2 (c - 1) / c of the parameters' bytes
-    for a clique of c workers, where sends and receives would take c - 1.
+    """All-reduce inside disjoint cliques: the mean of this worker's clique. It takes 2 (c - 1) / c of the parameters'
+    bytes for a clique of c workers, where sends and receives would take c - 1.
 
     A message with NaN or infinity is left out of the mean and counted. One with numbers absurd beside the others' was
     in the sum before anybody could know: all refuse the sum, and each keeps its own parameters in that round.

@@ -251,8 +251,8 @@ class Mixer:
         if state["elements"] != elements:
             raise ValueError(
                 f"the checkpoint's messages have buckets of {state['elements']} elements, this run has {elements}: "
-                "resume with the same version, bucket_bytes and kind of device, or delete the checkpoint's .workers "
-                "folder to start from the mean"
+                "resume with the same version, bucket_bytes and device, or delete its .workers folder to start "
+                "from the mean"
             )
         self.exchange.coder.load_state_dict(state["exchange"])
         like = [bucket.flat for bucket in self.buckets]

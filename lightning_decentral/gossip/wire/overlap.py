@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
-    """The same exchange beside the training, where there is something beside which it could be done: at delay 0 a round
+    """The same exchange beside the training, where there is something beside which it could be done. At delay 0 a round
     lands where it's launched, and a device queues the work of a round by itself."""
     return OverlapExchange(exchange) if delay and device.type == "cpu" else exchange
 

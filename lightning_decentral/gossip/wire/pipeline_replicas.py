@@ -59,8 +59,8 @@ class GossipReplicas(Replicas):
     def check(self, size: int, per_node: int) -> None:
         if isinstance(self.combine, ConsensusControl):
             raise ValueError(
-                f"{self.combine} counts rounds by a distance that each stage would measure for itself, so copies of "
-                f"one parameter on two stages would part: use a rule without a distance, such as {Gossip()}"
+                f"{self.combine} counts rounds by a distance that each stage measures for itself, so a parameter "
+                f"shared by two stages would part: use a rule without a distance, such as {Gossip()}"
             )
         topology = self.topology.placed(per_node)
         if len(topology.fragments) > 1:

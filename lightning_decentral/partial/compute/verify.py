@@ -51,7 +51,7 @@ class Judged:
         if leaks:
             raise ValueError(
                 f"no cut at {self.boundary}: gradient of {leaks[0]}{_and_more(leaks)} goes around the boundary "
-                "(a skip connection or a shared parameter used outside of the module), so it couldn't be averaged "
+                "(a skip connection, or a parameter shared with another module), so it couldn't be averaged "
                 "exactly: cut elsewhere"
             )
         if not any(verdict in (Verdict.BELOW, Verdict.TIED) for verdict in self.verdicts.values()):

@@ -137,8 +137,8 @@ class Reducer:
             trained = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
             if self._place.rank not in ranks and any(bool(gradient.any()) for gradient in trained):
                 raise RuntimeError(
-                    f"a gradient appeared below the cut, in segment {segment}: the network runs in another way "
-                    "than in the first step; keep its forward the same, or train this part with strategy='ddp'"
+                    f"a gradient appeared below the cut, in segment {segment}: the network runs otherwise than "
+                    "in the first step; keep its forward the same, or train this part with strategy='ddp'"
                 )
 
 

@@ -140,8 +140,8 @@ def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"
         raise ValueError(
             f"a token pipeline needs one model that it knows in {type(module).__name__}, found {names}: it knows "
-            "causal language models of transformers, ViTForImageClassification and ResNetForImageClassification; "
-            "for any other, return a Chain from a method pipeline_stages() of the LightningModule"
+            "transformers' causal language models, ViTForImageClassification and ResNetForImageClassification; "
+            "else return a Chain from a method pipeline_stages()"
         )
     part, kind = found[0]
     refuse_compiled_around(module, part)

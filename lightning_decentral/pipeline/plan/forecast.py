@@ -77,8 +77,8 @@ class Pipelining(Method):
         return tasks(actions, self.slices, halved(seconds) if self.schedule.splits else seconds, link)
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (r - 1) / r of the bytes of the parameters on a node, in r pipelines; hidden states on to the next node, as
-        large gradients back to the one before."""
+        """2 (r - 1) / r of the bytes of the parameters on a node, in r pipelines. Hidden states go on to the next node,
+        as large gradients back to the one before."""
         stages, cluster = self._stages(setting), setting.cluster
         replicas, held = cluster.workers // stages, min(1.0, cluster.per_node / stages)
         gradients = 2 * (replicas - 1) / replicas * held * setting.model.parameter_bytes if cluster.nodes > 1 else 0.0

@@ -135,7 +135,7 @@ def _chunks(orders: Iterator[Order]) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def search(steps: Sequence[Step], seconds: Matrix, seed: int, starts: int) -> Order:
-    """Local search: from the order as it is and from random ones, always the best of all swaps of two hosts and all
+    """Local search from the order as it is and from random ones. Always the best of all swaps of two hosts and all
     reversals of a piece (2-opt), until none is better. Not exact. Equal seeds give equal orders."""
     random = Random(seed)
     size = len(seconds)

@@ -107,7 +107,7 @@ class DataParallel(Synchronous):
 def sharded_step(
     blocks: Sequence[BlockCost], gather: Price, scatter: Price, shards: int, factor: float = 1.0, whole: float = 0.0
 ) -> list[Task[str]]:
-    """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network; it updates
+    """The tasks of the slowest worker, whose computation takes `factor` times as long, and of its network. It updates
     1 / shards of the parameters, matrices that are put together shared out evenly.
 
     Args:
@@ -177,7 +177,7 @@ class ShardedForecast(Synchronous):
         return tuple(price(name, reach, workers, 1, per_node) for name in ("all_gather", "reduce_scatter"))
 
     def card_bytes(self, setting: Setting) -> float:
-        """3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once; and of the matrices that an update
+        """3 (n - 1) / n of the parameters' bytes: gathered twice, scattered once. And of the matrices that an update
         needs whole what a node has to send to owners on others, there and back; nothing on one node."""
         n, nodes = setting.cluster.workers, setting.cluster.nodes
         there = setting.model.whole_bytes / nodes * (nodes - 1) / nodes

@@ -163,9 +163,9 @@ class RollCall:
         *rounds, met = asked
         if met > self._met():
             raise RuntimeError(
-                f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
-                "a checkpoint, sync_dist=True or ConsensusMonitor): give every worker the same number of batches, "
-                "or log with sync_dist=False and do the rest at the end of epochs"
+                f"worker {self._over.rank} ended its epoch while another waits for all within it (validation, "
+                "a checkpoint, sync_dist=True, ConsensusMonitor): give all as many batches, "
+                "or do these at the ends of epochs"
             )
         return self._catch_up(rounds)
 

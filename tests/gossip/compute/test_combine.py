@@ -538,7 +538,7 @@ def test_bad_numbers_are_refused_at_construction(make: Any, message: str) -> Non
     (ExactDiffusion(), IRREGULAR, 5, 1, r"given to worker 1 at step 0 sum to 1.33333, .* or combine=PushSum\(\)"),
     (RelaySum(), IRREGULAR, 5, 1, r"RelaySum needs one tree on all 5 workers, .* isn't: use Tree\(\)"),
     (ExactDiffusion(), OnePeerExponential(), 4, 0, r"ExactDiffusion needs a symmetric mixing matrix, .*worker 0 gives "
-     r"1 the weight 0 and 1 gives 0 0.5: use a graph where all hear those who hear them, or combine=GradientTracking"),
+     r"1 the weight 0 and 1 gives 0 0.5: use a symmetric graph, or combine=GradientTracking"),
     (ExactDiffusion(rate=1.0), Ring(), 4, 0, r"doesn't contract on Ring.* must stay below 0.999"),
     (ExactDiffusion(rate=1.0), Hypercube(), 4, 0, r"ExactDiffusion at rate 1.0 with delay 0 doesn't contract"),
     (ExactDiffusion(), Ring(), 5, 3, r"doesn't contract on Ring.*use a shorter delay"),

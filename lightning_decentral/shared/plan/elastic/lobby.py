@@ -72,7 +72,7 @@ class Lobby:
         return state, [(name, state.word(name, now)) for name in state.guests if changed]
 
     def _doubting(self, now: float) -> "Lobby":
-        """Where half of the members or more are silent at once, it may be the lobby that slept or was cut off: then
+        """Where half of the members or more are silent at once, it may be the lobby that slept or was cut off. Then
         those who come back first don't go on without the others."""
         stay, size = self._counted(now)
         return replace(self, doubted=now) if 2 * stay <= size else self

@@ -237,7 +237,7 @@ class Meeting:
 
 
 def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
-    """What to raise in place of the transport's raw words: the same line on all workers that still reach the store, of
+    """What to raise in place of the transport's raw words. The same line on all workers that still reach the store, of
     the first that couldn't make a group; the others only waited for it."""
     said = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # not where in gloo's sources
     words = said or type(error).__name__
