@@ -1,0 +1,120 @@
+"""A world of workers in one process: transports whose messages are copied from one worker's memory to another's.
+
+Each worker calls from a thread of its own, as it would from a process of its own; what it computes doesn't depend on
+who comes first. Sums are taken in the order of ranks; gloo's order is another from three workers on.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from threading import Condition
+from typing import Any
+
+from torch import Tensor
+
+from lightning_decentral.shared.wire.pending import PeerLost, Pending
+from lightning_decentral.shared.wire.transport import Message, Transport
+
+
+@dataclass
+class Mailboxes:
+    """What was sent and not yet taken, by address; in the order of sending.
+
+    Args:
+        wait_seconds: after which who waits for a message ends.
+    """
+
+    wait_seconds: float = 600.0
+    _boxes: dict[Hashable, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque), init=False)
+    _changed: Condition = field(default_factory=Condition, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    def put(self, address: Hashable, tensor: Tensor) -> None:
+        with self._changed:
+            self._boxes[address].append(tensor.clone())
+            self._changed.notify_all()
+
+    def take(self, address: Hashable) -> Tensor:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
+            if not self._boxes.get(address):
+                raise PeerLost(f"nothing came to {address}: another worker of this rehearsal has ended")
+            return self._boxes[address].popleft()
+
+    def full(self, address: Hashable) -> bool:
+        with self._changed:
+            return bool(self._boxes.get(address))
+
+    def close(self) -> None:
+        """Who waits, or will, ends."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+@dataclass
+class _Arriving:
+    """Done once: what lies at the addresses is handed over."""
+
+    boxes: Mailboxes
+    addresses: Sequence[Hashable]
+    hand_over: Callable[[list[Tensor]], Any]
+    waited: bool = False
+
+    def wait(self) -> None:
+        if not self.waited:
+            self.waited = True
+            self.hand_over([self.boxes.take(address) for address in self.addresses])
+
+    def done(self) -> bool:
+        return self.waited or all(map(self.boxes.full, self.addresses))
+
+
+class InProcessTransport(Transport):
+    """One worker's end of a group. Reducing to one rank, scattering and flat gathering are not offered.
+
+    Args:
+        name: of the group, the same for all its workers and no other group's.
+        rank: in the group.
+    """
+
+    def __init__(self, boxes: Mailboxes, name: Hashable, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = None, rank, size
+        self._boxes, self._name, self._calls = boxes, name, 0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        for peer, tensor, tag in sends:
+            self._boxes.put((self._name, self.rank, peer, tag), tensor)
+        incoming = [self._arriving([(self._name, m.peer, self.rank, m.tag)], _into(m.tensor)) for m in receives]
+        return [self._arriving([], _nothing) for _ in sends], incoming
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return self._collective(tensor, lambda rows: tensor.copy_(sum(rows[1:], start=rows[0])))
+
+    def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
+        found = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
+        return self._collective(tensor, lambda rows: [a.copy_(b) for a, b in zip(found, rows, strict=True)]), found
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        return self._collective(tensor, lambda rows: tensor.copy_(rows[source]))
+
+    def _collective(self, own: Tensor, hand_over: Callable[[list[Tensor]], Any]) -> Pending:
+        call = self._name, "collective", self._calls
+        self._calls += 1
+        for target in range(self.size):
+            self._boxes.put((*call, self.rank, target), own)
+        return self._arriving([(*call, source, self.rank) for source in range(self.size)], hand_over)
+
+    def _arriving(self, addresses: Sequence[Hashable], hand_over: Callable[[list[Tensor]], Any]) -> Pending:
+        return _Arriving(self._boxes, addresses, hand_over)
+
+
+def _into(tensor: Tensor) -> Callable[[list[Tensor]], Any]:
+    return lambda rows: tensor.copy_(rows[0])
+
+
+def _nothing(rows: list[Tensor]) -> None:
+    return
