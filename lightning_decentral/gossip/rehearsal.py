@@ -183,10 +183,10 @@ class _Worker:
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError(f"worker {self._place.rank} has {self._count} batches only: rehearse fewer steps")
-        output = self.module.training_step(batch, self._count)
+        output: Any = self.module.training_step(batch, self._count)
         loss: Tensor = output["loss"] if isinstance(output, dict) else output
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._count += 1
         return loss.detach().double()
 

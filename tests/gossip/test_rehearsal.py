@@ -49,9 +49,9 @@ def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
 
 
 def test_three_that_all_reduce_are_equal_to_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(
-        tmp_path, net(), batches=SizedBatches(STEPS), options={"topology": Ring()}, trainer_options={"max_steps": STEPS}
-    )
+    # Not AdamW: a bias in front of BatchNorm has rounding for a gradient, which AdamW makes large.
+    module, settings = Net("sgd", dropout=0.0), {"max_steps": STEPS}
+    run(tmp_path, module, batches=SizedBatches(STEPS), options={"topology": Ring()}, trainer_options=settings)
     strategy = GossipStrategy(topology=Ring())
     rehearsed = rehearse(module, lambda rank: given(monkeypatch, rank), strategy, 3, STEPS)
     for real, module in zip(seen(tmp_path), rehearsed.modules, strict=True):
