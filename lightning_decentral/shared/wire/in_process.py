@@ -7,13 +7,14 @@ who comes first. Sums are taken in the order of ranks; gloo's order is another f
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from threading import Condition
 from typing import Any
 
 from torch import Tensor
 
 from lightning_decentral.shared.wire.pending import PeerLost, Pending
-from lightning_decentral.shared.wire.transport import Message, Transport
+from lightning_decentral.shared.wire.transport import Message, Transport, Wire
 
 
 @dataclass
@@ -118,3 +119,15 @@ def _into(tensor: Tensor) -> Callable[[list[Tensor]], Any]:
 
 def _nothing(rows: list[Tensor]) -> None:
     return
+
+
+def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:
+    """What one of so many workers talks over. As everywhere, all make groups in the same order."""
+    numbers = count()
+
+    def group(ranks: Sequence[int] | None) -> Transport | None:
+        number, members = next(numbers), list(range(size) if ranks is None else ranks)
+        return InProcessTransport(boxes, number, members.index(rank), len(members)) if rank in members else None
+
+    world, flags, roll = (InProcessTransport(boxes, name, rank, size) for name in ("world", "flags", "roll"))
+    return Wire(world, flags, roll, None, group, group, boxes.close, boxes.close)

@@ -1,0 +1,1 @@
+"""Trains n workers in one process."""

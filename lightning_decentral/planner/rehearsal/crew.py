@@ -1,0 +1,97 @@
+"""So many workers under one strategy in one process: the strategy's own rules, mixers and codecs, and no network.
+
+Gradients and updates are computed one after the other; only while they talk has each worker a thread of its own. On
+the CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches,
+but where more than two all-reduce: sums are rounded in another order there.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from lightning_decentral.planner.rehearsal.members import Place, member_of
+from lightning_decentral.planner.rehearsal.worker import Loop, Worker
+from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_wire
+
+
+class Crew:
+    """Copies of a module, which stays as it is, trained as workers on the CPU; `with` ends their threads.
+
+    Args:
+        batches: of a rank, in order.
+        strategy: only read.
+        steps: of the whole rehearsal, for what is a share of it.
+        per_node: workers on a node, for topologies that ask.
+
+    Attributes:
+        losses: of each step [workers], each worker's own on its batch, before the update.
+
+    Raises:
+        ValueError: the module or the strategy can't be rehearsed.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        batches: Callable[[int], Iterator[Any]],
+        strategy: Strategy,
+        workers: int,
+        steps: int,
+        *,
+        per_node: int = 1,
+        loop: Loop | None = None,
+    ) -> None:
+        self._boxes, loop = Mailboxes(), loop or Loop()
+        self.workers = [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)]
+        wires = [in_process_wire(self._boxes, rank, workers) for rank in range(workers)]
+        places = [Place(wire, rank, workers, per_node, steps) for rank, wire in enumerate(wires)]
+        pairs = zip(self.workers, places, strict=True)
+        self.members = [member_of(strategy, one.module, one.optimizer, place) for one, place in pairs]
+        self.losses: list[Tensor] = []
+        self._threads = ThreadPoolExecutor(workers)
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._boxes.close()
+        self._threads.shutdown()
+
+    def train(self, steps: int) -> None:
+        """So many further ones."""
+        for _ in range(steps):
+            if not self.losses:
+                self._together([member.begin for member in self.members])
+            losses = torch.stack([worker.gradients() for worker in self.workers])
+            self._together([member.average for member in self.members])
+            for worker in self.workers:
+                worker.update()
+            self._together([member.mix for member in self.members])
+            for worker in self.workers:
+                worker.schedule()
+            self.losses.append(losses)
+
+    def release(self) -> None:
+        """After the last step; messages in flight don't land any more."""
+        for member in self.members:
+            member.release()
+
+    def _together(self, calls: Sequence[Callable[[], None]]) -> None:
+        """All at once; the first error of a worker, not of those that then wait for it in vain."""
+        under_way = [self._threads.submit(self._or_close, call) for call in calls]
+        errors = [error for future in under_way if (error := future.exception()) is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, ConnectionError)), errors[0])
+
+    def _or_close(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException:
+            self._boxes.close()
+            raise

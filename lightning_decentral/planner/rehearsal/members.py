@@ -1,0 +1,195 @@
+"""What a strategy does between workers, without Lightning's loop: to gradients, and to parameters after the update.
+
+The parts are the strategies' own: gossip's rounds and mixers, the compressed average. `ddp` is the exact average.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial, singledispatch
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import Optimizer
+
+from lightning_decentral.compressed.strategy import CompressedStrategy, of_all
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.travel import Travel
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.rounds import Rounds, check
+from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.shared.compute.buckets import bucket_bytes_of
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.wire.compressed_mean import mean_by
+from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.transport import Wire
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker among those of this process.
+
+    Args:
+        per_node: workers on a node.
+        steps: of the whole rehearsal.
+    """
+
+    wire: Wire
+    worker: int
+    workers: int
+    per_node: int
+    steps: int
+
+
+class Member(Protocol):
+    """One worker's part. Every call is collective: all workers, each in a thread of its own."""
+
+    def begin(self) -> None:
+        """Before the first step."""
+
+    def average(self) -> None:
+        """.grad <- what the update takes, after the backward."""
+
+    def mix(self) -> None:
+        """After the update."""
+
+    def release(self) -> None:
+        """The parameters are the module's alone again."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+@singledispatch
+def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    """A worker's part of this strategy, which is only read.
+
+    Raises:
+        ValueError: it can't be rehearsed, or can't serve so many workers.
+    """
+    raise ValueError(f"{type(strategy).__name__} can't be rehearsed: take gossip, compressed or ddp")
+
+
+@member_of.register
+def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    return Averaging(module, place, Plain(), None)
+
+
+@member_of.register
+def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    return Averaging(module, place, strategy.codec, strategy.bucket_bytes)
+
+
+@member_of.register
+def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    if strategy.island.devices > 1:
+        raise ValueError(f"workers of one device are rehearsed, not {strategy.island}: leave island out")
+    return Gossiping(strategy, module, optimizer, place)
+
+
+class Averaging:
+    """Gradients averaged by all, in a codec's payloads; worker 0's running statistics for all."""
+
+    def __init__(self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None) -> None:
+        self._module, self._place, self._codec = module, place, codec
+        self._bucket_bytes = bucket_bytes or bucket_bytes_of(module.parameters())
+        self._looked, self._after_backward = False, ExitStack()
+
+    def begin(self) -> None:
+        wire = self._place.wire
+        buffers, hosts = wire.group(None), wire.hosts(None)
+        assert buffers is not None
+        assert hosts is not None
+        self._buffers = RunningBuffers(self._module, buffers)
+        self._mean = mean_by(self._codec, partial(of_all, wire), CPU)
+        self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
+        # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
+        self._after_backward.enter_context(self._gradients.blocked())
+
+    def average(self) -> None:
+        self._gradients.watch(list(self._module.parameters()))
+        self._gradients.begin()
+        self._gradients.finish()
+
+    def mix(self) -> None:
+        self._buffers.share(look=not self._looked)
+        self._looked = True
+
+    def release(self) -> None:
+        self._after_backward.close()
+        self._gradients.close()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._mean.sent_bytes
+
+
+@dataclass
+class Placed:
+    """A gossip strategy's values at one place: what `Rounds` asks for."""
+
+    topology: Topology
+    combine: Combine | ConsensusControl
+    weights: Weights
+    codec: Codec
+    states: Mapping[str, Travel]
+    island: Island
+    delay: int
+    bucket_bytes: int | None
+    heals: int
+    member: IslandMember
+    wire: Wire | None
+    workers: int
+    worker: int
+    root_device: torch.device
+
+
+def placed(of: GossipStrategy, place: Place) -> Placed:
+    """As the strategy's set-up does it."""
+    topology = of.topology.placed(place.per_node)
+    combine = of.combine.placed(topology.fragments[0], place.workers)
+    values = topology, combine, of.weights, of.codec, of.states, of.island, of.delay, of.bucket_bytes, of.heals
+    member = of.island.join(place.wire, CPU, lambda call: call())
+    return Placed(*values, member, place.wire, place.workers, place.worker, CPU)
+
+
+class Gossiping:
+    """The mixers of a worker."""
+
+    def __init__(self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> None:
+        self._plan, self._place, self._optimizer = placed(strategy, place), place, optimizer
+        check(self._plan)
+        asked = strategy.exact_steps
+        exact = int(asked) if asked >= 1 else round(asked * place.steps)
+        rounds, over_all = Rounds(self._plan, module), partial(mean, over=place.wire.world)
+        in_island: Callable[..., Any] = self._plan.member.mean_of_buckets
+        making = Making(rounds.mixers, rounds.pack, rounds.of_states, exact, lambda flats: in_island(flats, over_all))
+        self._mixers = Mixers(lambda: making)
+
+    def begin(self) -> None:
+        self._mixers.adopt(self._optimizer)
+
+    def average(self) -> None:
+        """Gradients are a worker's own."""
+
+    def mix(self) -> None:
+        self._mixers.step(self._optimizer)
+
+    def release(self) -> None:
+        self._mixers.release()
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(of.traffic().bytes_sent for of in self._mixers)

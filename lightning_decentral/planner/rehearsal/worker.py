@@ -1,0 +1,139 @@
+"""One worker of a rehearsal: module, optimizer, schedule, batches and random numbers, as Lightning's loop uses them.
+
+Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, and `self.log` says nothing.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Entries of a parameter group that are learning rates."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a Trainer adds to a module.
+
+    Args:
+        clip: its `gradient_clip_val`.
+        rate: all learning rates are multiplied by it.
+        epoch_steps: after which schedulers of epochs step; None: never.
+    """
+
+    clip: float | None = None
+    rate: float = 1.0
+    epoch_steps: int | None = None
+
+
+class Worker:
+    """Updates its own module.
+
+    Raises:
+        ValueError: manual optimization, several optimizers, or a schedule that asks for validation.
+    """
+
+    def __init__(self, module: LightningModule, batches: Iterator[Any], loop: Loop) -> None:
+        if not module.automatic_optimization:
+            raise ValueError(f"{type(module).__name__} optimizes by hand: only automatic optimization can be rehearsed")
+        self.module, self._batches, self._loop = module.train(), batches, loop
+        self.optimizer, self._schedulers = configured(module)
+        scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
+        self._random, self._count = seeded(), 0
+
+    def gradients(self) -> Tensor:
+        """Those of the next batch, by this worker's random numbers; its loss before the update."""
+        with self._own_random(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*self.log.*")
+            batch = next(self._batches, None)
+            if batch is None:
+                raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
+            output = self.module.training_step(batch, self._count)
+            loss = output["loss"] if isinstance(output, dict) else output
+            if loss is None:
+                raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")
+            self.optimizer.zero_grad()
+            loss.backward()
+        self._count += 1
+        return torch.as_tensor(loss.detach()).double()
+
+    def update(self) -> None:
+        """By the gradients that are there."""
+        if self._loop.clip:
+            nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], self._loop.clip)
+        with self._own_random():
+            self.optimizer.step()
+
+    def schedule(self) -> None:
+        """After the round: it mixes at the rate of the update."""
+        self._advance("step", self._count)
+        each = self._loop.epoch_steps
+        if each and self._count % each == 0:
+            self._advance("epoch", self._count // each)
+
+    def _advance(self, interval: str, times: int) -> None:
+        for found in self._schedulers:
+            if found.interval == interval and times % found.frequency == 0:
+                self.module.lr_scheduler_step(found.scheduler, None)
+
+    def _own_random(self) -> "_Random":
+        return _Random(self._get, self._set)
+
+    def _get(self) -> Tensor:
+        return self._random
+
+    def _set(self, state: Tensor) -> None:
+        self._random = state
+
+
+class _Random:
+    """A worker's random numbers within, the process's own behind it."""
+
+    def __init__(self, get: Callable[[], Tensor], keep: Callable[[Tensor], None]) -> None:
+        self._get, self._keep = get, keep
+
+    def __enter__(self) -> None:
+        self._before = torch.get_rng_state()
+        torch.set_rng_state(self._get())
+
+    def __exit__(self, *_: object) -> None:
+        self._keep(torch.get_rng_state())
+        torch.set_rng_state(self._before)
+
+
+def seeded() -> Tensor:
+    """The state of random numbers that a worker begins with: by the seed of `seed_everything`, if there was one."""
+    with torch.random.fork_rng(devices=[]):
+        if "PL_GLOBAL_SEED" in os.environ:
+            torch.manual_seed(int(os.environ["PL_GLOBAL_SEED"]))
+        return torch.get_rng_state()
+
+
+def configured(module: LightningModule) -> tuple[Optimizer, list[Any]]:
+    """The optimizer, and its schedules as Lightning reads them."""
+    optimizers, schedulers, monitor = _configure_optimizers(module.configure_optimizers())
+    if len(optimizers) != 1:
+        raise ValueError(f"configure_optimizers gave {len(optimizers)} optimizers: modules with one can be rehearsed")
+    found = _configure_schedulers_automatic_opt(schedulers, monitor)
+    if any(one.reduce_on_plateau for one in found):
+        raise ValueError("ReduceLROnPlateau asks for validation, which a rehearsal has not: take another schedule")
+    return optimizers[0], found
+
+
+def scale(optimizer: Optimizer, schedulers: list[Any], factor: float) -> None:
+    """Every learning rate, also those that a schedule begins with, times a factor."""
+    for group in optimizer.param_groups:
+        group.update({name: group[name] * factor for name in RATES if name in group})
+    for scheduler in schedulers:
+        inner = getattr(scheduler, "_schedulers", [])
+        for one in (scheduler, *inner):
+            if "base_lrs" in vars(one):
+                one.base_lrs = [rate * factor for rate in one.base_lrs]

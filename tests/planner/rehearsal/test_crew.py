@@ -1,0 +1,123 @@
+"""A rehearsal in one process has the very bits of the run on processes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.compressed import CompressedStrategy
+from lightning_decentral.gossip import (
+    Complete,
+    DifferenceCompression,
+    ExactDiffusion,
+    Hypercube,
+    Int4,
+    Int8,
+    OuterNesterov,
+    PseudoGradient,
+    PushSum,
+    Ring,
+    Stream,
+    Travel,
+)
+from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.worker import Loop
+from tests.gossip.test_lightning import Inspect, seen
+from tests.tiny import QUIET, Net, SizedBatches, in_processes
+
+STEPS = 6
+CLIP = 0.5
+
+
+class Grouped(Net):
+    """Of two groups, with a schedule of steps on top; dropout is drawn from each worker's own numbers."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+
+
+# (workers, strategy, its options): all that all-reduce are of two, as gloo adds three in another order.
+CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
+    "blocking": (4, GossipStrategy, {"topology": Ring(), "delay": 0}),
+    "overlapped": (4, GossipStrategy, {"topology": Ring()}),
+    "cliques of two": (4, GossipStrategy, {"topology": Hypercube()}),
+    "codec": (4, GossipStrategy, {"topology": Ring(), "codec": DifferenceCompression(Int4())}),
+    "corrected": (4, GossipStrategy, {"topology": Ring(), "combine": ExactDiffusion(), "delay": 0}),
+    "push-sum": (4, GossipStrategy, {"topology": Ring(), "combine": PushSum()}),
+    "momentum travels": (4, GossipStrategy, {"topology": Ring(), "states": {"momentum_buffer": Travel(codec=Int8())}}),
+    "exact steps": (2, GossipStrategy, {"exact_steps": 2}),
+    "outer rounds": (2, GossipStrategy, {"topology": Stream(4, 2, Complete()), "combine": OuterNesterov()}),
+    "coded ways": (2, GossipStrategy, {"topology": Stream(4, 2, Complete()), "combine": PseudoGradient(), "codec": Int4()}),
+    "compressed": (4, CompressedStrategy, {}),
+    "ddp": (2, DDPStrategy, {}),
+}
+
+
+def fit(folder: Path, size: int, kind: type[Strategy], options: dict[str, Any]) -> None:
+    seed_everything(1, workers=True, verbose=False)
+    strategy = kind(start_method="fork", **options)
+    settings = {**QUIET, "max_steps": STEPS, "gradient_clip_val": CLIP}
+    trainer = Trainer(**settings, devices=size, strategy=strategy, callbacks=[Inspect(folder)])
+    trainer.fit(Grouped(), SizedBatches(STEPS))
+
+
+def given(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[list[Tensor]]:
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    return iter(list(SizedBatches(STEPS)))
+
+
+def rehearsed(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, steps: int = STEPS) -> Crew:
+    seed_everything(1, workers=True, verbose=False)
+    module: LightningModule = Grouped()
+    with Crew(module, lambda rank: given(monkeypatch, rank), strategy, size, steps, loop=Loop(clip=CLIP)) as crew:
+        crew.train(steps)
+        crew.release()
+    return crew
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    size, kind, options = CASES[name]
+    in_processes(fit, tmp_path, size, kind, options)
+    crew = rehearsed(monkeypatch, kind(**options), size)
+    assert len({float(loss) for loss in crew.losses[-1]}) == size  # the batches differ
+    for real, worker in zip(seen(tmp_path, size), crew.workers, strict=True):
+        for key, value in worker.module.state_dict().items():
+            if "running" in key and kind is DDPStrategy:
+                continue  # ddp hands worker 0's out before the next forward
+            assert torch.equal(real["own"][key], value), key
+
+
+@pytest.mark.parametrize(("kind", "options"), [(GossipStrategy, {"topology": Ring()}), (DDPStrategy, {})])
+def test_three_that_all_reduce_are_equal_to_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Strategy], options: dict[str, Any]
+) -> None:
+    in_processes(fit, tmp_path, 3, kind, options)
+    crew = rehearsed(monkeypatch, kind(**options), 3)
+    for real, worker in zip(seen(tmp_path), crew.workers, strict=True):
+        own = dict(worker.module.named_parameters())
+        torch.testing.assert_close({k: real["own"][k] for k in own}, own, rtol=1e-4, atol=1e-6)
+
+
+def test_the_module_and_the_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Grouped()
+    state, before = {key: value.clone() for key, value in module.state_dict().items()}, torch.get_rng_state()
+    with Crew(module, lambda rank: given(monkeypatch, rank), GossipStrategy(), 2, 2) as crew:
+        crew.train(2)
+    torch.testing.assert_close(dict(module.state_dict()), state, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_short_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="6 batches only"):
+        rehearsed(monkeypatch, GossipStrategy(), 2, STEPS + 1)
