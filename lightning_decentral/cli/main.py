@@ -2,6 +2,7 @@
 
 lightning-decentral cuts recipe=gpt strategy.cuts=3
 lightning-decentral plan profile.json --workers 64 --per-node 8
+lightning-decentral rehearse recipe=gpt workers=4,8 --target 1.45
 lightning-decentral topology base_graph --workers 24
 lightning-decentral profile recipe=gpt
 lightning-decentral placement hosts.json --topology ring
@@ -17,7 +18,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_decentral.cli import completion, cuts, lobby, placement, planning, profile, schedule, topology
+from lightning_decentral.cli import (
+    completion,
+    cuts,
+    lobby,
+    placement,
+    planning,
+    profile,
+    rehearsing,
+    schedule,
+    topology,
+)
 from lightning_decentral.cli.answers import quiet
 from lightning_decentral.cli.options import Parser, refuse_unwritable
 from lightning_decentral.shared.application import Application
@@ -41,7 +52,7 @@ def main(application: Application, arguments: Sequence[str] | None = None) -> No
     parser = Parser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
     commands: Any = parser.add_subparsers(dest="command", required=True)
     parser.set_defaults(application=application, outputs=())
-    for command in (cuts, planning, topology, profile, placement, schedule):
+    for command in (cuts, planning, rehearsing, topology, profile, placement, schedule):
         command.add(commands)
     for answering in commands.choices.values():
         answering.add_argument("--json", action="store_true", help="answer with JSON (docs/commands.md)")

@@ -16,7 +16,17 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli import cuts, gang_schedule, network, placement, planning, profile, schedule, topology
+from lightning_decentral.cli import (
+    cuts,
+    gang_schedule,
+    network,
+    placement,
+    planning,
+    profile,
+    rehearsing,
+    schedule,
+    topology,
+)
 from lightning_decentral.cli.answers import blocks, quiet, say
 from lightning_decentral.cli.completion import options_of
 from lightning_decentral.recipes import command as cli
@@ -28,6 +38,7 @@ from tests.planner.test_compare import links, model
 ANSWERS = {
     "cuts": (cuts.Cuts, cuts.Depth),
     "plan": (planning.Planned, planning.Method),
+    "rehearse": (rehearsing.Rehearsal, rehearsing.Rehearsed),
     "topology": (topology.Told,),
     "profile": (profile.Profiled,),
     "network": (network.Measured,),

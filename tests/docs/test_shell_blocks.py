@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_decentral.cli import gang_schedule, schedule
+from lightning_decentral.cli import gang_schedule, rehearsing, schedule
 from lightning_decentral.cli import planning as plan
 from lightning_decentral.cli.lobby import bounds
 from lightning_decentral.cli.topology import topology_of
@@ -72,6 +72,7 @@ def check_subcommand(arguments: list[str]) -> None:
         "placement": lambda words: check_overrides(["strategy=gossip", *recipe_words(words)]),
         "plan": check_plan,
         "profile": lambda words: check_overrides(recipe_words(words)),
+        "rehearse": check_rehearse,
         "schedule": check_schedule,
         "topology": lambda words: topology_of(words[0], [word for word in words if "=" in word]),
     }
@@ -89,6 +90,18 @@ def check_plan(arguments: list[str]) -> None:
     plan.add(parser.add_subparsers())
     options = parser.parse_args(["plan", *arguments])
     assert Cluster(options.workers, options.per_node or 1)
+
+
+def check_rehearse(arguments: list[str]) -> None:
+    """Options that exist; words and methods that compose."""
+    parser = argparse.ArgumentParser()
+    rehearsing.add(parser.add_subparsers())
+    options = parser.parse_args(["rehearse", *arguments])
+    words, workers = rehearsing.split(options.overrides)
+    assert workers
+    check_overrides(words)
+    for method in options.method or ():
+        check_overrides(method.split())
 
 
 def check_schedule(arguments: list[str]) -> None:

@@ -1,1 +1,10 @@
-"""Trains n workers in one process."""
+"""Trains n workers in one process, before there is a cluster, and says which method reaches a loss soonest.
+
+`crew` trains them under one strategy, by the parts that `members` takes from it, on the batches of `batches`; `search`
+finds a learning rate for each method, `answer` joins steps with the planner's seconds. Public: `rehearse`.
+"""
+
+from lightning_decentral.planner.rehearsal.answer import Answer, Reached
+from lightning_decentral.planner.rehearsal.rehearse import rehearse
+
+__all__ = ["Answer", "Reached", "rehearse"]

@@ -84,6 +84,9 @@ def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, p
 
 @member_of.register
 def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    # Others of its kind (pipelines, partial backprop) aren't ddp.
+    if type(strategy) is not DDPStrategy:
+        raise ValueError(f"{type(strategy).__name__} can't be rehearsed: take gossip, compressed or ddp")
     return Averaging(module, place, Plain(), None)
 
 

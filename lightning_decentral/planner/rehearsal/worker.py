@@ -10,13 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Entries of a parameter group that are learning rates."""
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 @dataclass(frozen=True)
@@ -27,11 +35,13 @@ class Loop:
         clip: its `gradient_clip_val`.
         rate: all learning rates are multiplied by it.
         epoch_steps: after which schedulers of epochs step; None: never.
+        run_steps: what `trainer.estimated_stepping_batches` says, for schedules as long as the run.
     """
 
     clip: float | None = None
     rate: float = 1.0
     epoch_steps: int | None = None
+    run_steps: int = -1
 
 
 class Worker:
@@ -45,7 +55,7 @@ class Worker:
         if not module.automatic_optimization:
             raise ValueError(f"{type(module).__name__} optimizes by hand: only automatic optimization can be rehearsed")
         self.module, self._batches, self._loop = module.train(), batches, loop
-        self.optimizer, self._schedulers = configured(module)
+        self.optimizer, self._schedulers = configured(module, loop.run_steps)
         scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
         self._random, self._count = seeded(), 0
 
@@ -56,7 +66,7 @@ class Worker:
             batch = next(self._batches, None)
             if batch is None:
                 raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
-            output = self.module.training_step(batch, self._count)
+            output: Any = self.module.training_step(batch, self._count)
             loss = output["loss"] if isinstance(output, dict) else output
             if loss is None:
                 raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")
@@ -117,9 +127,15 @@ def seeded() -> Tensor:
         return torch.get_rng_state()
 
 
-def configured(module: LightningModule) -> tuple[Optimizer, list[Any]]:
-    """The optimizer, and its schedules as Lightning reads them."""
-    optimizers, schedulers, monitor = _configure_optimizers(module.configure_optimizers())
+def configured(module: LightningModule, run_steps: int = -1) -> tuple[Optimizer, list[Any]]:
+    """The optimizer, and its schedules as Lightning reads them, of a run of so many steps (-1: without an end)."""
+    trainer = Trainer(max_epochs=-1, max_steps=run_steps, **QUIET)
+    module.trainer = trainer
+    try:
+        asked: Any = module.configure_optimizers()
+        optimizers, schedulers, monitor = _configure_optimizers(asked)
+    finally:
+        module.trainer = None
     if len(optimizers) != 1:
         raise ValueError(f"configure_optimizers gave {len(optimizers)} optimizers: modules with one can be rehearsed")
     found = _configure_schedulers_automatic_opt(schedulers, monitor)

@@ -57,7 +57,11 @@ CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
     "momentum travels": (4, GossipStrategy, {"topology": Ring(), "states": {"momentum_buffer": Travel(codec=Int8())}}),
     "exact steps": (2, GossipStrategy, {"exact_steps": 2}),
     "outer rounds": (2, GossipStrategy, {"topology": Stream(4, 2, Complete()), "combine": OuterNesterov()}),
-    "coded ways": (2, GossipStrategy, {"topology": Stream(4, 2, Complete()), "combine": PseudoGradient(), "codec": Int4()}),
+    "coded ways": (
+        2,
+        GossipStrategy,
+        {"topology": Stream(4, 2, Complete()), "combine": PseudoGradient(), "codec": Int4()},
+    ),
     "compressed": (4, CompressedStrategy, {}),
     "ddp": (2, DDPStrategy, {}),
 }

@@ -1,0 +1,161 @@
+"""`lightning-decentral rehearse recipe=gpt workers=4,8 --profile profile.json --target 1.45`: seconds to a loss."""
+
+import argparse
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import seed_everything
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from lightning_decentral.cli.answers import answer, say
+from lightning_decentral.cli.options import number, refuse_below, whole
+from lightning_decentral.cli.profile import ALONE
+from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
+from lightning_decentral.planner.show import bytes_per_second, seconds, shown_bytes
+from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import Profile, read
+
+LATENCY = "100us"
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "rehearse", help="trains n workers in one process: which method reaches a loss soonest"
+    )
+    parser.add_argument("overrides", nargs="*", help="words of recipes/train.py, and workers=4,8: recipe=gpt workers=4")
+    parser.add_argument("--target", type=number, help="training loss, mean of the workers and of 10 steps")
+    parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
+    parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
+    parser.add_argument("--latency", default=LATENCY, help="of a message with --bandwidth (default %(default)s)")
+    parser.add_argument("--per-node", type=whole, default=1, help="devices of a node (default 1)")
+    parser.add_argument("--steps", type=whole, default=300, help="of each method, at most (default %(default)s)")
+    parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
+    parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
+    parser.add_argument("--method", action="append", help="words of a method, beside ddp; may be repeated")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    words, workers = split(options.overrides)
+    if options.target is None or not workers:
+        raise ValueError("rehearse needs workers and a target: lightning-decentral rehearse workers=4,8 --target 1.45")
+    refuse_below(1, {"--per-node": options.per_node, "--run-steps": options.run_steps})
+    profile = None if options.profile is None else read(options.profile)
+    cfg = options.application.compose([*words, *ALONE, "trainer.default_root_dir=null"])
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    data = instantiate(cfg.data, _convert_="all")
+    errors = Console(stderr=True, highlight=False)
+    found = rehearse(
+        options.application.build_model(cfg, data.sizes),
+        data,
+        workers=workers,
+        target=options.target,
+        methods=options.method,
+        steps=options.steps,
+        run_steps=options.run_steps,
+        profile=profile,
+        network=network_of(profile, options),
+        per_node=options.per_node,
+        clip=cfg.trainer.gradient_clip_val,
+        minutes=options.minutes,
+        say=lambda text: say(errors, text),
+    )
+    *said, last = found.sentences()
+    command = command_of(found.best, words, cfg, options.per_node)
+    answer(options, rehearsed(found, command), table(found), *said, command or last)
+
+
+def split(words: list[str]) -> tuple[list[str], list[int]]:
+    """(words of the recipes, numbers of workers)."""
+    numbers = [word.partition("=")[2] for word in words if word.startswith("workers=")]
+    try:
+        workers = [int(text) for text in ",".join(numbers).split(",") if text]
+    except ValueError:
+        raise ValueError(f"workers must be whole numbers, got {','.join(numbers)}: workers=4,8") from None
+    return [word for word in words if not word.startswith("workers=")], workers
+
+
+def network_of(profile: Profile | None, options: argparse.Namespace) -> Network | None:
+    """With the links of the command line, where it has some; the profile's."""
+    if options.bandwidth is None or profile is None:
+        return None
+    rate = bytes_per_second(options.bandwidth)
+    return Network(profile.network).linked("between", seconds(options.latency), rate)
+
+
+def command_of(best: Reached | None, words: list[str], cfg: DictConfig, per_node: int) -> str | None:
+    """Words for `recipes/train.py` that train with the best one, at its learning rate."""
+    if best is None:
+        return None
+    rate = cfg.optimizer.get("lr") if best.rate != 1 else None
+    rates = [] if rate is None else [f"optimizer.lr={rate * best.rate:g}"]
+    where = [f"trainer.num_nodes={best.workers // per_node}", f"trainer.devices={per_node}"]
+    return shlex.join([*words, *best.full_words, *rates, *where])
+
+
+def table(found: Answer) -> Table:
+    shown = Table("method", "workers", "rates times", "steps", "loss", "step", "to the target", "sent", "over ddp")
+    shown.title = f"to a training loss of {found.target:g} within {found.steps} steps"
+    for row in found.rows:
+        steps = "not reached" if row.steps is None else str(row.steps)
+        speedup = found.speedup(row)
+        costs = [
+            "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
+            "" if row.seconds is None else f"{row.seconds:.1f} s",
+            "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
+            "" if speedup is None else f"{speedup:.2f}x",
+        ]
+        shown.add_row(row.title, str(row.workers), f"{row.rate:g}", steps, f"{row.loss:.4f}", *costs)
+    return shown
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One row; what isn't known is null."""
+
+    title: str
+    words: str
+    workers: int
+    rate: float
+    steps: int | None
+    loss: float
+    step_seconds: float | None
+    seconds: float | None
+    sent_bytes: float | None
+    speedup: float | None
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The answer: methods, the soonest first; `best` is a title, or null where no seconds are known."""
+
+    target: float
+    steps: int
+    methods: list[Rehearsed]
+    refused: dict[str, str]
+    best: str | None
+    command: str | None
+
+
+def rehearsed(found: Answer, command: str | None) -> Rehearsal:
+    rows = [
+        Rehearsed(
+            title=row.title,
+            words=row.words,
+            workers=row.workers,
+            rate=row.rate,
+            steps=row.steps,
+            loss=row.loss,
+            step_seconds=row.step_seconds,
+            seconds=row.seconds,
+            sent_bytes=row.sent_bytes,
+            speedup=found.speedup(row),
+        )
+        for row in found.rows
+    ]
+    best = found.best.title if found.best else None
+    return Rehearsal(found.target, found.steps, rows, found.refused, best, command)

@@ -1,0 +1,155 @@
+"""Rehearsals as users ask for them: Lightning's batches, rates by halving, the clock, what is recommended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.cli.rehearsing import split
+from lightning_decentral.planner.candidates import BASELINE
+from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
+from lightning_decentral.planner.rehearsal.batches import shared_out
+from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.search import reached, rungs, updates
+from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.recipes import command as cli
+from lightning_decentral.shared.plan.profile import Profile, write
+from tests.gossip.test_lightning import Inspect, seen
+from tests.settings import links, model
+from tests.tiny import QUIET, in_processes
+
+GOSSIP = "strategy=gossip strategy/topology=ring"
+
+
+class Line(LightningModule):
+    """Least squares with noise from each worker's own numbers, and a schedule of epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(self.layer.weight)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self.layer(x + 0.01 * torch.randn_like(x)) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
+
+
+def loader(examples: int = 48) -> DataLoader[Any]:
+    x = torch.randn(examples, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+
+
+def fit(folder: Path) -> None:
+    seed_everything(3, workers=True, verbose=False)
+    strategy = GossipStrategy(start_method="fork")
+    trainer = Trainer(**QUIET, max_steps=20, devices=2, strategy=strategy, callbacks=[Inspect(folder)])
+    trainer.fit(Line(), loader())
+
+
+def test_epochs_of_lightnings_loaders_have_the_same_bits(tmp_path: Path) -> None:
+    in_processes(fit, tmp_path)  # three epochs of six batches, and two more
+    seed_everything(3, workers=True, verbose=False)
+    batches, epoch = shared_out(loader(), 2)
+    with Crew(Line(), batches, GossipStrategy(), 2, 20, loop=Loop(epoch_steps=epoch)) as crew:
+        crew.train(20)
+        crew.release()
+    for real, worker in zip(seen(tmp_path, 2), crew.workers, strict=True):
+        assert torch.equal(real["own"]["layer.weight"], worker.module.state_dict()["layer.weight"])
+
+
+def test_the_rate_that_learns_is_found_and_ddp_is_compared() -> None:
+    found = rehearse(
+        Line(), loader(), workers=[2], target=0.05, methods=[GOSSIP], steps=80, rates=(0.001, 5.0, 1000.0),
+        profile=Profile(model(), links(rate=1e7).costs), minutes=5,
+    )  # fmt: skip
+    assert {(row.words, row.rate) for row in found.rows} == {(BASELINE, 5.0), (GOSSIP, 5.0)}
+    for row in found.rows:
+        assert row.steps is not None
+        assert row.seconds == row.steps * row.step_seconds  # type: ignore[operator]
+        assert row.step_bytes > 0
+    assert found.best is not None
+    assert (found.best.seconds or 0) <= 1.1 * min(row.seconds or 0 for row in found.rows)
+    assert not found.refused
+
+
+def test_a_method_that_cant_be_rehearsed_and_one_without_time_are_said() -> None:
+    heard: list[str] = []
+    words = "strategy=partial_backprop"
+    found = rehearse(
+        Line(), loader(), workers=[2], target=0.0, methods=[words], steps=10, rates=(1.0,), say=heard.append
+    )
+    assert list(found.refused.values()) == [
+        "PartialBackpropStrategy can't be rehearsed: take gossip, compressed or ddp"
+    ]
+    assert "minutes, at most 10" in heard[0]
+    late = rehearse(Line(), loader(), workers=[2], target=0.0, steps=10, minutes=1e-9)
+    assert not late.rows
+    assert set(late.refused.values()) == {"the 1e-09 minutes were over"}
+    assert late.best is None
+
+
+def test_halving_gives_all_rates_the_same_steps_first() -> None:
+    assert rungs(3, 300) == [75, 150, 300]
+    assert updates(3, 300) == 3 * 75 + 2 * 75 + 150
+    assert rungs(1, 40) == [40]
+    assert reached([5.0] * 3 + [1.0] * 10, 1.0) == 13
+    assert reached([1.0] * 9, 1.0) is None
+
+
+def row(words: str, workers: int, steps: int | None, seconds: float = 1.0) -> Reached:
+    return Reached(words, words, workers, 1.0, steps, 1.0, seconds, 100.0)
+
+
+def test_more_workers_that_gain_too_little_dont_pay() -> None:
+    rows = row(BASELINE, 4, 100), row(GOSSIP, 4, 95), row(BASELINE, 8, 99), row(GOSSIP, 8, 93)
+    found = Answer(1.0, 200, rows, {})
+    assert found.best == rows[0]
+    assert "stay with ddp" in " ".join(found.sentences())
+    assert "more workers than 4 don't pay" in " ".join(found.sentences())
+    better = Answer(1.0, 200, (*rows[:3], row(GOSSIP, 8, 50)), {})
+    assert better.best == row(GOSSIP, 8, 50)
+    assert better.speedup(better.rows[3]) == 99 / 50
+    nobody = Answer(1.0, 200, (row(BASELINE, 4, None),), {})
+    assert nobody.best is None
+    assert "no method reached 1" in nobody.sentences()[-1]
+
+
+def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(Profile(model(), links(rate=1e8).costs), tmp_path / "profile.json")
+    small = ["model.config.hidden_size=16", "model.config.intermediate_size=16", "model.config.num_hidden_layers=1"]
+    words = ["rehearse", "recipe=vit", "workers=2", *small, "model.config.num_attention_heads=2", "data.batch_size=4"]
+    asked = [
+        "--profile",
+        str(tmp_path / "profile.json"),
+        "--target",
+        "9",
+        "--steps",
+        "10",
+        "--method",
+        GOSSIP,
+        "--json",
+    ]
+    cli.main([*words, *asked])
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert {row["steps"] for row in found["methods"]} == {10}
+    assert found["best"] == "gossip, ring"  # as many steps, and of ddp's messages less is hidden
+    assert "strategy=gossip strategy/topology=ring" in found["command"]
+    assert found["command"].endswith("trainer.num_nodes=2 trainer.devices=1")
+    assert "2 of 2: gossip, ring on 2 workers" in printed.err
+
+
+def test_workers_are_split_from_the_words() -> None:
+    assert split(["recipe=gpt", "workers=4,8"]) == (["recipe=gpt"], [4, 8])
+    with pytest.raises(ValueError, match="whole numbers"):
+        split(["workers=x"])
