@@ -3,10 +3,12 @@
 Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, and `self.log` says nothing.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -129,8 +131,7 @@ def seeded() -> Tensor:
 
 def configured(module: LightningModule, run_steps: int = -1) -> tuple[Optimizer, list[Any]]:
     """The optimizer, and its schedules as Lightning reads them, of a run of so many steps (-1: without an end)."""
-    trainer = Trainer(max_epochs=-1, max_steps=run_steps, **QUIET)
-    module.trainer = trainer
+    module.trainer = _trainer(run_steps)
     try:
         asked: Any = module.configure_optimizers()
         optimizers, schedulers, monitor = _configure_optimizers(asked)
@@ -142,6 +143,17 @@ def configured(module: LightningModule, run_steps: int = -1) -> tuple[Optimizer,
     if any(one.reduce_on_plateau for one in found):
         raise ValueError("ReduceLROnPlateau asks for validation, which a rehearsal has not: take another schedule")
     return optimizers[0], found
+
+
+@lru_cache(maxsize=1)  # of all workers: only its number of steps is read
+def _trainer(run_steps: int) -> Trainer:
+    said = logging.getLogger("lightning.pytorch")
+    level = said.level
+    said.setLevel(logging.ERROR)  # which devices there are
+    try:
+        return Trainer(max_epochs=-1, max_steps=run_steps, **QUIET)
+    finally:
+        said.setLevel(level)
 
 
 def scale(optimizer: Optimizer, schedulers: list[Any], factor: float) -> None:

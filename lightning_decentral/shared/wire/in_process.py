@@ -30,9 +30,12 @@ class Mailboxes:
     _changed: Condition = field(default_factory=Condition, init=False)
     _closed: bool = field(default=False, init=False)
 
-    def put(self, address: Hashable, tensor: Tensor) -> None:
+    def put(self, addresses: Sequence[Hashable], tensor: Tensor) -> None:
+        """One copy for all of them: who takes it only reads."""
+        sent = tensor.clone()
         with self._changed:
-            self._boxes[address].append(tensor.clone())
+            for address in addresses:
+                self._boxes[address].append(sent)
             self._changed.notify_all()
 
     def take(self, address: Hashable) -> Tensor:
@@ -88,12 +91,12 @@ class InProcessTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         for peer, tensor, tag in sends:
-            self._boxes.put((self._name, self.rank, peer, tag), tensor)
+            self._boxes.put([(self._name, self.rank, peer, tag)], tensor)
         incoming = [self._arriving([(self._name, m.peer, self.rank, m.tag)], _into(m.tensor)) for m in receives]
         return [self._arriving([], _nothing) for _ in sends], incoming
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        return self._collective(tensor, lambda rows: tensor.copy_(sum(rows[1:], start=rows[0])))
+        return self._collective(tensor, lambda rows: _sum_into(tensor, rows))
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
         found = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
@@ -105,8 +108,7 @@ class InProcessTransport(Transport):
     def _collective(self, own: Tensor, hand_over: Callable[[list[Tensor]], Any]) -> Pending:
         call = self._name, "collective", self._calls
         self._calls += 1
-        for target in range(self.size):
-            self._boxes.put((*call, self.rank, target), own)
+        self._boxes.put([(*call, self.rank, target) for target in range(self.size)], own)
         return self._arriving([(*call, source, self.rank) for source in range(self.size)], hand_over)
 
     def _arriving(self, addresses: Sequence[Hashable], hand_over: Callable[[list[Tensor]], Any]) -> Pending:
@@ -115,6 +117,12 @@ class InProcessTransport(Transport):
 
 def _into(tensor: Tensor) -> Callable[[list[Tensor]], Any]:
     return lambda rows: tensor.copy_(rows[0])
+
+
+def _sum_into(tensor: Tensor, rows: list[Tensor]) -> None:
+    tensor.copy_(rows[0])
+    for row in rows[1:]:
+        tensor.add_(row)
 
 
 def _nothing(rows: list[Tensor]) -> None:
