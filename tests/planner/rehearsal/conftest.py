@@ -1,4 +1,4 @@
-"""A seed of its own for each test: `seed_everything` writes it into the environment, where later tests would find it."""
+"""A seed of its own for each test: `seed_everything` writes it into the environment, where later tests find it."""
 
 import pytest
 
