@@ -1,7 +1,7 @@
 """So many workers under one strategy in one process: the strategy's own rules, mixers and codecs, and no network.
 
-Gradients and updates are computed one after the other; only while they talk has each worker a thread of its own. On
-the CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches,
+Gradients and updates are computed one after the other; only while they talk has each worker a thread of its
+own. Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated once. On the CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches,
 but where more than two all-reduce: sums are rounded in another order there.
 """
 
@@ -53,6 +53,8 @@ class Crew:
         places = [Place(wire, rank, workers, per_node, steps) for rank, wire in enumerate(wires)]
         pairs = zip(self.workers, places, strict=True)
         self.members = [member_of(strategy, one.module, one.optimizer, place) for one, place in pairs]
+        self._alike = not any(member.drifts for member in self.members)
+        self._updating = self.workers[:1] if self._alike else self.workers
         self.losses: list[Tensor] = []
         self._threads = ThreadPoolExecutor(workers)
 
@@ -67,15 +69,28 @@ class Crew:
         """So many further ones."""
         for _ in range(steps):
             if not self.losses:
-                self._together([member.begin for member in self.members])
-            losses = torch.stack([worker.gradients() for worker in self.workers])
-            self._together([member.average for member in self.members])
-            for worker in self.workers:
-                worker.update()
+                self._begin()
+            losses = torch.stack([worker.gradients() for worker in self.workers] if self._alike else self._apart())
+            if self._alike:
+                self._together([member.average for member in self.members])
+                self.workers[0].update()
             self._together([member.mix for member in self.members])
-            for worker in self.workers:
+            for worker in self._updating:
                 worker.schedule()
             self.losses.append(losses)
+
+    def _begin(self) -> None:
+        self._together([member.begin for member in self.members])
+        for worker in self.workers[1:] if self._alike else ():
+            worker.share(self.workers[0].module)
+
+    def _apart(self) -> list[Tensor]:
+        """Losses of workers that update by their own gradients, while these are in the cache."""
+        losses = []
+        for worker in self.workers:
+            losses.append(worker.gradients())
+            worker.update()
+        return losses
 
     def release(self) -> None:
         """After the last step; messages in flight don't land any more."""

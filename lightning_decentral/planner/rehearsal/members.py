@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -54,13 +54,19 @@ class Place:
 
 
 class Member(Protocol):
-    """One worker's part. Every call is collective: all workers, each in a thread of its own."""
+    """One worker's part. Every call is collective: all workers, each in a thread of its own.
+
+    Attributes:
+        drifts: whether workers differ after an update, which each makes; else one's serves all.
+    """
+
+    drifts: ClassVar[bool]
 
     def begin(self) -> None:
         """Before the first step."""
 
     def average(self) -> None:
-        """.grad <- what the update takes, after the backward."""
+        """.grad <- what the update takes, after the backward; not asked of those that drift."""
 
     def mix(self) -> None:
         """After the update."""
@@ -104,6 +110,8 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, p
 
 class Averaging:
     """Gradients averaged by all, in a codec's payloads; worker 0's running statistics for all."""
+
+    drifts: ClassVar[bool] = False
 
     def __init__(self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None) -> None:
         self._module, self._place, self._codec = module, place, codec
@@ -170,6 +178,8 @@ def placed(of: GossipStrategy, place: Place) -> Placed:
 
 class Gossiping:
     """The mixers of a worker."""
+
+    drifts: ClassVar[bool] = True
 
     def __init__(self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> None:
         self._plan, self._place, self._optimizer = placed(strategy, place), place, optimizer

@@ -5,7 +5,6 @@ Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, a
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,14 +56,14 @@ class Worker:
         if not module.automatic_optimization:
             raise ValueError(f"{type(module).__name__} optimizes by hand: only automatic optimization can be rehearsed")
         self.module, self._batches, self._loop = module.train(), batches, loop
+        module.__dict__["log"] = _unheard  # without a trainer it would warn at every step
         self.optimizer, self._schedulers = configured(module, loop.run_steps)
         scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
         self._random, self._count = seeded(), 0
 
     def gradients(self) -> Tensor:
         """Those of the next batch, by this worker's random numbers; its loss before the update."""
-        with self._own_random(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*self.log.*")
+        with self._own_random():
             batch = next(self._batches, None)
             if batch is None:
                 raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
@@ -76,6 +75,11 @@ class Worker:
             loss.backward()
         self._count += 1
         return torch.as_tensor(loss.detach()).double()
+
+    def share(self, other: nn.Module) -> None:
+        """Its parameters are the other's from now on, in one memory; the gradients stay its own."""
+        for own, theirs in zip(self.module.parameters(), other.parameters(), strict=True):
+            own.data = theirs.data
 
     def update(self) -> None:
         """By the gradients that are there."""
@@ -104,6 +108,10 @@ class Worker:
 
     def _set(self, state: Tensor) -> None:
         self._random = state
+
+
+def _unheard(*_: object, **__: object) -> None:
+    """In the place of `self.log`."""
 
 
 class _Random:
