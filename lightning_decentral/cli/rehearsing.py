@@ -27,12 +27,13 @@ def add(commands: Any) -> None:
         "rehearse", help="trains n workers in one process: which method reaches a loss soonest"
     )
     parser.add_argument("overrides", nargs="*", help="words of recipes/train.py, and workers=4,8: recipe=gpt workers=4")
-    parser.add_argument("--target", type=number, help="training loss, mean of the workers and of 10 steps")
+    parser.add_argument("--target", type=number, help="validation loss of the mean of the models")
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
     parser.add_argument("--bandwidth", help="of a node's network card, in place of measurements: 200mbit")
     parser.add_argument("--latency", default=LATENCY, help="of a message with --bandwidth (default %(default)s)")
     parser.add_argument("--per-node", type=whole, default=1, help="devices of a node (default 1)")
     parser.add_argument("--steps", type=whole, default=300, help="of each method, at most (default %(default)s)")
+    parser.add_argument("--seeds", type=whole, default=2, help="of batches' order and dropout (default %(default)s)")
     parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
     parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
     parser.add_argument("--method", action="append", help="words of a method, beside ddp; may be repeated")
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     words, workers = split(options.overrides)
     if options.target is None or not workers:
         raise ValueError("rehearse needs workers and a target: lightning-decentral rehearse workers=4,8 --target 1.45")
-    refuse_below(1, {"--per-node": options.per_node, "--run-steps": options.run_steps})
+    refuse_below(1, {"--per-node": options.per_node, "--seeds": options.seeds, "--run-steps": options.run_steps})
     profile = None if options.profile is None else read(options.profile)
     cfg = options.application.compose([*words, *ALONE, "trainer.default_root_dir=null"])
     seed_everything(cfg.seed, workers=True, verbose=False)
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
         target=options.target,
         methods=options.method,
         steps=options.steps,
+        seeds=options.seeds,
         run_steps=options.run_steps,
         profile=profile,
         network=network_of(profile, options),
@@ -99,13 +101,13 @@ def command_of(best: Reached | None, words: list[str], cfg: DictConfig, per_node
 
 def table(found: Answer) -> Table:
     shown = Table("method", "workers", "rates times", "steps", "loss", "step", "to the target", "sent", "over ddp")
-    shown.title = f"to a training loss of {found.target:g} within {found.steps} steps"
+    shown.title = f"to a validation loss of {found.target:g} within {found.steps} steps"
     for row in found.rows:
         steps = "not reached" if row.steps is None else str(row.steps)
         speedup = found.speedup(row)
         costs = [
             "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
-            "" if row.seconds is None else f"{row.seconds:.1f} s",
+            within(row),
             "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
             "" if speedup is None else f"{speedup:.2f}x",
         ]
@@ -113,18 +115,28 @@ def table(found: Answer) -> Table:
     return shown
 
 
+def within(row: Reached) -> str:
+    """Seconds to the target, and the interval of them."""
+    if row.seconds is None or row.interval_seconds is None:
+        return ""
+    low, high = row.interval_seconds
+    return f"{row.seconds:.1f} s ({low:.1f} to {high:.1f})"
+
+
 @dataclass(frozen=True)
 class Rehearsed:
-    """One row; what isn't known is null."""
+    """One row; what isn't known is null. `seeds` are the steps of each."""
 
     title: str
     words: str
     workers: int
     rate: float
     steps: int | None
+    seeds: list[int | None]
     loss: float
     step_seconds: float | None
     seconds: float | None
+    interval_seconds: list[float] | None
     sent_bytes: float | None
     speedup: float | None
 
@@ -149,9 +161,11 @@ def rehearsed(found: Answer, command: str | None) -> Rehearsal:
             workers=row.workers,
             rate=row.rate,
             steps=row.steps,
+            seeds=list(row.seeds),
             loss=row.loss,
             step_seconds=row.step_seconds,
             seconds=row.seconds,
+            interval_seconds=list(row.interval_seconds) if row.interval_seconds else None,
             sent_bytes=row.sent_bytes,
             speedup=found.speedup(row),
         )

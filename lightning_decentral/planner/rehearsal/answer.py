@@ -7,6 +7,9 @@ from math import inf
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, chosen
 
+FORECAST_ERROR = 0.07
+"""The furthest that forecast seconds of a step were from measured ones (docs/measured.md)."""
+
 
 @dataclass(frozen=True)
 class Reached:
@@ -14,8 +17,8 @@ class Reached:
 
     Args:
         rate: what learning rates were multiplied by.
-        steps: to the target; None: not reached.
-        loss: in the end, mean of the workers' own.
+        seeds: steps to the target, of each seed; None: not reached.
+        loss: on held-out batches in the end, mean of the seeds.
         step_seconds: forecast; None without a profile.
         step_bytes: sent by all workers in a step.
     """
@@ -24,10 +27,16 @@ class Reached:
     words: str
     workers: int
     rate: float
-    steps: int | None
+    seeds: tuple[int | None, ...]
     loss: float
     step_seconds: float | None
     step_bytes: float
+
+    @property
+    def steps(self) -> int | None:
+        """To the target, mean of the seeds; None where one of them didn't reach it."""
+        known = [steps for steps in self.seeds if steps is not None]
+        return round(sum(known) / len(known)) if known and len(known) == len(self.seeds) else None
 
     @property
     def full_words(self) -> list[str]:
@@ -38,6 +47,15 @@ class Reached:
     def seconds(self) -> float | None:
         """To the target."""
         return None if self.steps is None or self.step_seconds is None else self.steps * self.step_seconds
+
+    @property
+    def interval_seconds(self) -> tuple[float, float] | None:
+        """From the soonest seed to the latest, widened by the forecast's error."""
+        if self.steps is None or self.step_seconds is None:
+            return None
+        known = [steps for steps in self.seeds if steps is not None]
+        low, high = 1 - FORECAST_ERROR, 1 + FORECAST_ERROR
+        return low * min(known) * self.step_seconds, high * max(known) * self.step_seconds
 
     @property
     def sent_bytes(self) -> float | None:

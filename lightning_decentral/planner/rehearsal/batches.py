@@ -30,11 +30,11 @@ def loader_of(module: LightningModule, data: LightningDataModule | DataLoader[An
     return found
 
 
-def shared_out(loader: DataLoader[Any], workers: int) -> tuple[Batches, int | None]:
-    """(batches of each of so many workers, batches of an epoch; None: unknown)."""
+def shared_out(loader: DataLoader[Any], workers: int, seed: int = 0) -> tuple[Batches, int | None]:
+    """(batches of each of so many workers, batches of an epoch; None: unknown). The seed is added to the run's."""
     if isinstance(loader.dataset, IterableDataset):  # Lightning leaves these to the user, too
         return lambda rank: _endless(loader), None
-    loaders = [_update_dataloader(loader, _sampler(loader, workers, rank)) for rank in range(workers)]
+    loaders = [_update_dataloader(loader, _sampler(loader, workers, rank, seed)) for rank in range(workers)]
     if not len(loaders[0]):
         raise ValueError(
             f"{workers} workers leave less than one batch for each: take a smaller batch, or fewer workers"
@@ -42,9 +42,9 @@ def shared_out(loader: DataLoader[Any], workers: int) -> tuple[Batches, int | No
     return lambda rank: _endless(loaders[rank]), len(loaders[0])
 
 
-def _sampler(loader: DataLoader[Any], workers: int, rank: int) -> Any:
-    own = loader.sampler
-    asked: dict[str, Any] = {"num_replicas": workers, "rank": rank, "seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))}
+def _sampler(loader: DataLoader[Any], workers: int, rank: int, seed: int) -> Any:
+    own, seed = loader.sampler, seed + int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    asked: dict[str, Any] = {"num_replicas": workers, "rank": rank, "seed": seed}
     shuffle = not isinstance(own, SequentialSampler)
     if isinstance(own, (RandomSampler, SequentialSampler)):
         return DistributedSampler(loader.dataset, shuffle=shuffle, **asked)

@@ -1,8 +1,9 @@
 """So many workers under one strategy in one process: the strategy's own rules, mixers and codecs, and no network.
 
-Gradients and updates are computed one after the other; only while they talk has each worker a thread of its
-own. Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated once. On the CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches,
-but where more than two all-reduce: sums are rounded in another order there.
+Gradients and updates are computed one after the other; only while they talk has each worker a thread of its own.
+Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated once. On the CPU every worker's
+parameters are, bit for bit, those of the run on so many processes that gets the same batches, but where more than two
+all-reduce: sums are rounded in another order there.
 """
 
 import copy

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
@@ -12,8 +12,10 @@ from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Cand
 from lightning_decentral.planner.forecasts import method_of, strategy_of
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered
 from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.clock import Clock, OutOfTime
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.search import WINDOW, search, updates
+from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
+from lightning_decentral.planner.rehearsal.search import Course, search, updates
 from lightning_decentral.planner.rehearsal.worker import Loop
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
@@ -30,8 +32,13 @@ METHODS = (
 RATES = (0.5, 1.0, 2.0)
 
 
-class OutOfTime(Exception):
-    """The minutes are over."""
+WARM, PROBE = 2, 3
+"""Steps before a probe, and those that it times."""
+FEWEST = 10
+"""Steps of a rehearsal."""
+MARGIN = 0.9
+"""Of the time that is left, what steps are planned for."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,23 @@ class Ask:
 
     module: LightningModule
     loader: DataLoader[Any]
-    target: float
-    steps: int
+    course: Course
     rates: tuple[float, ...]
+    seeds: int
+    run_steps: int
     profile: Profile | None
     network: Network | None
-    run_steps: int | None
     per_node: int
     clip: float | None
-    tick: Callable[[], None]
+
+    @property
+    def updates(self) -> int:
+        """Of each worker, for a method, at most."""
+        return updates(len(self.rates), self.course.steps) + (self.seeds - 1) * self.course.steps
+
+
+Job = tuple[int, Candidate]
+"""Workers, and a method for them."""
 
 
 def rehearse(
@@ -60,6 +75,8 @@ def rehearse(
     methods: Sequence[str] | None = None,
     steps: int = 300,
     rates: Sequence[float] = RATES,
+    seeds: int = 2,
+    validation: DataLoader[Any] | None = None,
     run_steps: int | None = None,
     profile: Profile | None = None,
     network: Network | None = None,
@@ -70,14 +87,15 @@ def rehearse(
 ) -> Answer:
     """Train copies of a module, which stays as it is, as so many workers on this CPU under each method.
 
-    Each worker gets the batches that Lightning would serve it. No callbacks, hooks, validation or accumulation of
-    gradients; the losses are those of training, each worker's own.
+    Each worker gets the batches that Lightning would serve it. No callbacks, hooks or accumulation of gradients.
 
     Args:
-        target: training loss, mean of the workers and of the last 10 steps.
+        target: validation loss of the mean of the workers' models: of `training_step`, on the first batches.
         methods: words of the command line, as `strategy=gossip strategy/topology=ring`; ddp joins them.
         rates: what the module's learning rates are multiplied by; every method gets the same, by successive halving.
-        run_steps: of the training that schedules are made for; as many as are rehearsed.
+        seeds: of the order of batches and of random numbers, at the best rate; initial values are the module's.
+        validation: in place of the datamodule's or the module's own.
+        run_steps: of the training that schedules are made for; as many as are asked for here.
         profile: gives the seconds of a step.
         network: that they are forecast on; the profile's.
         clip: the Trainer's `gradient_clip_val`.
@@ -85,69 +103,100 @@ def rehearse(
         say: hears how long it will take, and how far it is.
 
     Raises:
-        ValueError: the module can't be rehearsed, or an argument is wrong.
+        ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
     """
-    _check(workers, steps, rates, minutes)
-    begun, loader = monotonic(), loader_of(module, data)
+    _check(workers, steps, rates, seeds, minutes)
+    clock = Clock(minutes)
+    loader, evaluation = loader_of(module, data), Evaluation(module, held_out(module, data, validation))
+    course = Course(steps, target, evaluation, clock.tick)
+    ask = Ask(
+        module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip
+    )  # fmt: skip
     chosen = METHODS if methods is None else _asked(methods)
-
-    def tick() -> None:
-        if monotonic() - begun > 60 * minutes:
-            raise OutOfTime
-
-    ask = Ask(module, loader, target, steps, tuple(rates), profile, network, run_steps, per_node, clip, tick)
-    ask = _fitted(ask, len(chosen) * sum(workers), minutes, say)
-    rows, refused = [], {}
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
-    for number, (count, method) in enumerate((n, m) for n in sorted(set(workers)) for m in chosen):
-        name = f"{method.title} on {count} workers"
-        say(f"{number + 1} of {len(set(workers)) * len(chosen)}: {name}")
+    jobs: list[Job] = [(count, method) for count in sorted(set(workers)) for method in chosen]
+    refused: dict[str, str] = {}
+    probed = _each(jobs, lambda job: _probed(ask, job), clock, refused)
+    ask = _fitted(ask, sum(probed.values()), clock, say)
+    left = {job: seconds * ask.updates for job, seconds in probed.items()}
+
+    def rehearsed(job: Job) -> Reached:
+        place = len(probed) - len(left) + 1
+        say(f"{place} of {len(probed)}: {_name(job)}, {clock.left(sum(left.values())) / 60:.1f} minutes are left")
+        return clock.counted(left.pop(job), lambda: _rehearsed(ask, job))
+
+    rows = _each(list(probed), rehearsed, clock, refused)
+    return Answer(target, ask.course.steps, ordered(list(rows.values())), refused)
+
+
+def _each(
+    jobs: Sequence[Job], call: Callable[[Job], Result], clock: Clock, refused: dict[str, str]
+) -> dict[Job, Result]:
+    """Of those that end well; why the others don't joins `refused`."""
+    found = {}
+    for job in jobs:
         try:
-            rows.append(_rehearsed(ask, method, count))
+            found[job] = call(job)
         except OutOfTime:
-            refused[name] = f"the {minutes:g} minutes were over"
+            refused[_name(job)] = f"the {clock.minutes:g} minutes were over"
         except ValueError as error:
-            refused[name] = str(error)
-    return Answer(target, ask.steps, ordered(rows), refused)
+            refused[_name(job)] = str(error)
+    return found
 
 
-def _rehearsed(ask: Ask, method: Candidate, workers: int) -> Reached:
-    strategy, (batches, epoch) = strategy_of(method.words), shared_out(ask.loader, workers)
-    # First what may be refused: it takes no time.
-    seconds = _step_seconds(ask, method, workers)
-
-    def make(rate: float) -> Crew:
-        loop = Loop(ask.clip, rate, epoch, ask.run_steps or ask.steps)
-        return Crew(ask.module, batches, strategy, workers, ask.steps, per_node=ask.per_node, loop=loop)
-
-    found = search(make, ask.rates, ask.steps, ask.target, ask.tick)
-    loss = sum(found.losses[-WINDOW:]) / len(found.losses[-WINDOW:])
-    return Reached(method.title, method.words, workers, found.rate, found.steps, loss, seconds, found.sent_bytes)
+def _name(job: Job) -> str:
+    return f"{job[1].title} on {job[0]} workers"
 
 
-def _step_seconds(ask: Ask, method: Candidate, workers: int) -> float | None:
+def _crew(ask: Ask, job: Job, rate: float, seed: int) -> Crew:
+    workers, method = job
+    batches, epoch = shared_out(ask.loader, workers, seed)
+    loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed)
+    strategy, steps = strategy_of(method.words), ask.run_steps
+    return Crew(ask.module, batches, strategy, workers, steps, per_node=ask.per_node, loop=loop)
+
+
+def _probed(ask: Ask, job: Job) -> float:
+    """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
+    _step_seconds(ask, job)
+    with _crew(ask, job, 1.0, 0) as crew:
+        for steps in (WARM, PROBE):
+            ask.course.tick()
+            begun = monotonic()
+            crew.train(steps)
+        trained = monotonic()
+        ask.course.evaluation.loss([worker.module for worker in crew.workers])
+        return (trained - begun) / PROBE + (monotonic() - trained) / ask.course.every
+
+
+def _rehearsed(ask: Ask, job: Job) -> Reached:
+    found = [search(lambda rate: _crew(ask, job, rate, 0), ask.rates, ask.course)]
+    for seed in range(1, ask.seeds):
+        found.append(search(lambda rate, seed=seed: _crew(ask, job, rate, seed), [found[0].rate], ask.course))  # type: ignore[misc]
+    loss = sum(one.loss for one in found) / len(found)
+    (workers, method), seeds = job, tuple(one.steps for one in found)
+    seconds, sent = _step_seconds(ask, job), found[0].sent_bytes
+    return Reached(method.title, method.words, workers, found[0].rate, seeds, loss, seconds, sent)
+
+
+def _step_seconds(ask: Ask, job: Job) -> float | None:
     if ask.profile is None:
         return None
+    workers, method = job
     network = ask.network or Network(ask.profile.network)
     where = Setting(ask.profile.model, network, Cluster(workers, ask.per_node))
     cost = method_of(strategy_of(method.words), where.cluster, 1)
     return forecast(cost, where, drawn(ask.profile.variation, workers)).seconds
 
 
-def _fitted(ask: Ask, updates_each: int, minutes: float, say: Callable[[str], None]) -> Ask:
-    """With as many steps as the minutes allow, by the seconds of a few updates."""
-    batches, _ = shared_out(ask.loader, 1)
-    with Crew(ask.module, batches, strategy_of(BASELINE), 1, 4, loop=Loop(run_steps=ask.steps)) as crew:
-        crew.train(1)
-        begun = monotonic()
-        crew.train(3)
-        each = (monotonic() - begun) / 3
-    seconds = each * updates_each * updates(len(ask.rates), ask.steps)
-    fitting = max(WINDOW, int(ask.steps * min(1.0, 60 * minutes / seconds)))
-    shorter = "" if fitting == ask.steps else f" ({ask.steps} would take {seconds / 60:.1f})"
-    expected = min(seconds, 60 * minutes) / 60
-    say(f"{fitting} steps, about {expected:.1f} minutes, at most {minutes:g}{shorter}")
-    return replace(ask, steps=fitting)
+def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], None]) -> Ask:
+    """With as many steps as the minutes allow, if a step of all methods takes so long; schedules stay."""
+    asked, seconds = ask.course.steps, step_seconds * ask.updates
+    fitting = max(FEWEST, int(asked * min(1.0, clock.rest * MARGIN / seconds))) if seconds else asked
+    shorter = "" if fitting >= asked else f" ({asked} would take {seconds / 60:.1f})"
+    expected = min(seconds, clock.rest) / 60
+    say(f"{min(asked, fitting)} steps, about {expected:.1f} minutes, at most {clock.minutes:g}{shorter}")
+    return replace(ask, course=replace(ask.course, steps=min(asked, fitting)))
 
 
 def _asked(methods: Sequence[str]) -> tuple[Candidate, ...]:
@@ -158,10 +207,10 @@ def _asked(methods: Sequence[str]) -> tuple[Candidate, ...]:
     return tuple(dict.fromkeys([METHODS[0], *found]))
 
 
-def _check(workers: Sequence[int], steps: int, rates: Sequence[float], minutes: float) -> None:
+def _check(workers: Sequence[int], steps: int, rates: Sequence[float], seeds: int, minutes: float) -> None:
     if not workers or min(workers) < 2:
         raise ValueError(f"workers must be two or more, got {list(workers)}: give 4, or 4,8")
-    if steps < WINDOW:
-        raise ValueError(f"steps must be at least {WINDOW}, which a loss is the mean of, got {steps}")
-    if not rates or min(rates) <= 0 or minutes <= 0:
-        raise ValueError(f"rates {list(rates)} and minutes {minutes} must be positive")
+    if steps < FEWEST:
+        raise ValueError(f"steps must be at least {FEWEST}, got {steps}: losses of fewer say nothing")
+    if not rates or min(rates) <= 0 or minutes <= 0 or seeds < 1:
+        raise ValueError(f"rates {list(rates)}, seeds {seeds} and minutes {minutes} must be positive")

@@ -1,101 +1,161 @@
 """Steps to a loss, at the best of a few learning rates: successive halving, in which every rate gets the same steps.
 
-rung k of m:  all that are left train on to step  steps / 2^(m - k);  the better half of them goes on
-reached       the first step at which the mean over workers and the last `window` steps is at most the target
+mark     every so many steps: the loss of the mean of the workers' models on held-out batches
+point k  middle and mean of the marks k - 1 and k: what noise a mark has is halved, and nothing lags
+rung k   of m: all that are left train on to step  (k + 1) / (m + 1) steps;  the better half of them goes on
+reached  where the line through the points first comes to the target
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil, inf, isfinite, log2
 
 from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 
-CHUNK = 5
-"""Steps between two looks at the losses and at the clock."""
-WINDOW = 10
+MARKS = 20
+"""In the steps of a rehearsal."""
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a method came to.
+    """What a method came to, of one seed.
 
     Args:
         rate: what learning rates were multiplied by.
         steps: until the target; None where it wasn't reached.
-        losses: of each step, mean of the workers.
+        points: (step, validation loss), smoothed.
         sent_bytes: of all workers in a step, mean of the steps.
     """
 
     rate: float
     steps: int | None
-    losses: tuple[float, ...]
+    points: tuple[Point, ...]
     sent_bytes: float
 
+    @property
+    def loss(self) -> float:
+        """The last one."""
+        return self.points[-1][1]
 
-def reached(losses: Sequence[float], target: float, window: int = WINDOW) -> int | None:
-    """The first step, counted from 1, whose mean of the last `window` losses is at most the target."""
-    for end in range(window, len(losses) + 1):
-        if sum(losses[end - window : end]) / window <= target:
-            return end
+
+@dataclass(frozen=True)
+class Course:
+    """What all rates and seeds are trained alike towards.
+
+    Args:
+        tick: called at each mark; what it raises ends the search.
+    """
+
+    steps: int
+    target: float
+    evaluation: Evaluation
+    tick: Callable[[], None]
+
+    @property
+    def every(self) -> int:
+        """Steps between marks."""
+        return max(1, self.steps // MARKS)
+
+
+@dataclass
+class Track:
+    """A crew on its course."""
+
+    rate: float
+    crew: Crew
+    course: Course
+    marks: list[Point] = field(default_factory=list)
+
+    @property
+    def points(self) -> list[Point]:
+        return smoothed(self.marks)
+
+    @property
+    def reached(self) -> int | None:
+        return reached(self.points, self.course.target)
+
+    @property
+    def diverged(self) -> bool:
+        return bool(self.marks) and not isfinite(self.marks[-1][1])
+
+    def train_to(self, step: int) -> None:
+        """To the first mark at or behind the step, or to the target, or as far as there are numbers."""
+        while (done := len(self.crew.losses)) < step and self.reached is None and not self.diverged:
+            self.course.tick()
+            loss = self._loss_after(min(self.course.every, self.course.steps - done))
+            self.marks.append((float(len(self.crew.losses)), loss))
+
+    def _loss_after(self, steps: int) -> float:
+        try:
+            self.crew.train(steps)
+        except FloatingPointError:  # gossip heals a worker so many times only
+            return inf
+        return self.course.evaluation.loss([worker.module for worker in self.crew.workers])
+
+    def order(self) -> tuple[float, float]:
+        """Less is better: steps to the target, then the last loss; one that is no number comes last."""
+        last = self.points[-1][1]
+        return self.reached or inf, last if isfinite(last) else inf
+
+    def found(self) -> Found:
+        if self.diverged:
+            raise ValueError(
+                f"its losses end at {self.marks[-1][1]}, at the best with learning rates times {self.rate:g}"
+            )
+        sent = sum(member.sent_bytes for member in self.crew.members) / len(self.crew.losses)
+        self.crew.release()
+        return Found(self.rate, self.reached, tuple(self.points), sent)
+
+
+def smoothed(marks: Sequence[Point]) -> list[Point]:
+    """Middles and means of neighbours; the first mark as it is."""
+    return [*marks[:1], *(((a + b) / 2, (x + y) / 2) for (a, x), (b, y) in pairwise(marks))]
+
+
+def reached(points: Sequence[Point], target: float) -> int | None:
+    """The step, rounded up, at which straight lines between the points first come to the target."""
+    if points and points[0][1] <= target:
+        return ceil(points[0][0])
+    for (a, x), (b, y) in pairwise(points):
+        if y <= target:
+            return ceil(a + (b - a) * (x - target) / (x - y)) if isfinite(x) else ceil(b)
     return None
 
 
 def rungs(rates: int, steps: int) -> list[int]:
     """Steps after which half of the rates are left behind; the last one is the end."""
     halvings = ceil(log2(rates)) if rates > 1 else 0
-    return [max(1, steps >> (halvings - k)) for k in range(halvings)] + [steps]
+    return [ceil(steps * (k + 1) / (halvings + 1)) for k in range(halvings + 1)]
 
 
 def updates(rates: int, steps: int) -> int:
-    """Of each worker, at most, for one method."""
+    """Of each worker, for one method and seed, but for the rest of a mark."""
     done, before, left = 0, 0, rates
     for rung in rungs(rates, steps):
         done, before, left = done + left * (rung - before), rung, ceil(left / 2)
     return done
 
 
-def search(
-    make: Callable[[float], Crew], rates: Sequence[float], steps: int, target: float, tick: Callable[[], None]
-) -> Found:
+def search(make: Callable[[float], Crew], rates: Sequence[float], course: Course) -> Found:
     """Of the rates, the one that reaches the target soonest or else has the lowest loss.
 
     Args:
         make: workers at so many times their learning rates.
-        tick: called between steps; what it raises ends the search.
+
+    Raises:
+        ValueError: all diverged.
     """
     with ExitStack() as crews:
-        left = [(rate, crews.enter_context(make(rate))) for rate in rates]
-        for rung in rungs(len(rates), steps):
-            for _, crew in left:
-                _train(crew, rung - len(crew.losses), target, tick)
-            left.sort(key=lambda pair: _order(pair[1], target))
-            if reached(_means(left[0][1]), target) is not None:
+        left = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
+        for rung in rungs(len(rates), course.steps):
+            for track in left:
+                track.train_to(rung)
+            left.sort(key=Track.order)
+            if left[0].reached is not None:
                 break
             left = left[: ceil(len(left) / 2)]
-        return _found(*left[0], target)
-
-
-def _train(crew: Crew, steps: int, target: float, tick: Callable[[], None]) -> None:
-    while steps > 0 and reached(_means(crew), target) is None:
-        tick()
-        crew.train(min(CHUNK, steps))
-        steps -= CHUNK
-
-
-def _means(crew: Crew) -> list[float]:
-    return [float(row.mean()) for row in crew.losses]
-
-
-def _order(crew: Crew, target: float) -> tuple[float, float]:
-    """Less is better: steps to the target, then the last losses; those that are no number last."""
-    means = _means(crew)
-    last = sum(means[-WINDOW:]) / max(1, len(means[-WINDOW:]))
-    return reached(means, target) or inf, last if isfinite(last) else inf
-
-
-def _found(rate: float, crew: Crew, target: float) -> Found:
-    means = _means(crew)
-    sent = sum(member.sent_bytes for member in crew.members) / max(1, len(means))
-    crew.release()
-    return Found(rate, reached(means, target), tuple(means), sent)
+        return left[0].found()

@@ -5,10 +5,10 @@ Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, a
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -37,12 +37,14 @@ class Loop:
         rate: all learning rates are multiplied by it.
         epoch_steps: after which schedulers of epochs step; None: never.
         run_steps: what `trainer.estimated_stepping_batches` says, for schedules as long as the run.
+        seed: added to that of `seed_everything`.
     """
 
     clip: float | None = None
     rate: float = 1.0
     epoch_steps: int | None = None
     run_steps: int = -1
+    seed: int = 0
 
 
 class Worker:
@@ -55,11 +57,10 @@ class Worker:
     def __init__(self, module: LightningModule, batches: Iterator[Any], loop: Loop) -> None:
         if not module.automatic_optimization:
             raise ValueError(f"{type(module).__name__} optimizes by hand: only automatic optimization can be rehearsed")
-        self.module, self._batches, self._loop = module.train(), batches, loop
-        module.__dict__["log"] = _unheard  # without a trainer it would warn at every step
+        self.module, self._batches, self._loop = quiet(module).train(), batches, loop
         self.optimizer, self._schedulers = configured(module, loop.run_steps)
         scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
-        self._random, self._count = seeded(), 0
+        self._random, self._count = seeded(loop.seed), 0
 
     def gradients(self) -> Tensor:
         """Those of the next batch, by this worker's random numbers; its loss before the update."""
@@ -67,10 +68,7 @@ class Worker:
             batch = next(self._batches, None)
             if batch is None:
                 raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
-            output: Any = self.module.training_step(batch, self._count)
-            loss = output["loss"] if isinstance(output, dict) else output
-            if loss is None:
-                raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")
+            loss = loss_of(self.module.training_step(batch, self._count))
             self.optimizer.zero_grad()
             loss.backward()
         self._count += 1
@@ -110,8 +108,21 @@ class Worker:
         self._random = state
 
 
-def _unheard(*_: object, **__: object) -> None:
-    """In the place of `self.log`."""
+Module = TypeVar("Module", bound=LightningModule)
+
+
+def quiet(module: Module) -> Module:
+    """Whose `self.log` says nothing: without a trainer it would warn at every step."""
+    module.__dict__["log"] = lambda *_, **__: None
+    return module
+
+
+def loss_of(output: Any) -> Tensor:
+    """In what a `training_step` returned."""
+    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    if loss is None:
+        raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")
+    return loss
 
 
 class _Random:
@@ -129,11 +140,11 @@ class _Random:
         torch.set_rng_state(self._before)
 
 
-def seeded() -> Tensor:
+def seeded(seed: int = 0) -> Tensor:
     """The state of random numbers that a worker begins with: by the seed of `seed_everything`, if there was one."""
     with torch.random.fork_rng(devices=[]):
-        if "PL_GLOBAL_SEED" in os.environ:
-            torch.manual_seed(int(os.environ["PL_GLOBAL_SEED"]))
+        if seed or "PL_GLOBAL_SEED" in os.environ:
+            torch.manual_seed(int(os.environ.get("PL_GLOBAL_SEED", "0")) + seed)
         return torch.get_rng_state()
 
 

@@ -16,7 +16,8 @@ from lightning_decentral.planner.candidates import BASELINE
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.search import reached, rungs, updates
+from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+from lightning_decentral.planner.rehearsal.search import reached, rungs, smoothed, updates
 from lightning_decentral.planner.rehearsal.worker import Loop
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
@@ -42,6 +43,13 @@ class Line(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
+
+
+class Quiet(Line):
+    """Without noise."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.layer(batch[0]) - batch[1]).square().mean()
 
 
 def loader(examples: int = 48) -> DataLoader[Any]:
@@ -70,11 +78,14 @@ def test_epochs_of_lightnings_loaders_have_the_same_bits(tmp_path: Path) -> None
 def test_the_rate_that_learns_is_found_and_ddp_is_compared() -> None:
     found = rehearse(
         Line(), loader(), workers=[2], target=0.05, methods=[GOSSIP], steps=80, rates=(0.001, 5.0, 1000.0),
-        profile=Profile(model(), links(rate=1e7).costs), minutes=5,
+        validation=loader(8), profile=Profile(model(), links(rate=1e7).costs), minutes=5,
     )  # fmt: skip
     assert {(row.words, row.rate) for row in found.rows} == {(BASELINE, 5.0), (GOSSIP, 5.0)}
     for row in found.rows:
         assert row.steps is not None
+        assert len(row.seeds) == 2
+        low, high = row.interval_seconds or (0, 0)
+        assert low < row.seconds < high  # type: ignore[operator]
         assert row.seconds == row.steps * row.step_seconds  # type: ignore[operator]
         assert row.step_bytes > 0
     assert found.best is not None
@@ -85,29 +96,67 @@ def test_the_rate_that_learns_is_found_and_ddp_is_compared() -> None:
 def test_a_method_that_cant_be_rehearsed_and_one_without_time_are_said() -> None:
     heard: list[str] = []
     words = "strategy=partial_backprop"
+    held = loader(8)
     found = rehearse(
-        Line(), loader(), workers=[2], target=0.0, methods=[words], steps=10, rates=(1.0,), say=heard.append
-    )
+        Line(), loader(), workers=[2], target=0.0, methods=[words], steps=10, rates=(1.0,), seeds=1,
+        validation=held, say=heard.append,
+    )  # fmt: skip
+    assert [row.words for row in found.rows] == [BASELINE]
     assert list(found.refused.values()) == [
         "PartialBackpropStrategy can't be rehearsed: take gossip, compressed or ddp"
     ]
     assert "minutes, at most 10" in heard[0]
-    late = rehearse(Line(), loader(), workers=[2], target=0.0, steps=10, minutes=1e-9)
+    assert "minutes are left" in heard[1]
+    late = rehearse(Line(), loader(), workers=[2], target=0.0, steps=10, minutes=1e-9, validation=held)
     assert not late.rows
     assert set(late.refused.values()) == {"the 1e-09 minutes were over"}
     assert late.best is None
 
 
 def test_halving_gives_all_rates_the_same_steps_first() -> None:
-    assert rungs(3, 300) == [75, 150, 300]
-    assert updates(3, 300) == 3 * 75 + 2 * 75 + 150
+    assert rungs(3, 300) == [100, 200, 300]
+    assert updates(3, 300) == 3 * 100 + 2 * 100 + 100
     assert rungs(1, 40) == [40]
-    assert reached([5.0] * 3 + [1.0] * 10, 1.0) == 13
-    assert reached([1.0] * 9, 1.0) is None
+
+
+def test_a_target_is_reached_where_the_line_through_neighbours_means_crosses_it() -> None:
+    points = smoothed([(10.0, 4.0), (20.0, 2.0), (30.0, 0.0)])
+    assert points == [(10.0, 4.0), (15.0, 3.0), (25.0, 1.0)]
+    assert reached(points, 2.0) == 20
+    assert reached(points, 0.5) is None
+    assert reached(smoothed([(10.0, float("inf")), (20.0, 1.0), (30.0, 1.0)]), 1.0) == 25
+
+
+def test_held_out_loss_is_that_of_the_mean_model_and_changes_nothing() -> None:
+    x, y = next(iter(loader(8)))
+    rows = [torch.ones(1, 4), torch.tensor([[1.0, 1.0, 1.0, 3.0]])]
+    models = [Quiet(), Quiet()]
+    for model_, weight in zip(models, rows, strict=True):
+        model_.layer.weight.data = weight.clone()
+    state = torch.get_rng_state()
+    found = Evaluation(models[0], [[x, y]]).loss(models)
+    assert found == pytest.approx(float((x @ torch.tensor([1.0, 1.0, 1.0, 2.0]) - y[:, 0]).square().mean()))
+    assert torch.equal(models[0].layer.weight, rows[0])
+    assert models[0].training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.filterwarnings("ignore:worker")
+def test_a_method_that_diverges_is_said() -> None:
+    asked: dict[str, Any] = {"target": 0.0, "methods": [GOSSIP], "steps": 40, "rates": (1e6,), "seeds": 1}
+    found = rehearse(Line(), loader(), workers=[2], validation=loader(8), **asked)
+    assert not found.rows
+    assert all("its losses end at" in why for why in found.refused.values())
+    assert len(found.refused) == 2
+
+
+def test_without_validation_data_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="no validation batches"):
+        rehearse(Line(), loader(), workers=[2], target=0.0)
 
 
 def row(words: str, workers: int, steps: int | None, seconds: float = 1.0) -> Reached:
-    return Reached(words, words, workers, 1.0, steps, 1.0, seconds, 100.0)
+    return Reached(words, words, workers, 1.0, (steps, steps), 1.0, seconds, 100.0)
 
 
 def test_more_workers_that_gain_too_little_dont_pay() -> None:
@@ -119,6 +168,10 @@ def test_more_workers_that_gain_too_little_dont_pay() -> None:
     better = Answer(1.0, 200, (*rows[:3], row(GOSSIP, 8, 50)), {})
     assert better.best == row(GOSSIP, 8, 50)
     assert better.speedup(better.rows[3]) == 99 / 50
+    one = Reached(GOSSIP, GOSSIP, 4, 1.0, (50, 60), 1.0, 2.0, 100.0)
+    assert (one.steps, one.seconds) == (55, 110)
+    assert one.interval_seconds == pytest.approx((0.93 * 100, 1.07 * 120))
+    assert Reached(GOSSIP, GOSSIP, 4, 1.0, (50, None), 1.0, 2.0, 100.0).seconds is None
     nobody = Answer(1.0, 200, (row(BASELINE, 4, None),), {})
     assert nobody.best is None
     assert "no method reached 1" in nobody.sentences()[-1]
@@ -135,6 +188,8 @@ def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFix
         "9",
         "--steps",
         "10",
+        "--seeds",
+        "1",
         "--method",
         GOSSIP,
         "--json",
@@ -142,7 +197,7 @@ def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFix
     cli.main([*words, *asked])
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert {row["steps"] for row in found["methods"]} == {10}
+    assert {tuple(row["seeds"]) for row in found["methods"]} == {(1,)}
     assert found["best"] == "gossip, ring"  # as many steps, and of ddp's messages less is hidden
     assert "strategy=gossip strategy/topology=ring" in found["command"]
     assert found["command"].endswith("trainer.num_nodes=2 trainer.devices=1")

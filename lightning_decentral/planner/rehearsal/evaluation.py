@@ -1,0 +1,61 @@
+"""Loss of the mean of the workers' models on held-out batches, the same at every mark."""
+
+import copy
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_decentral.planner.rehearsal.worker import loss_of, quiet
+
+BATCHES = 16
+"""Of the validation data, the first ones."""
+
+
+class Evaluation:
+    """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout.
+
+    Args:
+        module: whose copy takes the means.
+    """
+
+    def __init__(self, module: LightningModule, batches: Sequence[Any]) -> None:
+        self._module, self._batches = quiet(copy.deepcopy(module)).eval(), batches
+
+    @torch.no_grad()
+    def loss(self, modules: Sequence[LightningModule]) -> float:
+        """Of these workers. Random numbers are drawn from the same seed each time."""
+        self._mean([list(module.state_dict().values()) for module in modules])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            steps = enumerate(self._batches)
+            losses = [float(loss_of(self._module.training_step(batch, index))) for index, batch in steps]
+        return sum(losses) / len(losses)
+
+    def _mean(self, rows: list[list[Any]]) -> None:
+        for own, *others in zip(self._module.state_dict().values(), *rows, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(torch.stack(others).mean(0) if own.is_floating_point() else others[0])
+
+
+def held_out(
+    module: LightningModule, data: LightningDataModule | DataLoader[Any] | None, given: DataLoader[Any] | None
+) -> list[Any]:
+    """The first batches of the validation data: those given, the datamodule's, or the module's own.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found: Any = given
+    for owner in (data, module):
+        if found is None and isinstance(owner, (LightningDataModule, LightningModule)):
+            found = owner.val_dataloader() if is_overridden("val_dataloader", owner) else None
+    batches = list(islice(found, BATCHES)) if isinstance(found, DataLoader) else []
+    if not batches:
+        raise ValueError("no validation batches to compare methods by: give validation=, one torch DataLoader")
+    return batches
