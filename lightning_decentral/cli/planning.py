@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     if options.report:
         with Console(stderr=True).status("forecasting other clusters for the report"):
             text = page(found, profile.variation, threshold=options.threshold / 100, slices=options.slices)
-        _write(options.report, text)
+        write_page(options.report, text)
         if not options.json:
             say(Console(highlight=False), f"report: {options.report}")
 
@@ -152,7 +152,7 @@ def assumptions(options: argparse.Namespace) -> list[str]:
     return said
 
 
-def _write(path: Path, text: str) -> None:
+def write_page(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:

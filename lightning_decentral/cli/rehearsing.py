@@ -3,6 +3,7 @@
 import argparse
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
@@ -13,9 +14,11 @@ from rich.table import Table
 
 from lightning_decentral.cli.answers import answer, say
 from lightning_decentral.cli.options import number, refuse_below, whole
+from lightning_decentral.cli.planning import write_page
 from lightning_decentral.cli.profile import ALONE
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
-from lightning_decentral.planner.show import bytes_per_second, seconds, shown_bytes
+from lightning_decentral.planner.rehearsal.page import HEADINGS, cells, page, title
+from lightning_decentral.planner.show import bytes_per_second, seconds
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
 
@@ -37,7 +40,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
     parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
     parser.add_argument("--method", action="append", help="words of a method, beside ddp; may be repeated")
-    parser.set_defaults(run=run)
+    parser.add_argument("--report", type=Path, help="page to write: rehearsal.html")
+    parser.set_defaults(run=run, outputs=("report",))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -66,6 +70,8 @@ def run(options: argparse.Namespace) -> None:
         minutes=options.minutes,
         say=lambda text: say(errors, text),
     )
+    if options.report:
+        write_page(options.report, page(found))
     *said, last = found.sentences()
     command = command_of(found.best, words, cfg, options.per_node)
     answer(options, rehearsed(found, command), table(found), *said, command or last)
@@ -100,27 +106,11 @@ def command_of(best: Reached | None, words: list[str], cfg: DictConfig, per_node
 
 
 def table(found: Answer) -> Table:
-    shown = Table("method", "workers", "rates times", "steps", "loss", "step", "to the target", "sent", "over ddp")
-    shown.title = f"to a validation loss of {found.target:g} within {found.steps} steps"
+    shown = Table(*HEADINGS)
+    shown.title = title(found)
     for row in found.rows:
-        steps = "not reached" if row.steps is None else str(row.steps)
-        speedup = found.speedup(row)
-        costs = [
-            "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
-            within(row),
-            "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
-            "" if speedup is None else f"{speedup:.2f}x",
-        ]
-        shown.add_row(row.title, str(row.workers), f"{row.rate:g}", steps, f"{row.loss:.4f}", *costs)
+        shown.add_row(*cells(found, row))
     return shown
-
-
-def within(row: Reached) -> str:
-    """Seconds to the target, and the interval of them."""
-    if row.seconds is None or row.interval_seconds is None:
-        return ""
-    low, high = row.interval_seconds
-    return f"{row.seconds:.1f} s ({low:.1f} to {high:.1f})"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class Reached:
         loss: on held-out batches in the end, mean of the seeds.
         step_seconds: forecast; None without a profile.
         step_bytes: sent by all workers in a step.
+        curve: (step, loss) of the first seed.
     """
 
     title: str
@@ -31,6 +32,7 @@ class Reached:
     loss: float
     step_seconds: float | None
     step_bytes: float
+    curve: tuple[tuple[float, float], ...] = ()
 
     @property
     def steps(self) -> int | None:

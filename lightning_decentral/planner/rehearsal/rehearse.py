@@ -175,8 +175,8 @@ def _rehearsed(ask: Ask, job: Job) -> Reached:
         found.append(search(lambda rate, seed=seed: _crew(ask, job, rate, seed), [found[0].rate], ask.course))  # type: ignore[misc]
     loss = sum(one.loss for one in found) / len(found)
     (workers, method), seeds = job, tuple(one.steps for one in found)
-    seconds, sent = _step_seconds(ask, job), found[0].sent_bytes
-    return Reached(method.title, method.words, workers, found[0].rate, seeds, loss, seconds, sent)
+    first, known = found[0], (method.title, method.words, workers)
+    return Reached(*known, first.rate, seeds, loss, _step_seconds(ask, job), first.sent_bytes, first.points)
 
 
 def _step_seconds(ask: Ask, job: Job) -> float | None:

@@ -194,7 +194,10 @@ def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFix
         GOSSIP,
         "--json",
     ]
-    cli.main([*words, *asked])
+    cli.main([*words, *asked, "--report", str(tmp_path / "page.html")])
+    written = (tmp_path / "page.html").read_text()
+    assert written.count("<svg") == 3  # over steps, seconds and bytes
+    assert 'src="' not in written
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert {tuple(row["seeds"]) for row in found["methods"]} == {(1,)}

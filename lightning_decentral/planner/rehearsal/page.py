@@ -1,0 +1,86 @@
+"""Page of a rehearsal (HTML): losses over steps, seconds and bytes. Needs matplotlib (extra `plot`)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+
+from lightning_decentral.planner.rehearsal.answer import Answer, Reached
+from lightning_decentral.planner.report import STYLE, palette, svg
+from lightning_decentral.planner.show import shown_bytes
+from lightning_decentral.shared.figure import new_figure
+
+HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
+HEADINGS = ("method", "workers", "rates times", "steps", "loss", "step", "to the target", "sent", "over ddp")
+Across = Callable[[Reached], float | None]
+"""What a step takes; None: unknown."""
+AXES: tuple[tuple[str, Across], ...] = (
+    ("steps", lambda row: 1.0),
+    ("seconds, forecast", lambda row: row.step_seconds),
+    ("MB sent by all workers", lambda row: row.step_bytes / 1e6),
+)
+
+
+def page(found: Answer) -> str:
+    """The table, and for each number of workers the curves.
+
+    Raises:
+        ValueError: no matplotlib.
+    """
+    return f"{HEAD}<style>{STYLE}</style>\n{chr(10).join(_body(found))}\n</html>\n"
+
+
+def cells(found: Answer, row: Reached) -> list[str]:
+    """Of a row, under `HEADINGS`."""
+    steps, speedup = "not reached" if row.steps is None else str(row.steps), found.speedup(row)
+    costs = [
+        "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
+        within(row),
+        "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
+        "" if speedup is None else f"{speedup:.2f}x",
+    ]
+    return [row.title, str(row.workers), f"{row.rate:g}", steps, f"{row.loss:.4f}", *costs]
+
+
+def within(row: Reached) -> str:
+    """Seconds to the target, and the interval of them."""
+    if row.seconds is None or row.interval_seconds is None:
+        return ""
+    low, high = row.interval_seconds
+    return f"{row.seconds:.1f} s ({low:.1f} to {high:.1f})"
+
+
+def title(found: Answer) -> str:
+    return f"to a validation loss of {found.target:g} within {found.steps} steps"
+
+
+def _body(found: Answer) -> Iterator[str]:
+    yield f"<h1>Rehearsal {title(found)}</h1>"
+    rows = "".join(_line("td", cells(found, row), ' class="best"' * (row is found.best)) for row in found.rows)
+    yield f"<table>{_line('th', HEADINGS)}{rows}</table>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in found.sentences())
+    colours = palette([row.title for row in found.rows])
+    for workers in sorted({row.workers for row in found.rows}):
+        yield f"<h2>{workers} workers</h2><p>First seed, at each method's best learning rate, to the target or the end."
+        rows_here = [row for row in found.rows if row.workers == workers]
+        yield from (_curves(rows_here, colours, label, across, found.target) for label, across in AXES)
+
+
+def _line(tag: str, found: Sequence[str], attributes: str = "") -> str:
+    return f"<tr{attributes}>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in found) + "</tr>"
+
+
+def _curves(rows: Sequence[Reached], colours: dict[str, str], label: str, across: Across, target: float) -> str:
+    """Validation loss over this; nothing where no row knows it."""
+    known = [(row, each) for row in rows if (each := across(row)) is not None]
+    if not known:
+        return ""
+    figure = new_figure(7, 3.2)
+    axes = figure.subplots()
+    for row, each in known:
+        steps, losses = zip(*row.curve, strict=True)
+        axes.plot([each * step for step in steps], losses, color=colours[row.title], marker=".", label=row.title)
+    axes.axhline(target, color="#8d99ae", linestyle=":")
+    axes.set_xlabel(label)
+    axes.set_ylabel("validation loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=7)
+    return svg(figure)
