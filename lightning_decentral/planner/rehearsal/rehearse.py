@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -109,9 +110,7 @@ def rehearse(
     clock = Clock(minutes)
     loader, evaluation = loader_of(module, data), Evaluation(module, held_out(module, data, validation))
     course = Course(steps, target, evaluation, clock.tick)
-    ask = Ask(
-        module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip
-    )  # fmt: skip
+    ask = Ask(module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip)
     chosen = METHODS if methods is None else _asked(methods)
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
     jobs: list[Job] = [(count, method) for count in sorted(set(workers)) for method in chosen]
@@ -139,7 +138,7 @@ def _each(
             found[job] = call(job)
         except OutOfTime:
             refused[_name(job)] = f"the {clock.minutes:g} minutes were over"
-        except ValueError as error:
+        except (ValueError, FloatingPointError) as error:
             refused[_name(job)] = str(error)
     return found
 
@@ -148,7 +147,7 @@ def _name(job: Job) -> str:
     return f"{job[1].title} on {job[0]} workers"
 
 
-def _crew(ask: Ask, job: Job, rate: float, seed: int) -> Crew:
+def _crew(ask: Ask, job: Job, seed: int, rate: float) -> Crew:
     workers, method = job
     batches, epoch = shared_out(ask.loader, workers, seed)
     loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed)
@@ -159,7 +158,7 @@ def _crew(ask: Ask, job: Job, rate: float, seed: int) -> Crew:
 def _probed(ask: Ask, job: Job) -> float:
     """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
     _step_seconds(ask, job)
-    with _crew(ask, job, 1.0, 0) as crew:
+    with _crew(ask, job, 0, 1.0) as crew:
         for steps in (WARM, PROBE):
             ask.course.tick()
             begun = monotonic()
@@ -170,12 +169,12 @@ def _probed(ask: Ask, job: Job) -> float:
 
 
 def _rehearsed(ask: Ask, job: Job) -> Reached:
-    found = [search(lambda rate: _crew(ask, job, rate, 0), ask.rates, ask.course)]
-    for seed in range(1, ask.seeds):
-        found.append(search(lambda rate, seed=seed: _crew(ask, job, rate, seed), [found[0].rate], ask.course))  # type: ignore[misc]
+    first = search(partial(_crew, ask, job, 0), ask.rates, ask.course)
+    others = (search(partial(_crew, ask, job, seed), [first.rate], ask.course) for seed in range(1, ask.seeds))
+    found = [first, *others]
     loss = sum(one.loss for one in found) / len(found)
     (workers, method), seeds = job, tuple(one.steps for one in found)
-    first, known = found[0], (method.title, method.words, workers)
+    known = method.title, method.words, workers
     return Reached(*known, first.rate, seeds, loss, _step_seconds(ask, job), first.sent_bytes, first.points)
 
 
