@@ -151,6 +151,9 @@ class Run:
     def healed(self) -> list[tuple[Any, ...]]:
         return [said for said in self.said if said[0] == "healed"]
 
+    def trained(self) -> set[str]:
+        return {said[1] for said in self.said if said[0] == "round"}
+
     def finish(self) -> None:
         self._stop.set()
         self.until(lambda: not self._ends)
@@ -210,9 +213,10 @@ def test_workers_die_in_each_phase_and_newcomers_come() -> None:
 
             armed.set()
             run.start()
+            run.start()
             run.until(lambda: not armed.is_set())
-            run.until(lambda: len(run.healed()) == 6)  # four at the beginning, who was stopped, and this one
-            run.until(lambda: any(said[:2] == ("round", run.healed()[-1][1]) for said in run.said))
+            run.until(lambda: len(run.healed()) == 7)  # four at the beginning, who was stopped, and these two
+            run.until(lambda: {said[1] for said in run.healed()[-2:]} <= run.trained())
             run.finish()
         finally:
             run.kill()

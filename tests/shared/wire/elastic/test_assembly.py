@@ -119,6 +119,25 @@ def test_who_is_asked_for_something_that_is_over_has_no_answer(company: Company)
     assert company.results["b"] == ["alone"]
 
 
+def test_who_begins_with_a_view_gets_what_was_kept_for_it_by_one_that_lives(company: Company) -> None:
+    found: list[Any] = []
+
+    def asks() -> None:
+        found.append(company.parts["c"].kept(3, lambda: [n for n in company.present() if n != "c"], SECONDS))
+
+    company.parts["a"].keep(2, "of another view")
+    thread = threading.Thread(target=asks, daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    company.end("a")
+    company.parts["b"].keep(3, {"best": torch.tensor(0.5), "path": "x.ckpt"})
+    joined([thread])
+    assert found == [{"best": torch.tensor(0.5), "path": "x.ckpt"}]
+    company.end("b")
+    asks()
+    assert found[1] is None
+
+
 def test_reductions_equal_torch() -> None:
     rows = [torch.tensor([1.0, 4.0]), torch.tensor([3.0, 2.0])]
     whole = torch.stack(rows)
