@@ -23,7 +23,7 @@ from lightning_decentral.shared.plan.elastic.view import Bounds, Times
 from lightning_decentral.shared.wire.elastic.lobby import LobbyServer
 
 LOBBY, WORKER, STARTER = (f"LIGHTNING_DECENTRAL_{word}" for word in ("LOBBY", "WORKER", "STARTER"))
-LOOK_SECONDS = 0.1
+LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
 HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
 LEAVE_SECONDS = 20.0
 """A worker that is told to end is killed after them."""
@@ -184,7 +184,7 @@ def _follow(starter: int) -> None:
     with suppress(ProcessLookupError):
         while True:
             os.kill(starter, 0)
-            time.sleep(1.0)
+            time.sleep(FOLLOW_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LEAVE_SECONDS)
     os._exit(1)

@@ -1,5 +1,6 @@
 """Processes of a starter: who is started again, when it ends, with which code."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -9,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_decentral.shared.wire.elastic.starter import STARTER, WORKER, Starter, number_of, started_again, title
+from lightning_decentral.shared.wire.elastic.starter import (
+    STARTER,
+    WORKER,
+    Starter,
+    follow,
+    number_of,
+    started_again,
+    title,
+)
 
 SECONDS = 20.0
 
@@ -112,6 +121,26 @@ def test_who_waits_for_a_member_is_ended_when_none_is_left(tmp_path: Path) -> No
     assert fleet.finish() == 1
     assert fleet.said[-1] == "worker 1 ended by SIGKILL"
     assert len(fleet.pids()) == 3
+
+
+def _follows(starter: int) -> None:
+    follow({STARTER: str(starter)})
+    time.sleep(SECONDS)
+
+
+def test_a_worker_ends_with_its_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_decentral.shared.wire.elastic.starter.FOLLOW_SECONDS", 0.02)
+    fork = multiprocessing.get_context("fork")
+    starter = fork.Process(target=time.sleep, args=(SECONDS,), daemon=True)
+    starter.start()
+    worker = fork.Process(target=_follows, args=(starter.pid,), daemon=True)
+    worker.start()
+    worker.join(0.2)
+    assert worker.is_alive()
+    starter.kill()
+    starter.join()
+    worker.join(SECONDS / 2)
+    assert worker.exitcode == -signal.SIGTERM
 
 
 def test_one_that_hardly_lives_is_started_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
