@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,7 @@ Row = dict[str, Any]
 WARM = 20
 """First steps of a run, of which nothing is measured."""
 WAIT_SECONDS = 120.0
+ENDING_SECONDS = 15.0
 
 
 class Run:
@@ -73,6 +75,14 @@ class Run:
         self.alive[name].start()
         return name
 
+    def warm(self) -> bool:
+        """Whether all train. Who came just while the run began has ended, and is started again."""
+        for name in [name for name, process in self.alive.items() if not process.is_alive()]:
+            if not self.said(name, "end"):
+                self.alive.pop(name)
+                self.start()
+        return all(len(self.said(name, "step")) > WARM for name in self.alive)
+
     def kill(self, name: str) -> float:
         """When."""
         process, at = self.alive.pop(name), time.monotonic()
@@ -88,8 +98,8 @@ class Run:
     def said(self, name: str, kind: str) -> list[Row]:
         return lines(self.job.folder / f"{name}.jsonl", kind)
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        end = time.monotonic() + WAIT_SECONDS
+    def until(self, holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
+        end = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > end:
                 logs = [(self.job.folder / f"{name}.log").read_text()[-1500:] for name in self.names[-2:]]
@@ -115,7 +125,7 @@ def took(steps: list[Row]) -> list[tuple[float, float]]:
 def kills(job: Job, number: int, seed: int) -> list[Row]:
     draw, found = random.Random(seed), []
     with Run(job) as run:
-        run.until(lambda: all(len(run.said(name, "step")) > WARM for name in run.names))
+        run.until(run.warm)
         for _ in range(number):
             time.sleep(draw.uniform(0.5, 1.5))
             at = run.kill(draw.choice(sorted(run.alive)))
@@ -154,7 +164,8 @@ def fresh(job: Job) -> Path:
 
 def elastic_step(job: Job) -> float:
     with Run(job) as run:
-        run.until(lambda: all(run.said(name, "end") for name in run.names))
+        run.until(run.warm)
+        run.until(lambda: all(run.said(name, "end") for name in run.alive))
     return median_step(job)
 
 
@@ -182,7 +193,7 @@ def storm(job: Job, faults_per_hour: float, restart: float, seed: int) -> Row:
 def stormed(job: Job, faults_per_hour: float, restart: float, seed: int) -> Row:
     draw, faults = random.Random(seed), {"kill": 0, "stall": 0}
     with Run(job) as run:
-        run.until(lambda: all(len(run.said(name, "step")) > WARM for name in run.names))
+        run.until(run.warm)
         began, restarts, due = time.monotonic(), list[float](), pause(draw, faults_per_hour)
         while not any(run.said(name, "end") for name in run.alive):
             now = time.monotonic()
@@ -199,7 +210,8 @@ def stormed(job: Job, faults_per_hour: float, restart: float, seed: int) -> Row:
                 else:
                     run.stall(name, draw.uniform(1, 3))
             time.sleep(0.05)
-        run.until(lambda: all(run.said(name, "end") or not process.is_alive() for name, process in run.alive.items()))
+        with suppress(TimeoutError):  # who came too late to take part waits for others
+            run.until(lambda: all(run.said(name, "end") for name in run.alive), ENDING_SECONDS)
         return {"faults": faults, **ended(run)}
 
 

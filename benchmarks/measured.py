@@ -1,11 +1,15 @@
 """The tables of docs/measured.md, from the results beside this file; a test holds the page to them.
 
-    python benchmarks/measured.py
+    python benchmarks/measured.py           # prints them
+    python benchmarks/measured.py --write   # puts them into the page
 
-Prints them; measures nothing.
+Measures nothing.
 """
 
+import re
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 from choosing import markdown, result, rows, seconds_to_a_target, stragglers
@@ -112,10 +116,51 @@ def faults() -> str:
     return markdown(("end", "faults"), [[end, str(ends.count(end))] for end in sorted(set(ends))])
 
 
+def elastic() -> str:
+    found = result("elastic-2-cores.json")
+    killed, pairs, storm = (found[part]["rows"] for part in ("kills", "steps", "storm"))
+    beyond, joined = [one for row in killed for one in row["beyond"]], [row["joined"] for row in killed]
+    faults, settings = storm["storm"]["faults"], found["storm"]["settings"]
+    stormy = f"{faults['kill']} killed, {faults['stall']} stalled ({settings['faults_per_hour']:.0f} an hour)"
+    loss = storm["storm"]["loss"] / storm["calm"]["loss"]
+    who = f"one of {found['kills']['workers']} killed, {len(killed)} times"
+    body = [
+        [who, "a survivor's longest step beyond its usual one", spread(beyond)],
+        ["", "until a newcomer takes part", spread(joined)],
+        [f"no faults, {len(pairs)} of each in turn", "a step against one of plain gossip",
+         f"{statistics.median(row['elastic'] / row['plain'] for row in pairs):.3f}"],
+        [stormy, "steps in a second, of those without faults", f"{100 * storm['share']:.1f} %"],
+        ["", "workers that took part", f"{100 * storm['storm']['participation']:.1f} %"],
+        ["", "final loss, of that without faults", f"{100 * loss:.1f} %"],
+    ]  # fmt: skip
+    return markdown(("faults", "measured", "found"), body)
+
+
+def spread(seconds: list[float]) -> str:
+    return f"median {statistics.median(seconds):.2f} s, largest {max(seconds):.2f} s"
+
+
 TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
-    partial, sweeps, faults,
+    partial, sweeps, faults, elastic,
 )  # fmt: skip
 
+
+def written(page: str) -> str:
+    """The page with the tables as they are now, each where one with its headings stands."""
+    for table in TABLES:
+        made = table()
+        heads = re.escape(made.partition("\n")[0])
+        table_of = re.compile(rf"^{heads}(\n\|.*)*", re.MULTILINE)
+        page, number = table_of.subn(made.replace("\\", r"\\"), page)
+        assert number == 1, f"the page has {number} tables of {table.__name__}"
+    return page
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "measured.md"
+
 if __name__ == "__main__":
-    print("\n\n".join(table() for table in TABLES))
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(written(PAGE.read_text()))
+    else:
+        print("\n\n".join(table() for table in TABLES))
