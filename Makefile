@@ -10,7 +10,7 @@ OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.spli
 # The tests start many processes: each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest conformance docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest conformance matrix docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -36,6 +36,11 @@ pytest: $(STAMP)
 conformance: $(STAMP)
 	$(if $(LIGHTNING),,$(error make conformance LIGHTNING=/path/to/a/checkout of Lightning-AI/pytorch-lightning))
 	$(BIN)/python benchmarks/conformance $(LIGHTNING)
+
+# A clean environment with the oldest or the newest versions that are allowed; gigabytes, and minutes of downloading.
+matrix: $(STAMP)
+	$(if $(and $(PART),$(WORK)),,$(error make matrix PART=oldest WORK=/a/folder [INTERPRETER=python3.10]; PART is oldest or newest))
+	$(BIN)/python benchmarks/matrix.py $(PART) --work $(WORK) $(if $(INTERPRETER),--python $(INTERPRETER)) --write
 
 # The laws, and one world, trainer and process test of each method.
 quick: $(STAMP)
