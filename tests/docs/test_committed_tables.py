@@ -74,3 +74,14 @@ def test_schedules_rehearsed_and_real() -> None:
 def test_jobs_that_take_turns() -> None:
     numbers = [row[1:] for row in rows((RESULTS / "jigsaw-2-cores.md").read_text())[2:]]
     assert [row[1:] for row in rows(page("scheduling.md")) if row[1:] in numbers] == numbers
+
+
+def test_rehearsals_and_real_runs() -> None:
+    found = result("rehearsed-2-cores.json")
+    off = [abs(mine / theirs - 1) for mine, theirs in (row["steps"] for row in found["rows"])]
+    assert max(off) < 0.03
+    text = " ".join(page("plan.md").split())
+    assert f"right in {found['best_right']} of {found['settings']} settings" in text
+    assert f"{found['pairs_right']} of {found['pairs']} pairs" in text
+    assert 1.25 <= min(found["cost"].values()) <= max(found["cost"].values()) <= 1.555  # "1.3 to 1.55"
+    assert "All are within 3 %" in text
