@@ -116,11 +116,19 @@ def gossip() -> Iterator[str]:
     yield f"in {min(seconds):.1f} to {max(seconds):.0f} seconds of one processor"
 
 
+def plan() -> Iterator[str]:
+    found = result("rehearsed")
+    least, most = min(found["cost"].values()), max(found["cost"].values())
+    yield f"a step takes {least:.2f} to {most:.2f} times the processor time of its forwards and backwards"
+    yield f"right in {found['best_right']} of {found['settings']} settings, and the order in {found['pairs_right']} of"
+
+
 FROM_RESULTS = {
     "docs/codecs.md": codecs,
     "docs/gossip.md": gossip,
     "docs/optimizers.md": optimizers,
     "docs/partial-backprop.md": partial,
+    "docs/plan.md": plan,
     "docs/rules.md": rules,
     "docs/scheduling.md": scheduling,
     "docs/sweeps.md": sweeps,

@@ -1,4 +1,7 @@
-"""The minutes that a rehearsal may take: what is left of them, and of the work, by how long such work took so far."""
+"""The minutes that a rehearsal may take: what is left of them, and of the work, by how long such work took so far.
+
+Short, and a module of its own: it knows nothing of what is trained.
+"""
 
 from collections.abc import Callable
 from time import monotonic
