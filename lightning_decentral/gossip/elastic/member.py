@@ -130,8 +130,8 @@ class ElasticMember:
         return [view for view in self._views.values() if view.number <= self.view.number]
 
     def agreed(self, own: Callable[[], Any]) -> Any:
-        """For newcomers of a view: `own` of a member that was there before, as it is now. None for all others, and where
-        all of those have ended."""
+        """For newcomers of a view: `own` of a member that was there before, as it is now. None for all others, and
+        where all of those have ended."""
         assert self.view is not None
         newcomers = set(self.view.members) - set(self.view.before)
         if self.entered is None or not newcomers:
