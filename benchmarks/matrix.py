@@ -4,7 +4,7 @@
     python benchmarks/matrix.py newest --work /tmp/matrix     # Python 3.13, what pip takes without constraints
 
 Each part builds wheel and sdist, makes an environment, and installs requirements and wheel. Outside the checkout it
-trains two gossiping processes from the wheel, then from the sdist. Last, it runs a few tests of each method with that
+trains two gossiping processes from the wheel, then from the sdist. Last, it runs the quick tests with that
 environment's packages. `results/matrix.json` gets a row for each part; `--write` puts the rows on docs/index.md.
 """
 
@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "matrix.json", ROOT / "docs" / "index.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "psutil>=5.9", "scipy>=1.11"]
+EXTRAS = ("recipes", "plot", "sweeps", "schedule")
+TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "psutil>=5.9", "peft>=0.13"]
+TOOLS += ["jsonargparse[signatures]>=4.39", "torchft"]
 SHOWN = ("torch", "lightning", "torchmetrics", "hydra-core", "numpy", "transformers")
-TESTS = ("tests/optim", "tests/partial/wire", "tests/compressed/test_strategy.py", "tests/spilled/test_strategy.py")
 SMOKE = """
 import lightning as L, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,13 +66,11 @@ PARTS = {"oldest": Part("python3.10", True), "newest": Part("python3.13", False)
 
 
 def requirements() -> list[str]:
-    """The core's, and those of the extra `recipes`."""
+    """The core's, and those of a user's extras."""
     text = (ROOT / "pyproject.toml").read_text()
-    core = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    recipes = re.search(r"^recipes = \[(.*?)\]", text, re.MULTILINE)
-    assert core is not None
-    assert recipes is not None
-    return re.findall(r'"([^"]+)"', core[1] + recipes[1])
+    lists = [r"^dependencies = \[\n(.*?)^\]", *(rf"^{extra} = \[(.*?)\]" for extra in EXTRAS)]
+    found = [re.search(pattern, text, re.MULTILINE | re.DOTALL) for pattern in lists]
+    return [one for match in found if match for one in re.findall(r'"([^"]+)"', match[1])]
 
 
 def run(words: Sequence[str | Path], cwd: Path, seconds: float = 1800) -> str:
@@ -106,7 +105,7 @@ def from_package(python: Path, package: Path, work: Path) -> str:
 
 def tests(python: Path) -> dict[str, int]:
     """How many passed, failed, were skipped; what failed is printed."""
-    words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    words = [python, "-m", "pytest", "-q", "-n", "2", "-m", "quick", "-p", "no:cacheprovider"]
     done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, check=False)
     print(*re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE), done.stderr[-2000:], sep="\n")
     last = done.stdout.strip().splitlines()[-1]

@@ -12,7 +12,8 @@ ROWS = json.loads(matrix.RESULTS.read_text())
 
 def test_requirements_are_those_of_the_package_at_their_bounds() -> None:
     asked = matrix.requirements()
-    assert asked == [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["recipes"]]
+    extras = [one for extra in matrix.EXTRAS for one in PROJECT["optional-dependencies"][extra]]
+    assert asked == [*PROJECT["dependencies"], *extras]
     oldest = [matrix.PARTS["oldest"].asked(one) for one in asked]
     assert oldest[:2] == ["lightning==2.6.4.*", "torch==2.6.*"]
     assert not [one for one in oldest if ">" in one]

@@ -189,7 +189,7 @@ def check_what_lasts(rule: Combine, states: list[dict[str, Tensor]]) -> None:
         (GradientTracking(rate=0.3), Exponential(), 2, {1, 2}, exchange_of),
         (ExactDiffusion(), Ring(), 0, {1, 2}, exchange_of),
     ],
-    ids=str,
+    ids=lambda part: getattr(part, "__name__", str(part)),
 )
 def test_sums_over_all_workers_keep_where_several_are_sick_or_all_reduce(
     rule: Combine, topology: Topology, delay: int, sick: set[int], build: Any
