@@ -164,8 +164,8 @@ class RollCall:
         if met > self._met():
             raise RuntimeError(
                 f"worker {self._over.rank} ended its epoch while another waits for all within it (validation, "
-                "a checkpoint, sync_dist=True, ConsensusMonitor): give all as many batches, "
-                "or do these at the ends of epochs"
+                "sync_dist=True, ConsensusMonitor): give every worker the same number of batches, "
+                "or log with sync_dist=False"
             )
         return self._catch_up(rounds)
 
