@@ -163,7 +163,7 @@ class RollCall:
         *rounds, met = asked
         if met > self._met():
             raise RuntimeError(
-                f"worker {self._over.rank} ended its epoch while another waits for all within it (validation, "
+                f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
                 "sync_dist=True, ConsensusMonitor): give every worker the same number of batches, "
                 "or log with sync_dist=False"
             )
