@@ -167,23 +167,6 @@ def attempt(entrant: SweepMember, run: Run) -> JobReturn:
     return outcome
 
 
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, a scheduler's Ctrl-C, raises KeyboardInterrupt too."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    if threading.current_thread() is not threading.main_thread():  # only there handlers may be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def kill_group(pid: int) -> None:
     """The process and all that it has started, as far as they live."""
     with suppress(ProcessLookupError, PermissionError):

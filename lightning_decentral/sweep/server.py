@@ -16,12 +16,13 @@ from typing import Any, Protocol
 from hydra.core.utils import JobReturn
 
 from lightning_decentral.shared.compute.hardware import cores
+from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 from lightning_decentral.sweep.member import SweepMember, failed
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, Orders, TurnReport
 from lightning_decentral.sweep.plan.devices import environment
 from lightning_decentral.sweep.plan.policy import Watched
 from lightning_decentral.sweep.plan.scores import Score, Scoreboard
-from lightning_decentral.sweep.processes import kill_group, terminated_as_interrupted
+from lightning_decentral.sweep.processes import kill_group
 from lightning_decentral.sweep.record import MemberFailed, forget_record, read_record
 from lightning_decentral.sweep.score_file import write_scores
 from lightning_decentral.sweep.wire.client import Admission, Message, score_of, turn_of

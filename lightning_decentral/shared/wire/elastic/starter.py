@@ -15,12 +15,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times
 from lightning_decentral.shared.wire.elastic.lobby import LobbyServer
+from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 
 LOBBY, WORKER, STARTER = (f"LIGHTNING_DECENTRAL_{word}" for word in ("LOBBY", "WORKER", "STARTER"))
 LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
@@ -103,7 +104,7 @@ class Starter:
             KeyboardInterrupt: Ctrl-C, or SIGTERM, after all have ended.
         """
         try:
-            with _terminated_as_interrupted():
+            with terminated_as_interrupted():
                 self._watch()
         finally:
             self._due = []
@@ -188,18 +189,3 @@ def _follow(starter: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LEAVE_SECONDS)
     os._exit(1)
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    if threading.current_thread() is not threading.main_thread():  # only there handlers may be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
