@@ -110,8 +110,9 @@ def test_what_is_recommended_for_text_was_the_soonest() -> None:
         assert max(reached, key=lambda row: float(row[rate])) is outer
     assert sorted(reached, key=lambda row: float(row["200mbit"]))[-2:] == [outer, codes]
     wide = [r for r in choosing.by_rate("gpt-1024-tokens", "times sooner than `ddp` ") if r["200mbit"]]
-    for rate in ("50mbit", "200mbit"):
-        assert max(wide, key=lambda row: float(row[rate]))["method"] == "gossip, int8, Muon"
+    soonest = {rate: max(wide, key=lambda row, rate=rate: float(row[rate]))["method"] for rate in choosing.WRITTEN}
+    assert soonest["50mbit"] == soonest["200mbit"] == "gossip, int8, Muon"
+    assert (soonest["10mbit"], soonest["1gbit"]) == ("outer rounds of 8, int4, Muon", "ddp, Muon, fp16 hook")
     losses = {row["method"]: float(row[head].split()[0]) for row in choosing.by_rate("gpt", "")
               for head in row if head.endswith("at the end")}  # fmt: skip
     order = sorted(losses, key=losses.__getitem__)
