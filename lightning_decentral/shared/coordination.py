@@ -18,13 +18,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.wire.agreement import RollCall
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
+from lightning_decentral.shared.wire.meeting.rescue import Rescue
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
 from lightning_decentral.shared.wire.meeting.waits import Wait, Waits
 from lightning_decentral.shared.wire.pending import Naming
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 
 Result = TypeVar("Result")
 
@@ -99,9 +101,12 @@ class Coordination(Uncoordinated):
     ) -> None:
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
+        self._backlog = Backlog(wire.world.queued)
+        after, behind = stop.left_after, self._backlog.since
         self.waiting = self._roll = RollCall(
-            wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
+            wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, after, behind
         )
+        self._rescue = Rescue(presence, behind, abort_nccl, stop.patience_seconds)
         self.updating = self._steps = StepWatch(optimizers)
         self._loops = LoopPatches(trainer, stop, self._roll)
         self._waits = Waits(presence.notices, self._wait)
@@ -121,6 +126,7 @@ class Coordination(Uncoordinated):
                 return call()
         finally:
             self._calling = False
+            self._backlog.mark()
 
     def _wait(self) -> Wait | None:
         """What this worker has waited in for long."""
@@ -130,12 +136,14 @@ class Coordination(Uncoordinated):
         return Wait(self._met, self._calling, self._presence.phase())
 
     def tick(self) -> None:
+        self._backlog.mark()
+        self._rescue.check()
         self._stop.tick()
 
     def _take_part(self, index: int) -> None:
         self._of.take_part(index)
         if index == 0:  # as after an update of the first optimizer
-            self._stop.tick()
+            self.tick()
 
     def close(self) -> None:
         """Lightning's own methods again. `agreed` stays: how the fit ended decides who may still meet."""
@@ -143,6 +151,7 @@ class Coordination(Uncoordinated):
             self._open = False
             self._presence.forget(self._stop.look)
             self._presence.forget(self._waits.look)
+            self._rescue.close()
             self._roll.close()
             self._loops.restore()
             self._steps.close()

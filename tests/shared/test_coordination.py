@@ -31,7 +31,7 @@ class Party:
 class Stop:
     """Where all stop, known beforehand."""
 
-    signum, raised = 15, 0
+    signum, raised, patience_seconds = 15, 0, 60.0
 
     def __init__(self, after: int = 99) -> None:
         self.after, self.rounds = after, 0
@@ -60,9 +60,10 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def fit(party: Party, stop: Any, optimizers: Any = ()) -> Coordination:
     store = SimpleNamespace(check=lambda keys: False, set=lambda key, value: None)
-    wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store)
+    wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store, world=SimpleNamespace(queued=False))
     trainer: Any = SimpleNamespace()
-    presence: Any = SimpleNamespace(listen=lambda _: None, forget=lambda _: None, notices=None)
+    quiet = dict.fromkeys(("listen", "forget", "when_orphaned"), lambda _: None)
+    presence: Any = SimpleNamespace(notices=None, **quiet)
     settings: Any = {"stop": stop, "presence": presence, "name": "fit-0"}
     return Coordination(wire, trainer, optimizers, party, **settings)
 

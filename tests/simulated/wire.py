@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.transport import GlooTransport, Message, Transport
+from lightning_decentral.shared.wire.transport import Call, GlooTransport, Message, Transport
 from tests import simulated
 from tests.simulated.streams import Engine, Event, Stream
 from tests.simulated.tensors import Simulated
@@ -75,12 +75,13 @@ class QueuedTransport(Transport):
     Args:
         rank: among its `size` workers.
         name: of the communicator: alike on all its workers, another for another one.
+        aborted: set by this worker: its transfers end at once, and leave what they would have filled as it was.
     """
 
     queued = True
 
-    def __init__(self, network: Network, rank: int, size: int, name: Hashable) -> None:
-        self.group, self.rank, self.size = None, rank, size
+    def __init__(self, network: Network, rank: int, size: int, name: Hashable, aborted: threading.Event) -> None:
+        self.group, self.rank, self.size, self._aborted = None, rank, size, aborted
         self._network, self._name, self._calls = network, name, itertools.count()
         self._stream: Any = cuda.Stream()
 
@@ -99,17 +100,20 @@ class QueuedTransport(Transport):
 
     def _heard(self, message: Message) -> tuple[Callable[[], object], Callable[[], bool]]:
         inner, key = _inner(message.tensor), (self._name, message.peer, self.rank)
-        return lambda: inner.copy_(self._network.take(key)), lambda: self._network.has(key)
+        return self._until(lambda: self._network.has(key), lambda: inner.copy_(self._network.take(key)))
+
+    def _until(self, ready: Callable[[], bool], run: Callable[[], object]) -> tuple[Call, Callable[[], bool]]:
+        """For `Stream.then`."""
+        return lambda: None if self._aborted.is_set() else run(), lambda: self._aborted.is_set() or ready()
 
     def _together(self, given: Tensor, finish: Callable[[list[Tensor]], object]) -> Pending:
         """Everybody gives a tensor; `finish` sees all of them, in order of rank."""
         key, network, mine = (self._name, next(self._calls)), self._network, _inner(given)
         stream = self._behind_caller()
         stream.then(lambda: network.give(key, self.rank, mine))
-        stream.then(
-            lambda: finish([network.given[key][rank] for rank in range(self.size)]),
-            lambda: network.gave(key) == self.size,
-        )
+        rows = network.given[key]
+        finished = lambda: finish([rows[rank] for rank in range(self.size)])  # noqa: E731
+        stream.then(*self._until(lambda: network.gave(key) == self.size, finished))
         return OnStream(stream.record_event())
 
     def _behind_caller(self) -> Stream:
@@ -157,15 +161,16 @@ class Make:
 
     Attributes:
         hosts: between their hosts.
+        aborted: whose setting ends what this worker's device waits for.
     """
 
     def __init__(self, network: Network, group: Any) -> None:
-        self.hosts = GlooTransport(group)
+        self.hosts, self.aborted = GlooTransport(group), threading.Event()
         self._network, self._numbers = network, itertools.count()
 
     def __call__(self) -> QueuedTransport:
         """One more, of all workers."""
-        return QueuedTransport(self._network, self.hosts.rank, self.hosts.size, next(self._numbers))
+        return QueuedTransport(self._network, self.hosts.rank, self.hosts.size, next(self._numbers), self.aborted)
 
     def group(self, ranks: Sequence[int] | None) -> QueuedTransport | None:
         """One of these workers; None for the others."""
@@ -173,7 +178,8 @@ class Make:
         number = next(self._numbers)
         if self.hosts.rank not in members:
             return None
-        return QueuedTransport(self._network, members.index(self.hosts.rank), len(members), (number, *members))
+        place = members.index(self.hosts.rank), len(members)
+        return QueuedTransport(self._network, *place, (number, *members), self.aborted)
 
 
 def device_world(size: int, worker: Callable[[Make, Engine], T], seed: int = 0) -> list[T]:

@@ -113,6 +113,34 @@ class AsyncRead:
         return self._tensor
 
 
+class Backlog:
+    """Since when a device has had work that it hasn't done, seen from any thread. On the host nothing is late.
+
+    Args:
+        device: whether there is one, whose current stream is meant.
+    """
+
+    def __init__(self, device: bool) -> None:
+        self._device = device
+        self._open: deque[tuple[cuda.Event, float]] = deque()
+        self._lock = threading.Lock()
+
+    def mark(self) -> None:
+        """What the current stream has to do until here is looked after."""
+        if self._device:
+            self.since()  # nobody else may ever ask
+            event = cuda.Event()
+            event.record()
+            self._open.append((event, time.monotonic()))
+
+    def since(self) -> float | None:
+        """When the host came to the oldest mark that the device hasn't; by the monotonic clock."""
+        with self._lock:
+            while self._open and self._open[0][0].query():
+                self._open.popleft()
+            return self._open[0][1] if self._open else None
+
+
 def beside(device: torch.device) -> AbstractContextManager[Any]:
     """What is queued inside has a stream of its own on a CUDA device, and doesn't wait for the other's work."""
     return cuda.on(cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -69,9 +69,10 @@ class RollCall:
         met: how many collective calls of Lightning this worker has entered.
         name: of this roll call in the store, another one for each fit.
         left_after: the round after which others have stopped, who won't come to the end of this epoch.
+        behind: since when this worker's device hasn't come to where its host is: there the device waits for others.
 
     Attributes:
-        waiting_since: by the monotonic clock; None where this worker waits for nobody.
+        waiting_since: by the monotonic clock; None where this worker's host waits for nobody.
     """
 
     def __init__(
@@ -84,14 +85,16 @@ class RollCall:
         met: Callable[[], int],
         name: str,
         left_after: Callable[[], int | None] = lambda: None,
+        behind: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._over, self._store = over, store
         self._rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
-        self._name, self._number, self._left_after = name, 0, left_after
+        self._name, self._number, self._left_after, self._behind = name, 0, left_after, behind
         self._alert = False
         self.waiting_since: float | None = None
         self._closed = threading.Event()
-        # A thread: whoever waits is blocked in a message or a collective call, and can't say so itself.
+        # A thread: whoever waits is blocked in a message, a collective call or, where the device waits in its place,
+        # in whatever needs the device next, and can't say so itself.
         self._watch = threading.Thread(target=self._say_when_waiting, name="lightning_decentral-roll-call", daemon=True)
         self._watch.start()
 
@@ -109,8 +112,8 @@ class RollCall:
     def _say_when_waiting(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is worker 0, which whoever waits for it will say
             while not self._closed.wait(self._patience() / 2):
-                since = self.waiting_since
-                if since is not None and time.monotonic() - since > self._patience():
+                begun = [since for since in (self.waiting_since, self._behind()) if since is not None]
+                if begun and time.monotonic() - min(begun) > self._patience():
                     self._ask()
 
     def _patience(self) -> float:

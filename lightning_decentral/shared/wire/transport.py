@@ -201,8 +201,7 @@ def transport(group: Any, device: torch.device) -> Transport:
     Raises:
         ValueError: the group's backend is neither gloo nor NCCL, or its NCCL can't send and receive at once.
     """
-    name = group.name()
-    if name == "nccl":
+    if (name := group.name()) == "nccl":
         _check_coalesces(group)
         return NcclTransport(group)
     if name != "gloo":
@@ -254,18 +253,16 @@ class Wire:
 
 def new_group(ranks: Sequence[int] | None, backend: str | None, timeout: timedelta | None) -> Any:
     """A group of these workers (None: all) of the world; None on those outside. Collective: every worker calls it."""
-    settings: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     with Naming("the others", dist.get_rank()):
-        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, **settings)
+        made = dist.new_group(None if ranks is None else list(ranks), timeout, backend)
     return None if made is dist.GroupMember.NON_GROUP_MEMBER else made
 
 
 def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:
     """The key-value store at this place; this process has it where it gives the descriptor of a listening socket."""
-    serves: dict[str, Any] = {}
-    if listening is not None:
-        serves = {"is_master": True, "master_listen_fd": listening, "use_libuv": LIBUV_LISTENS}
-    return _stores.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **serves)
+    own: Any = {"is_master": True, "master_listen_fd": listening, "use_libuv": LIBUV_LISTENS}
+    settings = {"timeout": timeout, "wait_for_workers": False, **({} if listening is None else own)}
+    return _stores.TCPStore(address, port, **settings)
 
 
 def prefixed(store: Any, name: str) -> Any:
@@ -281,6 +278,17 @@ def own_connection(name: str) -> Any:
     return prefixed(store, name)
 
 
+def abort_nccl() -> None:
+    """End what kernels of this process wait for: all its communicators by NCCL, of no use afterwards."""
+    groups = [*_stores.distributed_c10d._world.pg_backend_config.items()]
+    found = [group._get_backend(torch.device("cuda")) for group, backends in groups if "nccl" in backends]
+    if found:
+        found[0]._group_start()  # together: one communicator's end may wait for another's (pytorch#119797)
+        for backend in found:
+            backend.abort()
+        found[0]._group_end()
+
+
 def connected() -> bool:
     """Whether this process belongs to a world of more than one worker right now."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -288,5 +296,5 @@ def connected() -> bool:
 
 def everyone() -> Transport:
     """The world itself, before groups of our own exist."""
-    # Where tensors live decides nothing here: what is sent is on the host, or on the device where NCCL wants it.
+    # What is sent is on the host, or on the device where NCCL wants it.
     return transport(dist.group.WORLD, torch.device("cpu"))

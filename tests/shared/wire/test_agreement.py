@@ -1,5 +1,7 @@
 """The roll call beside a store that ends when worker 0 does."""
 
+import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +66,18 @@ def test_who_has_ended_takes_part_in_the_rounds_that_another_waits_for() -> None
     roll.end_epoch()
     roll.close()
     assert taken == [5]
+
+
+def test_a_worker_whose_device_waits_asks_though_its_host_went_on() -> None:
+    """By NCCL the wait is the device's: the host has left the round, and stands in whatever comes next."""
+    store, over, since = Store(questions=10**6, ended="yes"), SimpleNamespace(rank=0), time.monotonic()
+    ask = partial(RollCall, over, store, lambda: [5], lambda: [5], lambda _: None, lambda: 2, "fit")
+    with_device = ask(behind=lambda: since)
+    end = time.monotonic() + 20
+    while "fit/needed/0" not in store.values and time.monotonic() < end:
+        time.sleep(0.01)
+    with_device.close()
+    assert store.values["fit/needed/0"] == "5,2"
 
 
 def test_who_has_ended_comes_up_to_where_the_others_stopped_and_waits_no_longer() -> None:

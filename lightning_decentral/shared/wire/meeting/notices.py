@@ -172,11 +172,15 @@ class Presence:
 
     Args:
         phase: what this worker does right now, in a few words.
+
+    Attributes:
+        freed: its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
     """
 
     def __init__(self, notices: Notices, phase: Callable[[], str]) -> None:
-        self.notices, self.phase = notices, phase
+        self.notices, self.phase, self.freed = notices, phase, False
         self._listeners: list[Callable[[], bool]] = []
+        self._orphaned: list[Callable[[], None]] = []
         self._woken, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="lightning_decentral-presence", daemon=True)
         self._thread.start()
@@ -187,6 +191,10 @@ class Presence:
 
     def forget(self, listener: Callable[[], bool]) -> None:
         self._listeners.remove(listener)
+
+    def when_orphaned(self, call: Callable[[], None]) -> None:
+        """Call it if the store is gone, when no listener is called any more."""
+        self._orphaned.append(call)
 
     def close(self) -> None:
         self._closed = True
@@ -208,10 +216,12 @@ class Presence:
                 busy = sum(listener() for listener in [*self._listeners])  # all of them, also behind a busy one
                 self._woken.wait(BEAT_SECONDS / 20 if busy else BEAT_SECONDS)
                 self._woken.clear()
+        for call in [] if self._closed else [*self._orphaned]:
+            call()
 
     def leave(self, error: BaseException) -> None:
         """Tell the others why this worker ends; an error that says it lost a peer is given the reason in one line."""
-        lost, phase = is_loss(error), self.phase()
+        lost, phase = self.freed or is_loss(error), self.phase()
         if lost:
             head = one_line(error).split(" (")[0].split(":")[0] if isinstance(error, PeerLost) else None
             cause = self.notices.blame() or ALL_LIVE

@@ -26,6 +26,7 @@ class StopAgreement:
         wake: has the watching thread look at once.
 
     Attributes:
+        patience_seconds: as given.
         raised: the number of the signal that this worker got; 0 for none.
         signum: of the signal that all stop for; 0 before one is known.
     """
@@ -40,7 +41,7 @@ class StopAgreement:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._read, self._rank, self._size = store, read, rank, size
-        self._patience_seconds, self._wake = patience_seconds, wake
+        self.patience_seconds, self._wake = patience_seconds, wake
         self.raised = self.signum = 0
         self._rounds = 0
         self._promise: int | None = None
@@ -66,7 +67,7 @@ class StopAgreement:
         with self._lock:
             self._rounds += 1
             due = self._promise is not None and self._rounds >= self._promise
-        if due and not self._known.wait(self._patience_seconds):
+        if due and not self._known.wait(self.patience_seconds):
             raise PeerLost(f"worker {self._rank} lost the others: they don't say where to stop")
 
     def look(self) -> bool:

@@ -103,7 +103,7 @@ def test_whose_loss_it_is(error: BaseException, lost: bool) -> None:
 def test_raw_words_of_the_transport_become_one_line(boards: list[Notices]) -> None:
     boards[1].end(Ending("ValueError: no luck", "step 6", lost=False))
     presence = object.__new__(Presence)  # without its thread
-    presence.notices, presence.phase = boards[2], lambda: "step 6"
+    presence.notices, presence.phase, presence.freed = boards[2], lambda: "step 6", False
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5855\nmore")
     presence.leave(error)
     assert str(error) == "worker 2 lost the others in step 6: worker 1 ended: ValueError: no luck (in step 6)"
