@@ -99,11 +99,18 @@ class Attendance:
 
     def come(self) -> None:
         """Start the world as Lightning does, at a store that says who is missing. From now on the others see that this
-        worker lives."""
+        worker lives.
+
+        Raises:
+            ValueError: this device or place can't be used.
+        """
         of, environment = self._of, self._of.cluster_environment
         assert environment is not None
         assert of.process_group_backend is not None
         rank, size = environment.global_rank(), environment.world_size()
+        if size > 1 and of.root_device.type == "mps":
+            # Headers of messages, weights and norms: in float32 a sum over many workers wouldn't be exact.
+            raise ValueError("workers count in float64, which mps devices don't have: train with accelerator='cpu'")
         if size > 1 and not connected():
             try:
                 place = environment.main_address, environment.main_port, rank, size

@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from lightning_decentral import (
 )
 from lightning_decentral.gossip import AllReduce, PushSum
 from lightning_decentral.pipeline import Given
+from lightning_decentral.shared.meeting import Attendance
 from lightning_decentral.shared.wire.meeting import notices
 from lightning_decentral.shared.wire.pending import PeerLost
 from tests.crew import crew
@@ -102,6 +105,13 @@ def test_every_strategy_is_asked_for_what_it_leaves_behind() -> None:
     asked = {kind.strategy for kind in (*KINDS.values(), SPILLED)}
     names = [name for name in lightning_decentral.__all__ if name.endswith("Strategy")]
     assert asked == {getattr(lightning_decentral, name) for name in names}
+
+
+def test_workers_on_a_device_without_float64_are_refused_before_they_meet() -> None:
+    place: Any = SimpleNamespace(global_rank=lambda: 0, world_size=lambda: 2)
+    of: Any = SimpleNamespace(cluster_environment=place, root_device=torch.device("mps"), process_group_backend="gloo")
+    with pytest.raises(ValueError, match="float64, which mps devices don't have: train with accelerator='cpu'"):
+        Attendance(of, timedelta(minutes=5)).come()
 
 
 def check_no_slope(first: tuple[int, int], *later: tuple[int, int]) -> None:
