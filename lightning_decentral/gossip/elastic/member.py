@@ -160,24 +160,11 @@ class ElasticMember:
         histories, missed = self.worker.membership.state.entered.values(), view.number - 1
         firsts = [first for history in histories for number, first in history if number == missed]
         if missed not in self._views and firsts and self._views:
-            self._hear_of(View(missed, view.before, min(firsts), (), view.origin))
+            self._hear_of(View(missed, view.before, min(firsts), (), view.origin, view.founders))
 
     def _enter(self, dealing: Dealing, view: View) -> None:
         assert self.calendar is not None
         dealing.enter(self.calendar.tick(view.first_round), view.members)
-
-    @property
-    def founders(self) -> int:
-        """Members of the first view.
-
-        Raises:
-            RuntimeError: it isn't known.
-        """
-        assert self.view is not None
-        known = {1: self.view.members, 2: self.view.before}.get(self.view.number)
-        if known is None:
-            raise RuntimeError("this worker came while the run began: start it again, it joins as a new one")
-        return len(known)
 
     @property
     def place(self) -> int:

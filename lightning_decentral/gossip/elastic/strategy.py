@@ -188,7 +188,8 @@ class ElasticGossipStrategy(WatchedProcess):
             member.seed = seed_of(dataloader) if member.seed is None else member.seed
             self._begin()
             if member.calendar is None:
-                founders = self.planned_workers if self._planned else member.founders
+                assert member.view is not None
+                founders = self.planned_workers if self._planned else member.view.founders
                 member.calendar = calendar_of(trainer, dataloader, founders)
             refuse_unplanned(self._planned, member.calendar)
             if member.round or member.calendar.before or trainer.fit_loop.restarting:

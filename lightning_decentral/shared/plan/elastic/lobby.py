@@ -134,14 +134,15 @@ class Lobby:
             return self._first(wanted, now)
         if wanted == self.members or not self._allowed(wanted, now):
             return None
-        return View(self.view.number + 1, wanted, self._first_round(), self.members, self.origin)
+        last = self.view
+        return View(last.number + 1, wanted, self._first_round(), last.members, self.origin, last.founders)
 
     def _first(self, wanted: tuple[str, ...], now: float) -> View | None:
         waited = now - self.came > self.times.dead_after
         if self.seen:
             return None  # the members of that view may be training: who healed at one of them doesn't begin another run
         complete = len(wanted) == self.bounds.most or (waited and len(wanted) >= self.bounds.least)
-        return View(1, wanted, 0, wanted, self.origin) if complete else None
+        return View(1, wanted, 0, wanted, self.origin, len(wanted)) if complete else None
 
     def _first_round(self) -> int:
         """So far ahead that all hear of it before they are there."""

@@ -21,6 +21,7 @@ class View:
     Args:
         before: the members of the view before, more than half of whom must know this one before it is in force.
         origin: the worker whose parameters the run began with; who has others belongs to another run.
+        founders: members of the first view: how the run's examples and steps are counted, whoever comes and goes.
     """
 
     number: int
@@ -28,6 +29,7 @@ class View:
     first_round: int
     before: tuple[str, ...]
     origin: str
+    founders: int
 
     @property
     def key(self) -> int:

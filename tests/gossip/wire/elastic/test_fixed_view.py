@@ -58,7 +58,7 @@ def members(size: int) -> Iterator[tuple[list[Any], View]]:
     for place, mesh in enumerate(meshes):
         mesh.name = f"{place}@{mesh.place}"
     try:
-        view = View(1, tuple(mesh.name for mesh in meshes), 0, (), meshes[0].name)
+        view = View(1, tuple(mesh.name for mesh in meshes), 0, (), meshes[0].name, len(meshes))
         yield [SimpleNamespace(name=mesh.name, mesh=mesh, expects=lambda *_: True) for mesh in meshes], view
     finally:
         for mesh in meshes:

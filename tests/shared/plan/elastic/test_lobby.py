@@ -7,7 +7,7 @@ from lightning_decentral.shared.plan.elastic.messages import Beat, Word
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
 
 TIMES = Times(1.0)
-FOUR = View(3, ("a", "b", "c", "d"), 10, ("a", "b", "c", "d"), "a")
+FOUR = View(3, ("a", "b", "c", "d"), 10, ("a", "b", "c", "d"), "a", 4)
 
 
 class Hall:
@@ -55,7 +55,17 @@ def test_a_run_begins_with_the_oldest_ones_parameters() -> None:
     hall.wait(0.2, newcomer("a", origin="a"), newcomer("b"), newcomer("c"))
     assert [hall.words[n].donor for n in "abc"] == [None, ("a", "a:1"), ("a", "a:1")]
     hall.wait(1.4, *(newcomer(n, origin="a") for n in "abc"))
-    assert hall.lobby.view == View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a")
+    assert hall.lobby.view == View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a", 3)
+
+
+def test_every_view_tells_how_many_began_the_run() -> None:
+    """A newcomer may come before anybody has counted the examples, and be first in a view that isn't the second."""
+    hall = running()
+    for last in ("abcde", "bcde"):
+        hall.wait(4.0, *(member(n, hall.lobby.view or FOUR) if n != "e" else newcomer(n, origin="a") for n in last))
+    assert hall.lobby.view is not None
+    assert hall.lobby.view.number > FOUR.number
+    assert hall.lobby.view.founders == len(FOUR.members)
 
 
 def test_fewer_workers_than_the_least_begin_nothing() -> None:
@@ -102,7 +112,7 @@ def test_half_of_them_go_on_later_where_the_operator_allows_two() -> None:
 
 
 def test_one_of_two_goes_on_with_a_newcomer() -> None:
-    two = View(3, ("a", "b"), 10, ("a", "b"), "a")
+    two = View(3, ("a", "b"), 10, ("a", "b"), "a", 4)
     hall = Hall(least=2)
     hall.wait(2.0, *(member(n, two) for n in "ab"))
     hall.wait(4.0, member("a", two))
@@ -132,7 +142,7 @@ def test_a_lobby_that_was_cut_off_does_not_go_on_with_those_it_hears_first() -> 
 
 
 def test_a_lobby_started_again_goes_on_from_the_highest_view_anybody_knows() -> None:
-    next_view = View(4, ("a", "b", "c"), 30, FOUR.members, "a")
+    next_view = View(4, ("a", "b", "c"), 30, FOUR.members, "a", 4)
     hall = Hall()
     hall.hear(member("b"))
     hall.wait(2.0, member("b"), member("c"), member("a", coming=next_view))

@@ -9,8 +9,8 @@ from lightning_decentral.shared.plan.elastic.messages import Beat, Word
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
 
 TIMES = Times(1.0)
-FOUR = View(3, ("a", "b", "c", "d"), 10, ("a", "b", "c", "d"), "a")
-THREE = View(4, ("a", "b", "c"), 30, FOUR.members, "a")
+FOUR = View(3, ("a", "b", "c", "d"), 10, ("a", "b", "c", "d"), "a", 4)
+THREE = View(4, ("a", "b", "c"), 30, FOUR.members, "a", 4)
 WORD = Word(0, FOUR, 3, (), {}, None, False, False, "", 3, 1.0)
 
 
@@ -142,7 +142,7 @@ def test_a_later_view_comes_by_another_member() -> None:
 
 
 def test_who_is_in_none_of_them_comes_back_and_is_silent() -> None:
-    state, acts = of_four().met(beat("b", View(4, ("b", "c", "d"), 30, FOUR.members, "a")), 0.1)
+    state, acts = of_four().met(beat("b", View(4, ("b", "c", "d"), 30, FOUR.members, "a", 4)), 0.1)
     assert [type(act) for act in acts] == [Return]
     assert not state.serves
     assert state.waits(0.1)

@@ -8,7 +8,7 @@ import pytest
 from lightning_decentral.shared.plan.elastic.messages import Beat, Word, beat, plain, word
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
 
-VIEW = View(2, ("a", "b"), 7, ("a",), "a")
+VIEW = View(2, ("a", "b"), 7, ("a",), "a", 4)
 BEAT = Beat("a", 3, "host:1", VIEW, None, 9, ((1, 0), (2, 7)), 0.5, "a", leaving=True)
 WORD = Word(3, VIEW, 2, ("b",), {"a": ((2, 7),)}, ("a", "host:1"), False, True, "why", 2, 10.0)
 
@@ -39,9 +39,9 @@ def test_other_fields_are_refused(found: Any) -> None:
 
 def test_keys_of_views_differ_and_rise() -> None:
     others = [
-        View(2, ("a", "c"), 7, ("a",), "a"),
-        View(2, ("a", "b"), 8, ("a",), "a"),
-        View(3, ("a", "b"), 7, ("a",), "a"),
+        View(2, ("a", "c"), 7, ("a",), "a", 4),
+        View(2, ("a", "b"), 8, ("a",), "a", 4),
+        View(3, ("a", "b"), 7, ("a",), "a", 4),
     ]
     keys = [view.key for view in [VIEW, *others]]
     assert len(set(keys)) == 4

@@ -27,8 +27,8 @@ def test_participation_is_a_mean_share() -> None:
 
 
 def test_who_came_and_went_is_counted_from_view_to_view() -> None:
-    views, members = [View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a")], ("a", "b", "c")
+    views, members = [View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a", 3)], ("a", "b", "c")
     for number, after in enumerate([("a", "c"), ("a", "c", "d", "e"), ("d", "e", "f")], 2):
-        views, members = [*views, View(number, after, 10 * number, members, "a")], after
+        views, members = [*views, View(number, after, 10 * number, members, "a", 4)], after
     assert came_and_went(views) == (3, 3)
     assert came_and_went(views[:1]) == (0, 0)
