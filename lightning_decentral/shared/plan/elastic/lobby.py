@@ -38,6 +38,7 @@ class Lobby:
         came: when the last guest came.
         doubted: when it last heard half of the members or fewer.
         settled: it has heard all members of the highest view, or waited for them.
+        ended: guests whose connection has ended, and who haven't come back.
     """
 
     bounds: Bounds
@@ -52,6 +53,7 @@ class Lobby:
     came: float = 0.0
     doubted: float = float("-inf")
     settled: bool = False
+    ended: frozenset[str] = frozenset()
 
     def heard(self, beat: Beat, now: float) -> tuple["Lobby", Words]:
         """What a beat changes, and the words that follow: one to its sender, to all where the view changed."""
@@ -59,11 +61,14 @@ class Lobby:
         if known and known.beat.count >= beat.count:
             return self, []
         guests = {**self.guests, beat.sender: Guest(beat, now)}
-        state = (
-            replace(self._doubting(now), guests=guests, came=self.came if known else now)._learnt(beat)._decided(now)
-        )
+        state = replace(self._doubting(now), guests=guests, came=self.came if known else now)
+        state = replace(state, ended=self.ended - {beat.sender})._learnt(beat)._decided(now)
         told = state.guests if (state.view, state.agreed) != (self.view, self.agreed) else [beat.sender]
         return state, [(name, state.word(name, now)) for name in told]
+
+    def hung_up(self, name: str) -> "Lobby":
+        """Its connection has ended: its process, too, unless it comes back soon."""
+        return replace(self, ended=self.ended | {name}) if name in self.guests else self
 
     def ticked(self, now: float) -> tuple["Lobby", Words]:
         """What time alone changes. Call it every `times.beat`."""
@@ -95,7 +100,7 @@ class Lobby:
         # Who was to begin the run may have died before anybody had its parameters.
         origins = [guest.beat.origin for guest in kept.values() if guest.beat.origin]
         origin = self.origin if self.seen or self.origin in origins else next(iter(origins), "")
-        return replace(self, guests=kept, origin=origin)
+        return replace(self, guests=kept, origin=origin, ended=self.ended.intersection(kept))
 
     def _decided(self, now: float) -> "Lobby":
         """Settled, agreed, and a next view: in this order, as far as it comes."""
@@ -135,7 +140,7 @@ class Lobby:
         if wanted == self.members or not self._allowed(wanted, now):
             return None
         last = self.view
-        return View(last.number + 1, wanted, self._first_round(), last.members, self.origin, last.founders)
+        return View(last.number + 1, wanted, self._first_round(now), last.members, self.origin, last.founders)
 
     def _first(self, wanted: tuple[str, ...], now: float) -> View | None:
         waited = now - self.came > self.times.dead_after
@@ -144,11 +149,13 @@ class Lobby:
         complete = len(wanted) == self.bounds.most or (waited and len(wanted) >= self.bounds.least)
         return View(1, wanted, 0, wanted, self.origin, len(wanted)) if complete else None
 
-    def _first_round(self) -> int:
-        """So far ahead that all hear of it before they are there."""
-        beats = [self.guests[name].beat for name in self.members if name in self.guests]
-        last = self.view.first_round if self.view else 0
-        return max(last + 1, *(b.round + self.times.rounds_ahead(b.pace) for b in beats))
+    def _first_round(self, now: float) -> int:
+        """So far ahead that all hear of it before they are there, who have gone on since they were heard."""
+        ahead, times = [self.view.first_round + 1 if self.view else 1], self.times
+        for beat, at in ((guest.beat, guest.at) for name, guest in self.guests.items() if name in self.members):
+            since = times.rounds_in(min(now - at, times.beat), beat.pace)
+            ahead.append(beat.round + since + times.rounds_ahead(beat.pace))
+        return max(ahead)
 
     def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:
         """More than half at once, fewer when those that are missing have been silent for long."""
@@ -205,7 +212,7 @@ class Lobby:
     def _dead(self, name: str, now: float) -> bool:
         """Whether it left, or was silent so long that the lobby doesn't take itself for the one that is cut off."""
         certain = now - self.doubted > self.times.dead_after
-        limit = self.times.dead_after if certain else self.times.minority
+        limit = self._patience(name) if certain else self.times.minority
         return self._left(name) or self._silent(name, now) > limit
 
     def _left(self, name: str) -> bool:
@@ -213,7 +220,10 @@ class Lobby:
         return guest is not None and guest.beat.leaving
 
     def _lives(self, name: str, now: float) -> bool:
-        return name in self.guests and not self._left(name) and self._silent(name, now) <= self.times.dead_after
+        return name in self.guests and not self._left(name) and self._silent(name, now) <= self._patience(name)
+
+    def _patience(self, name: str) -> float:
+        return self.times.ended if name in self.ended else self.times.dead_after
 
     def out(self, name: str) -> bool:
         """Whether the run went on without this worker, or it has parameters of another one."""
@@ -236,9 +246,11 @@ class Lobby:
     def donor(self, name: str, now: float) -> str:
         """Whom a newcomer fetches from: as before while that one lives, else the member that serves the fewest."""
         beat = self.guests[name].beat
-        members = self.alive(now) if self.view else self.ready(now)
+        # The places of the silent ones may be free soon: who would take one heals meanwhile.
+        alive = [n for n in self.alive(now) if n not in self.ended and self._silent(n, now) <= self.times.ended]
+        members = alive if self.view else self.ready(now)
         healing = [n for n in self._newcomers(now) if not self.guests[n].beat.origin]
-        room = self.bounds.most - len(self.alive(now)) - len(self.ready(now))
+        room = self.bounds.most - len(alive) - len(self.ready(now))
         if beat.origin or not self.settled or name not in healing[: max(0, room)]:
             return ""
         if beat.donor in members and beat.donor != beat.failed:

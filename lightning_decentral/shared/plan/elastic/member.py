@@ -129,17 +129,17 @@ class Member:
             return self, []
         return self._beat(now)
 
-    def fetched(self, donor: str, origin: str, round: int) -> "Member":
-        """Everything has come from its donor, which was in this round."""
+    def fetched(self, donor: str, origin: str, round: int, now: float) -> tuple["Member", list[Act]]:
+        """Everything has come from its donor, which was in this round: the lobby hears of it at once."""
         if self.mine.donor != donor or self.mine.origin:
-            return self
-        return replace(self, mine=replace(self.mine, origin=origin, round=round, donor="", failed=""))
+            return self, []
+        return replace(self, mine=replace(self.mine, origin=origin, round=round, donor="", failed=""))._beat(now)
 
-    def failed(self, donor: str) -> "Member":
+    def failed(self, donor: str, now: float) -> tuple["Member", list[Act]]:
         """The donor didn't serve."""
         if self.mine.donor != donor or self.mine.origin:
-            return self
-        return replace(self, mine=replace(self.mine, donor="", failed=donor))
+            return self, []
+        return replace(self, mine=replace(self.mine, donor="", failed=donor))._beat(now)
 
     def leaving(self, now: float) -> tuple["Member", list[Act]]:
         """It ends."""

@@ -95,6 +95,12 @@ class Times:
         return self.dead_after / 5
 
     @property
+    def ended(self) -> float:
+        """Of silence of a worker whose connection to the lobby has ended: one that lives makes another with its next
+        beat."""
+        return 2 * self.beat
+
+    @property
     def alone(self) -> float:
         """Without the lobby, until members ask each other."""
         return self.dead_after / 2
@@ -106,9 +112,13 @@ class Times:
         return 3 * self.dead_after
 
     def rounds_ahead(self, pace: float) -> int:
-        """Rounds until a view begins: every member should have heard of it, which takes some beats.
+        """Rounds until a view begins: every member should have heard of it, of which all are told at once.
 
         Args:
             pace: seconds that a round takes; 0: unknown.
         """
-        return 2 + int(min(2 * self.beat / pace, 100_000)) if pace > 0 else 2
+        return 2 + self.rounds_in(self.beat, pace)
+
+    def rounds_in(self, seconds: float, pace: float) -> int:
+        """Whole rounds; 0 where nobody knows how long they take."""
+        return int(min(seconds / pace, 100_000)) if pace > 0 else 0

@@ -55,7 +55,9 @@ class LobbyServer:
         except OSError:
             pass  # it comes again, or is silent
         finally:
-            self._guests = {name: other for name, other in self._guests.items() if other is not writer}
+            for name in [name for name, other in self._guests.items() if other is writer]:
+                del self._guests[name]
+                self._lobby = self._lobby.hung_up(name)
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

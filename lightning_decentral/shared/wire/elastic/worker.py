@@ -109,12 +109,12 @@ class ElasticWorker:
         try:
             value, origin, round = fetched(place, self.membership.state.times.dead_after)
         except (OSError, ValueError, KeyError, TypeError):
-            self.membership.step(lambda state, now: (state.failed(donor), []))
+            self.membership.step(lambda state, now: state.failed(donor, now))
             return
         with self.membership.changed:
             if self.membership.state.mine.donor == donor:
                 self._value = value
-                self.membership.step(lambda state, now: (state.fetched(donor, origin, round), []))
+                self.membership.step(lambda state, now: state.fetched(donor, origin, round, now))
 
 
 def _ask(to: str, said: Beat) -> None:

@@ -123,6 +123,43 @@ def test_one_of_two_goes_on_with_a_newcomer() -> None:
     assert hall.lobby.view.members == ("a", "x")
 
 
+def test_the_place_of_who_hangs_up_is_healed_for_at_once_and_taken_after_two_beats() -> None:
+    hall = running(most=4)
+    hall.hear(newcomer("x"))
+    assert hall.words["x"].donor is None
+    hall.lobby = hall.lobby.hung_up("d")
+    hall.hear(newcomer("x"))
+    assert hall.words["x"].donor == ("a", "a:1")
+    hall.wait(TIMES.beat, *map(member, "abc"), newcomer("x", origin="a"))
+    assert hall.lobby.view == FOUR
+    hall.wait(2 * TIMES.beat, *map(member, "abc"), newcomer("x", origin="a"))
+    assert hall.lobby.view is not None
+    assert hall.lobby.view.members == ("a", "b", "c", "x")
+
+
+def test_who_connects_anew_has_not_ended() -> None:
+    hall = running()
+    hall.lobby = hall.lobby.hung_up("d")
+    hall.wait(TIMES.beat, *map(member, "abcd"))
+    hall.wait(4 * TIMES.beat, *map(member, "abc"))
+    assert hall.lobby.view == FOUR
+
+
+def test_half_that_hang_up_at_once_are_waited_for_as_ever() -> None:
+    hall = running(least=2)
+    hall.lobby = hall.lobby.hung_up("c").hung_up("d")
+    hall.wait(TIMES.minority - TIMES.beat, *map(member, "ab"))
+    assert hall.lobby.view == FOUR
+
+
+def test_a_view_is_a_beat_ahead_of_where_the_members_are_by_now() -> None:
+    hall = running()
+    hall.now += 0.75 * TIMES.beat
+    hall.hear(newcomer("x", origin="a"))
+    assert hall.lobby.view is not None
+    assert hall.lobby.view.first_round == 20 + 1 + TIMES.rounds_ahead(0.1)  # a round of 0.1 s since they were heard
+
+
 def test_who_leaves_is_not_waited_for() -> None:
     hall = running()
     hall.hear(replace(member("d"), leaving=True))

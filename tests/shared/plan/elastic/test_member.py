@@ -31,8 +31,9 @@ def test_a_newcomer_asks_fetches_and_waits_for_the_next_view() -> None:
     assert not state.serves
     state, acts = state.told(replace(WORD, donor=("b", "b:1")), 0.1)
     assert Fetch("b", "b:1") in acts
-    assert not state.fetched("c", "a", 25).serves  # not its donor
-    state = state.fetched("b", "a", 25)
+    assert not state.fetched("c", "a", 25, 0.15)[0].serves  # not its donor
+    state, acts = state.fetched("b", "a", 25, 0.15)
+    assert [act.beat.origin for act in acts if isinstance(act, Send)] == ["a"]  # at once
     assert state.serves
     assert state.waits(0.1) == "waiting for the next view"
     joined, _ = state.told(replace(WORD, view=replace(THREE, members=("a", "x")), agreed=4), 0.2)
@@ -41,7 +42,8 @@ def test_a_newcomer_asks_fetches_and_waits_for_the_next_view() -> None:
 
 def test_a_donor_that_fails_is_told_of() -> None:
     state, _ = Member(Beat("x", 0, "x:1"), TIMES).told(replace(WORD, donor=("b", "b:1")), 0.1)
-    state = state.failed("b")
+    state, acts = state.failed("b", 0.2)
+    assert acts
     assert (state.mine.donor, state.mine.failed) == ("", "b")
 
 

@@ -108,6 +108,10 @@ class World:
         if self.lobby is not None:
             self._lobby_did(*self.lobby.heard(beat, self.net.now))
 
+    def _hung_up(self, name: str) -> None:
+        if self.lobby is not None:
+            self.lobby = self.lobby.hung_up(name)
+
     def _lobby_did(self, state: Lobby, words: list[Any]) -> None:
         if self.lobby and state.view != self.lobby.view and state.view:
             self._comes_anew(state.view)
@@ -157,8 +161,17 @@ class World:
         assert old is None or new.number > old.number, f"{name} went back from view {old.number} to {new.number}"
         assert name in new.members
         self.say(f"{name} is in view {new.number} from round {after.mine.entered[-1][1]}")
+        self._another_run(new)
         known = self.in_force.setdefault(new.number, new)
         assert known == new or not self.strict, f"two views {new.number} are in force: {known.members}, {new.members}"
+
+    def _another_run(self, view: View) -> None:
+        """It begins where all of the one before and their lobby have ended: nobody is left who knows of it."""
+        before = {known.origin for known in self.in_force.values()} - {view.origin}
+        if before:
+            left = [n for n, w in self.workers.items() if w.alive and w.state.mine.origin in before]
+            assert not left, f"another run begins while {left} are left of the one before"
+            self.in_force, self.used, self.landed = {}, {}, {}
 
     def _do(self, name: str, act: Act) -> None:
         match act:
@@ -187,16 +200,16 @@ class World:
 
         def came(x: float, origin: str, round: int) -> None:
             def take(worker: Worker) -> tuple[Member, list[Act]]:
-                state = worker.state.fetched(donor, origin, round)
+                state, acts = worker.state.fetched(donor, origin, round, self.net.now)
                 if state is not worker.state:
                     worker.x = x
                     self.say(f"{name} has everything from {donor}")
-                return state, []
+                return state, acts
 
             self.net.send(donor, name, lambda: self.on(name, take))
 
         def failed() -> None:
-            self.on(name, lambda w: (w.state.failed(donor), []))
+            self.on(name, lambda w: w.state.failed(donor, self.net.now))
 
         self.net.send(name, donor, served)
         self.net.at(2 * DEAD, failed)  # silence
@@ -209,6 +222,8 @@ class World:
     def end(self, name: str, notice: bool) -> None:
         """The others' connections close, or (power-off) stay silent."""
         self.workers[name].alive = False
+        if notice:
+            self.net.send(name, LOBBY, lambda: self._hung_up(name))
         for other in self.workers:
             if notice:
                 self.net.send(name, other, lambda other=other: self._closed(other, name))
@@ -253,6 +268,8 @@ class World:
         if LOBBY not in (source, target):
             self._closed(target, source)
             self.connect(source, target)
+        if target == LOBBY:
+            self._hung_up(source)
 
     # rounds
 

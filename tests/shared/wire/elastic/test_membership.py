@@ -3,12 +3,15 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 
 import pytest
 
-from lightning_decentral.shared.plan.elastic.messages import Beat
-from lightning_decentral.shared.plan.elastic.view import Times
+from lightning_decentral.shared.plan.elastic.messages import Beat, Word, plain, word
+from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
+from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive
 from lightning_decentral.shared.wire.elastic.membership import Membership
+from lightning_decentral.shared.wire.elastic.starter import OwnLobby
 from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess
 
 pytestmark = pytest.mark.threads
@@ -25,7 +28,7 @@ class Crew:
         def fetch(donor: str, place: str) -> None:
             giver = self.all[donor].state
             assert giver.serves
-            member.step(lambda state, now: (state.fetched(donor, giver.mine.origin, giver.mine.round), []))
+            member.step(lambda state, now: state.fetched(donor, giver.mine.origin, giver.mine.round, now))
 
         def ask(to: str, beat: Beat) -> None:
             self.all[to].step(lambda state, now: state.met(beat, now))
@@ -102,3 +105,20 @@ def test_without_a_lobby_a_round_says_why_it_does_not_begin() -> None:
     with pytest.raises(TimeoutError, match="waiting for the next view"):
         member.begin(0.0, 0.3)
     member.close()
+
+
+def test_the_lobby_sees_a_connection_end_long_before_its_worker_counts_as_dead() -> None:
+    lobby = OwnLobby(Bounds(1, 2), Times(600.0), lambda line: None)
+    view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
+
+    def hears(connection: socket.socket, name: str, count: int, known: View | None) -> Word:
+        connection.sendall(frame(plain(Beat(name, count, f"{name}:1", known, origin="a" if known else ""))))
+        return word(receive(connection))
+
+    with connected(lobby.place, "lobby", SECONDS) as a, connected(lobby.place, "lobby", SECONDS) as x:
+        with connected(lobby.place, "lobby", SECONDS) as b:
+            hears(a, "a", 1, view)
+            hears(b, "b", 1, view)
+            assert hears(x, "x", 1, None).donor is None  # there is no room
+        counts = count(2)
+        until(lambda: hears(x, "x", next(counts), None).donor == ("a", "a:1"))
