@@ -29,13 +29,17 @@ class Mailboxes:
     _boxes: dict[Hashable, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque), init=False)
     _changed: Condition = field(default_factory=Condition, init=False)
     _closed: bool = field(default=False, init=False)
+    _unwanted: set[Hashable] = field(default_factory=set, init=False)
 
     def put(self, addresses: Sequence[Hashable], tensor: Tensor) -> None:
         """One copy for all of them: who takes it only reads."""
         sent = tensor.clone()
         with self._changed:
             for address in addresses:
-                self._boxes[address].append(sent)
+                if address in self._unwanted:
+                    self._unwanted.remove(address)
+                else:
+                    self._boxes[address].append(sent)
             self._changed.notify_all()
 
     def take(self, address: Hashable) -> Tensor:
@@ -43,7 +47,17 @@ class Mailboxes:
             self._changed.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
             if not self._boxes.get(address):
                 raise PeerLost(f"nothing came to {address}: another worker of this rehearsal has ended")
-            return self._boxes[address].popleft()
+            found = self._boxes[address].popleft()
+            if not self._boxes[address]:
+                del self._boxes[address]
+            return found
+
+    def forget(self, addresses: Sequence[Hashable]) -> None:
+        """Nobody takes the one message that has come to each of them, or will."""
+        with self._changed:
+            for address in addresses:
+                if self._boxes.pop(address, None) is None:
+                    self._unwanted.add(address)
 
     def full(self, address: Hashable) -> bool:
         with self._changed:
@@ -58,12 +72,21 @@ class Mailboxes:
 
 @dataclass
 class _Arriving:
-    """Done once: what lies at the addresses is handed over."""
+    """Done once: what lies at the addresses is handed over.
+
+    Args:
+        once: the addresses are no other message's: when nobody waited for it, what comes is forgotten.
+    """
 
     boxes: Mailboxes
     addresses: Sequence[Hashable]
     hand_over: Callable[[list[Tensor]], Any]
+    once: bool = False
     waited: bool = False
+
+    def __del__(self) -> None:
+        if self.once and not self.waited:
+            self.boxes.forget(self.addresses)
 
     def wait(self) -> None:
         if not self.waited:
@@ -109,7 +132,8 @@ class InProcessTransport(Transport):
         call = self._name, "collective", self._calls
         self._calls += 1
         self._boxes.put([(*call, self.rank, target) for target in range(self.size)], own)
-        return self._arriving([(*call, source, self.rank) for source in range(self.size)], hand_over)
+        addresses = [(*call, source, self.rank) for source in range(self.size)]
+        return _Arriving(self._boxes, addresses, hand_over, once=True)
 
     def _arriving(self, addresses: Sequence[Hashable], hand_over: Callable[[list[Tensor]], Any]) -> Pending:
         return _Arriving(self._boxes, addresses, hand_over)

@@ -125,3 +125,10 @@ def test_the_module_and_the_random_numbers_stay_as_they_are(monkeypatch: pytest.
 def test_a_short_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="6 batches only"):
         rehearsed(monkeypatch, GossipStrategy(), 2, STEPS + 1)
+
+
+def test_no_message_stays_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker asks who lacks a gradient, and waits for the answers only where it lacks one itself."""
+    crew = rehearsed(monkeypatch, DDPStrategy(), 2)
+    left = crew._boxes._boxes, crew._boxes._unwanted
+    assert [len(some) for some in left] == [0, 0]
