@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import alive
+import answers
 import guides
 import pictures
 
@@ -27,7 +28,7 @@ def test_every_picture_is_shown() -> None:
 
 
 def test_pictures_are_drawn_as_they_are(tmp_path: Path) -> None:
-    for script in (pictures, alive, guides):
+    for script in (pictures, alive, guides, answers):
         script.draw(tmp_path)
     drawn = {path.name: words(path) for path in tmp_path.iterdir()}
     assert drawn == {name: words(IMAGES / name) for name in shown() - COPIED}
