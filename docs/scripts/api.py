@@ -1,18 +1,21 @@
 """The tables of docs/api.md: the public names of every folder's face, each with its docstring's first line.
 
-    python docs/scripts/api.py            # prints them
-    python docs/scripts/api.py --write    # between the marks of the page
+The pages of docs/api, too, on which mkdocstrings puts the whole docstrings of one face.
+
+    python docs/scripts/api.py            # prints the tables
+    python docs/scripts/api.py --write    # between the marks of the page, and the pages
 
 Reads source text only: neither torch nor Lightning is imported.
 """
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from page import ROOT, Page
 
-PAGE = Page(ROOT / "docs" / "api.md", "api.py")
+PAGE, WHOLE = Page(ROOT / "docs" / "api.md", "api.py"), ROOT / "docs" / "api"
 FACES = ("gossip", "compressed", "pipeline", "partial", "spilled", "sweep", "optim", "shared")
 DEFINED = (ast.ClassDef, ast.FunctionDef)
 
@@ -59,6 +62,13 @@ def table(face: str) -> str:
     return f"## `{module}`\n\n" + "\n".join(lines)
 
 
+def whole(face: str) -> str:
+    """The page of a face. A face hands its names on when they are asked for, so mkdocstrings needs to be told them."""
+    module = f"lightning_decentral.{face}"
+    names = sorted(public for public, _, _ in imported(ast.parse(source(module).read_text())))
+    return f"# `{module}`\n\n::: {module}\n    options:\n      members:\n" + "".join(f"        - {n}\n" for n in names)
+
+
 def formula(text: str) -> bool:
     """Formulas hold what Markdown would read as emphasis or HTML, backticks aside."""
     return "`" not in text and any(sign in text for sign in "_*<|=^")
@@ -70,3 +80,5 @@ def generated() -> str:
 
 if __name__ == "__main__":
     PAGE.show_or_write(generated())
+    for face in FACES if "--write" in sys.argv else ():
+        (WHOLE / f"{face}.md").write_text(whole(face))

@@ -81,3 +81,7 @@ def test_every_error_of_the_page_is_one_of_the_package() -> None:
     assert f"Of {len(ends)} faults {lines} end with one line, and under {on} training goes on." in TROUBLE
     assert lines + on == len(ends)
     assert not any(said("worker ... ate all of the biscuits", text) for text in known)
+
+
+def test_every_face_has_a_page_of_whole_docstrings() -> None:
+    assert {path.stem: path.read_text() for path in api.WHOLE.iterdir()} == {f: api.whole(f) for f in api.FACES}
