@@ -98,7 +98,7 @@ class ElasticMember:
         try:
             self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds)
         except TimeoutError as error:
-            raise RuntimeError(f"{error}: start this worker again, it joins as a new one") from None
+            raise _away(error) from None
         if self.round >= 0 and round != self.round + 1:
             raise RuntimeError(
                 f"the others are in round {round}, this worker in {self.round + 1}: start it again, it joins as a "
@@ -178,11 +178,20 @@ class ElasticMember:
         return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """`made` of what the members of this moment have given, the oldest first: the same for all of them."""
+        """`made` of what the members of this moment have given, the oldest first: the same for all of them.
+
+        Raises:
+            RuntimeError: this worker was away meanwhile, and the others have another result.
+        """
         if not self.live:
             return made([value])
         key, self._met = (self.round, self._met), self._met + 1
-        return self.worker.assembly.meet(key, value, made, self.present, self._seconds)
+        result = self.worker.assembly.meet(key, value, made, self.present, self._seconds)
+        try:
+            self.worker.sure(self._seconds)  # who slept meanwhile has one of its own, and would save it over the run's
+        except TimeoutError as error:
+            raise _away(error) from None
+        return result
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -214,6 +223,10 @@ class ElasticMember:
         """Nobody waits for it from now on."""
         self.live = False
         self.worker.leave()
+
+
+def _away(error: TimeoutError) -> RuntimeError:
+    return RuntimeError(f"{error}: start this worker again, it joins as a new one")
 
 
 def own_address(lobby: str) -> str:

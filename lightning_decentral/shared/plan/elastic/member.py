@@ -152,13 +152,9 @@ class Member:
 
     def waits(self, now: float) -> str:
         """Why no round may begin; empty: the next one may."""
-        if self.out:
-            return self.out
-        if self.mine.view is None or self.name not in self.mine.view.members:
+        if not self.out and (self.mine.view is None or self.name not in self.mine.view.members):
             return self.paused or "waiting for the next view"
-        if self.paused:
-            return self.paused
-        return self._unsure(now)
+        return self.out or self.paused or self.doubts(now)
 
     def begins(self, round: int, pace: float) -> "Member":
         """A round begins, which `waits` allowed."""
@@ -187,8 +183,11 @@ class Member:
         """Whether the lobby has been silent for so long that members ask each other."""
         return now - self.told_at > self.times.alone
 
-    def _unsure(self, now: float) -> str:
-        """A worker that the lobby doesn't reach can't know whether the others went on without it."""
+    def doubts(self, now: float) -> str:
+        """Why what it does may be none of the run's: a worker that the lobby doesn't reach, or that slept, can't know
+        whether the others went on without it. Empty: nothing speaks for that."""
+        if self.out:
+            return self.out
         view = self.mine.view
         if view is None or now - self.told_at <= self.times.dead_after:
             return ""

@@ -85,6 +85,19 @@ class Membership:
                     raise TimeoutError(state.waits(now))
                 self.changed.wait(min(state.times.beat, max(0.0, end - now)))
 
+    def sure(self, seconds: float) -> None:
+        """Wait until nothing speaks for that the others go on without this worker.
+
+        Raises:
+            TimeoutError: they do, or nobody has said in so many seconds that they don't.
+        """
+        end = time.monotonic() + seconds
+        with self.changed:
+            while why := self._state.doubts(now := time.monotonic()):
+                if now > end or self._state.out:
+                    raise TimeoutError(why)
+                self.changed.wait(min(self._state.times.beat, max(0.0, end - now)))
+
     def leave(self) -> None:
         """Say that nobody needs to wait for this worker, and end."""
         self._end()

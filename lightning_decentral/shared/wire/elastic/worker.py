@@ -76,6 +76,10 @@ class ElasticWorker:
             self.mesh.begins(round)
             return view, round
 
+    def sure(self, seconds: float) -> None:
+        """Wait until this worker knows that it is a member still. TimeoutError where it isn't, or after `seconds`."""
+        self.membership.sure(seconds)
+
     def expects(self, view: View, round: int, peer: str) -> bool:
         return self.membership.state.expects(view, round, peer)
 

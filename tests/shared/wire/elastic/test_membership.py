@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -82,6 +83,21 @@ def test_members_come_and_go_while_the_lobby_dies(lobby: LobbyProcess) -> None:
     until(together([a, b, newcomer]))
     for member in (a, b, newcomer):
         member.close()
+
+
+def test_who_slept_is_sure_of_nothing_until_the_lobby_has_answered() -> None:
+    """Its last word is older than a death: what it computed meanwhile, the others may have computed without it."""
+    member = Membership("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(60.0))
+    view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
+    told = Word(0, view, 1, (), {}, None, False, False, "", 2, 60.0)
+    member.step(lambda state, now: replace(state, mine=replace(state.mine, origin="a"), asked={0: now}).told(told, now))
+    member.sure(0.0)
+    member.step(lambda state, now: (replace(state, told_at=now - 61), []))
+    with pytest.raises(TimeoutError, match="neither the lobby nor enough members are heard: 1 of 2"):
+        member.sure(0.0)
+    member.step(lambda state, now: state.told(replace(told, out=True), now))
+    with pytest.raises(TimeoutError, match="went on without this worker"):
+        member.sure(SECONDS)
 
 
 def test_garbage_and_silence_at_its_port_do_not_disturb_the_lobby(lobby: LobbyProcess) -> None:
