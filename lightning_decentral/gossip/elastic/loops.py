@@ -161,11 +161,24 @@ def plain(name: str, value: Any) -> bool:
     return True
 
 
-def callback_states(trainer: Trainer) -> dict[str, Any]:
-    """By the callbacks' keys. What they decide, all members must decide: who stops, what is the best so far."""
-    return copied(call._call_callbacks_state_dict(trainer))
+def agreed_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Of callbacks, by their keys, and of schedules that follow a metric, by their place. What they decide, all members
+    must decide: who stops, what is the best so far, whether the rate falls."""
+    plateaus = {str(place): of.scheduler.state_dict() for place, of in _plateaus(trainer).items()}
+    return {"callbacks": copied(call._call_callbacks_state_dict(trainer)), "plateaus": copied(plateaus)}
 
 
-def restored(trainer: Trainer, states: dict[str, Any]) -> None:
-    """The callbacks are as those were."""
-    call._call_callbacks_load_state_dict(trainer, {"callbacks": states})
+def restored(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
+    """Callbacks and schedules are as those were."""
+    call._call_callbacks_load_state_dict(trainer, {"callbacks": states["callbacks"]})
+    plateaus = _plateaus(trainer)
+    for place, state in states["plateaus"].items():
+        scheduler = plateaus[int(place)].scheduler
+        scheduler.load_state_dict(state)
+        for group, rate in zip(scheduler.optimizer.param_groups, state["_last_lr"], strict=True):
+            group["lr"] = rate
+
+
+def _plateaus(trainer: Trainer) -> dict[int, Any]:
+    configs = dict(enumerate(trainer.lr_scheduler_configs))
+    return {place: config for place, config in configs.items() if isinstance(config.scheduler, ReduceLROnPlateau)}

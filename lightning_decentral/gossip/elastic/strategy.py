@@ -24,9 +24,9 @@ from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remem
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.loops import (
+    agreed_states,
     batches_of,
     calendar_of,
-    callback_states,
     copied,
     count_logged,
     dealt,
@@ -203,7 +203,7 @@ class ElasticGossipStrategy(WatchedProcess):
         self._member.begin(self._copy)
         self._member.enter(self._exchange)
         self._rank_as(self._member.place)
-        state = self._member.agreed(partial(callback_states, self._module.trainer))
+        state = self._member.agreed(partial(agreed_states, self._module.trainer))
         if state is not None:
             restored(self._module.trainer, state)
 
