@@ -63,6 +63,7 @@ class Member:
         asked: {count: when that beat was sent}
         sent_at: when it last sent beats.
         met_at: when other members were last heard directly.
+        woke: when it last went on after a sleep.
         entered: {member: which views came into force for it in which rounds}
         gone: members that the lobby doesn't hear.
         paused: why the lobby lets nobody go on.
@@ -78,6 +79,7 @@ class Member:
     asked: Mapping[int, float] = field(default_factory=dict)
     sent_at: float = float("-inf")
     met_at: Mapping[str, float] = field(default_factory=dict)
+    woke: float = float("-inf")
     entered: Mapping[str, History] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
     paused: str = ""
@@ -113,7 +115,9 @@ class Member:
         """By another member's beat: it lives, and may know a later view. It is answered by who hears the lobby."""
         if self.out:
             return self, []
-        theirs, state = beat.view, replace(self, met_at={**self.met_at, beat.sender: now})
+        theirs, state = beat.view, self._awake(now)
+        if now - state.woke > self.times.beat:
+            state = replace(state, met_at={**self.met_at, beat.sender: now})
         if theirs and self.mine.view and theirs.number > _number(self.mine.view):
             if self.name not in theirs.members:
                 return state._expelled(f"the run is in view {theirs.number}, made without this worker")
@@ -127,7 +131,11 @@ class Member:
         """Beats that are due."""
         if self.out or now - self.sent_at < self.times.beat:
             return self, []
-        return self._beat(now)
+        return self._awake(now)._beat(now)
+
+    def _awake(self, now: float) -> "Member":
+        """Who slept finds in its connections what others said meanwhile: for a beat that isn't a sign of life."""
+        return replace(self, woke=now) if self.times.alone < now - self.sent_at < float("inf") else self
 
     def fetched(self, donor: str, origin: str, round: int, now: float) -> tuple["Member", list[Act]]:
         """Everything has come from its donor, which was in this round: the lobby hears of it at once."""

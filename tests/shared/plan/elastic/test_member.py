@@ -117,6 +117,8 @@ def test_a_late_answer_says_only_that_the_lobby_heard_an_early_beat() -> None:
 @pytest.mark.parametrize(("heard", "goes_on"), [("", False), ("b", False), ("bc", True), ("bcd", True)])
 def test_without_the_lobby_more_than_half_go_on(heard: str, goes_on: bool) -> None:
     state = of_four()
+    for now in (0.4, 0.8):
+        state, _ = state.ticked(now)
     for name in heard:
         state, _ = state.met(beat(name), 1.0)
     assert (not state.waits(1.5)) == goes_on
@@ -154,3 +156,15 @@ def test_who_is_in_none_of_them_comes_back_and_is_silent() -> None:
 def test_the_lobby_sends_back_whom_the_run_left() -> None:
     _, acts = of_four().told(replace(WORD, out=True), 0.1)
     assert [type(act) for act in acts] == [Return]
+
+
+def test_what_a_sleeper_finds_in_its_connections_is_no_sign_of_life() -> None:
+    """The others said it while this one slept; they may have gone on without it since."""
+    state, _ = of_four().ticked(0.0)
+    for name in "bcd":
+        state, _ = state.met(beat(name, FOUR), 4 * TIMES.dead_after)
+    assert state.waits(4 * TIMES.dead_after)
+    state, _ = state.ticked(4 * TIMES.dead_after)
+    for name in "bcd":
+        state, _ = state.met(beat(name, FOUR), 4 * TIMES.dead_after + 2 * TIMES.beat)
+    assert not state.waits(4 * TIMES.dead_after + 2 * TIMES.beat)
