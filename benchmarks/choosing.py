@@ -102,7 +102,7 @@ def questions() -> str:
         ["links of 200 Mb/s, text", "`experiment=gossip_muon`",
          at_rate("gossip, int8, Muon", "200mbit"), text],
         ["the same links, but equal replicas", "`experiment=compressed_muon`",
-         at_rate("compressed, int4, Muon", "200mbit"), text],
+         at_rate("compressed, int8, Muon", "200mbit"), text],
         ["none of these", "`strategy=ddp`", compared, "`quality-2-cores.md`"],
     ]  # fmt: skip
     return markdown(("first yes", "type", "one number", "from"), body)
@@ -155,6 +155,16 @@ def larger_batch_by_rate() -> str:
     return text_by_rate("gpt-1024-tokens")
 
 
+def strongest_peer() -> str:
+    """The soonest of ours at the loss that `ddp` with Muon has in the end."""
+    body = []
+    for recipe in ("gpt", "gpt-1024-tokens"):
+        for row in by_rate(recipe, "times sooner at the loss that each peer"):
+            if row["peer"] in ("ddp, Muon", "ddp, Muon, fp16 hook"):
+                body.append([recipe, row["peer"], row["its loss"], *(row[rate] for rate in WRITTEN)])
+    return markdown(("recipe", "peer", "its loss", *WRITTEN.values()), body)
+
+
 def at_equal_steps() -> str:
     """Three seeds, four workers."""
     found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores.md")}
@@ -162,7 +172,10 @@ def at_equal_steps() -> str:
     return markdown(("recipe", "run", "metric", "mean ± deviation"), body)
 
 
-TABLES = (questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate)
+TABLES = (
+    questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
+    strongest_peer,
+)  # fmt: skip
 
 if __name__ == "__main__":
     print("\n\n".join(table() for table in TABLES))

@@ -5,7 +5,8 @@
 Hosts are network namespaces (`cluster.py`); computation, messages and losses are real, on processors that all hosts
 share. A loss after so many steps doesn't depend on the network, so it is measured once, over links that hide nothing
 and delay nothing, whole runs with every seed; a step is timed at each rate, over some tens of steps. Seconds to a loss
-are the one times the other. Learning rates are those that `docs/optimizers.md` calls tuned: a method's own.
+are the one times the other. Rates and momenta are each method's best on one grid (`tuning.py`); with a hook they are
+those without.
 
 Writes `results/loss-per-second-<hardware>.json` and `.md`; what is in the first isn't measured again. Needs root and
 iproute2. `--tables` writes the page again.
@@ -28,35 +29,46 @@ from rich.markdown import Markdown
 from rich.progress import Progress
 
 HERE = Path(__file__).parent
-DDP = ["strategy=ddp"]
-MUON = [*DDP, "optimizer=muon"]
+ADAMW, MUON = ["strategy=ddp", "optimizer.lr=6e-3"], ["strategy=ddp", "optimizer=muon"]
+DIFFERENCES = ["strategy/codec=difference_compression", "strategy/codec@strategy.codec.inner=int4"]
+STREAMED = ["strategy/topology=stream", "strategy.topology.steps=8", "strategy.topology.parts=8", "strategy.delay=1"]
 METHODS = {
-    "ddp": DDP,
-    "ddp, AccumAdamW": [*DDP, "optimizer=accum_adamw"],
-    "ddp, fp16 hook": [*DDP, "hook=fp16"],
-    "ddp, PowerSGD": [*DDP, "hook=powersgd"],
+    "ddp": ADAMW,
+    "ddp, AccumAdamW": ["strategy=ddp", "optimizer=accum_adamw"],
+    "ddp, fp16 hook": [*ADAMW, "hook=fp16"],
+    "ddp, PowerSGD": [*ADAMW, "hook=powersgd"],
     "ddp, Muon": MUON,
     "ddp, Muon, fp16 hook": [*MUON, "hook=fp16"],
     "ddp, Muon, PowerSGD": [*MUON, "hook=powersgd"],
     "gossip, int8, AccumAdamW": [*INT8, "optimizer=accum_adamw"],
     "gossip, int8, Muon": ["experiment=gossip_muon"],
-    "compressed, int4, Muon": ["experiment=compressed_muon"],
+    "gossip, int4 differences, Muon": ["experiment=gossip_muon", *DIFFERENCES, "optimizer.lr=3e-2"],
+    "compressed, int8, Muon": ["experiment=compressed_muon"],
+    "compressed, int4, Muon": [
+        *["experiment=compressed_muon", "strategy/codec=int4", "optimizer.lr=3e-2", "optimizer.momentum=0.9"],
+    ],
     "outer rounds of 8, int4, Muon": ["experiment=outer_muon"],
+    "streamed outer rounds of 8, int4, Muon": ["experiment=outer_muon", *STREAMED, "optimizer.momentum=0.9"],
 }
 """The first form of `ddp` is what the others are compared with; whose name begins with it is a peer."""
 GPT = PLAIN_RECIPES["gpt"]
 # In 256 tokens a worker and step Muon's products cost as much as the rest; in 1,024 about a quarter of that.
 LARGER_BATCH = GPT._replace(words=[*GPT.words, "data.batch_size=16"], steps=280, every=8)
-RECIPES = {"gpt": GPT, "gpt-1024-tokens": LARGER_BATCH, "larger-gpt": PLAIN_RECIPES["larger-gpt"]}
+OURS = {method: words for method, words in METHODS.items() if "Muon" in method and not method.startswith("ddp")}
+LONGER = {"gpt": ("gpt-1440-steps", "gpt-1620-steps")}
+"""What ours are trained in, too, with schedules of that length: steps are cheap to them, and who ends a run of as many
+steps above a peer may come to its loss sooner all the same."""
+RECIPES = {
+    "gpt": GPT._replace(methods=METHODS),
+    "gpt-1440-steps": GPT._replace(steps=1440, methods=OURS),
+    "gpt-1620-steps": GPT._replace(steps=1620, every=30, methods=OURS),
+    "gpt-1024-tokens": LARGER_BATCH._replace(methods=METHODS),
+    "larger-gpt": PLAIN_RECIPES["larger-gpt"]._replace(methods=METHODS),
+}
 FREE = "10gbit"
 """Links for the losses: no method waits for them."""
 TIMED = {"10mbit": 26, "50mbit": 50}
 """Steps that are run, elsewhere 74; timed are those after the tenth, a multiple of the outer rounds' 8."""
-
-
-def of(recipe: str) -> Recipe:
-    """With all methods."""
-    return RECIPES[recipe]._replace(methods=METHODS)
 
 
 def options_of(steps: int | None, longest: float) -> argparse.Namespace:
@@ -84,6 +96,8 @@ class Table:
         begin = f"{recipe} {hosts} "
         self.title = f"{recipe}, {hosts} hosts"
         self.runs = [run for key, run in results["curves"].items() if key.startswith(begin)]
+        names = [f"{name} {hosts} " for name in LONGER.get(recipe, ())]
+        self.longer = [[run for key, run in results["curves"].items() if key.startswith(name)] for name in names]
         timed = {key.removeprefix(begin): run for key, run in results["seconds"].items() if key.startswith(begin)}
         self.rates = dict(sorted(timed.items(), key=lambda item: bits_per_second(item[0])))
         self.methods = list(self.runs[0]) if self.runs else []
@@ -93,15 +107,20 @@ class Table:
         """Test loss after the last step, mean over the seeds."""
         return statistics.mean(run[method]["scores"][-1] for run in self.runs)
 
-    def steps(self, method: str, loss: float) -> float | None:
-        """Of the first mark at the loss or below, to the third digit, of the mean curve over the seeds."""
-        columns = zip(*(run[method]["scores"] for run in self.runs), strict=True)
-        marks = zip(self.runs[0][method]["steps"], map(statistics.mean, columns), strict=True)
+    def steps(self, method: str, loss: float, of: list[Any] | None = None) -> float | None:
+        """Of the first mark at the loss or below, to the third digit, of the mean curve over the seeds.
+
+        Args:
+            of: runs with a longer schedule.
+        """
+        runs = [run for run in (self.runs if of is None else of) if method in run]
+        columns = zip(*(run[method]["scores"] for run in runs), strict=True)
+        marks = zip(runs[0][method]["steps"] if runs else [], map(statistics.mean, columns), strict=True)
         return next((step for step, score in marks if round(score, 3) <= round(loss, 3)), None)
 
-    def sooner(self, method: str, peer: str, rate: str) -> str:
+    def sooner(self, method: str, peer: str, rate: str, of: list[Any] | None = None) -> str:
         """Times sooner than the peer at the loss that the peer has in the end."""
-        mine, theirs = (self.steps(name, self.last(peer)) for name in (method, peer))
+        mine, theirs = self.steps(method, self.last(peer), of), self.steps(peer, self.last(peer))
         if mine is None or theirs is None:
             return "not reached"
         return f"{theirs * self.rates[rate][peer] / (mine * self.rates[rate][method]):.2f}"
@@ -130,18 +149,22 @@ class Table:
         return rows
 
     def against_each_peer(self) -> list[list[str]]:
-        """The soonest of ours at the loss that each peer has in the end."""
+        """The soonest of ours at the loss that each peer has in the end, in as many steps or with a longer schedule."""
         head = ["peer", "its loss", *self.rates]
         rows = [head, ["---"] * len(head)]
-        ours = [method for method in self.methods if method not in self.peers]
         for peer in self.peers:
-            cells = []
-            for rate in self.rates:
-                reached = [m for m in ours if self.steps(m, self.last(peer)) is not None]
-                best = max(reached, key=lambda m: float(self.sooner(m, peer, rate)), default=None)
-                cells.append(f"{self.sooner(best, peer, rate)} ({best})" if best else "none of ours reaches it")
+            cells = [self._soonest(peer, rate) for rate in self.rates]
             rows.append([peer, f"{self.last(peer):.3f}", *cells])
         return rows
+
+    def _soonest(self, peer: str, rate: str) -> str:
+        found = []
+        for method in (method for method in self.methods if method not in self.peers):
+            for runs in (self.runs, *self.longer):
+                if self.steps(method, self.last(peer), runs) is not None:
+                    name = method if runs is self.runs else f"{method}; {runs[0][method]['steps'][-1]} steps"
+                    found.append((float(self.sooner(method, peer, rate, runs)), name))
+        return "{:.2f} ({})".format(*max(found)) if found else "none of ours reaches it"
 
     def markdown(self) -> str:
         steps = self.runs[0]["ddp"]["steps"][-1]
@@ -161,6 +184,7 @@ def lines(rows: list[list[str]]) -> str:
 def report(results: dict[str, Any], path: Path) -> str:
     """Writes the page of what has run."""
     places = dict.fromkeys(tuple(key.split(" ")[:2]) for key in results["curves"])
+    places = {place: None for place in places if not any(place[0] in names for names in LONGER.values())}
     about = "Hosts of one processor thread each, namespaces on one machine; computation is real, on processors that "
     about += f"all hosts share: {sentence()}."
     tables = [Table(results, recipe, int(hosts)).markdown() for recipe, hosts in places]
@@ -170,17 +194,22 @@ def report(results: dict[str, Any], path: Path) -> str:
 
 
 def run(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Measures what isn't there yet, and keeps each as soon as it is."""
+    """Measures the methods that aren't there yet, and keeps them as soon as they are."""
     keys = [("seconds", f"{r} {options.hosts} {rate}", r, rate) for r in options.recipes for rate in options.rates]
     keys += [("curves", f"{r} {options.hosts} {seed}", r, seed) for seed in options.seeds for r in options.recipes]
-    todo = [key for key in keys if key[1] not in results[key[0]]]
     with Progress() as progress:
-        for kind, key, recipe, what in progress.track(todo, description="runs"):
+        for kind, key, recipe, what in progress.track(keys, description="runs"):
+            known, every = results[kind].get(key, {}), RECIPES[recipe]
+            missing = {method: words for method, words in every.methods.items() if method not in known}
+            if not missing:
+                continue
+            left = every._replace(methods=missing)
             if kind == "curves":
-                found: Any = curves(options.hosts, of(recipe), what, options.steps, options.longest)
+                found: Any = curves(options.hosts, left, what, options.steps, options.longest)
             else:
-                found = seconds(options.hosts, of(recipe), what, options.longest)
-            results[kind][key] = found
+                found = seconds(options.hosts, left, what, options.longest)
+            known |= found
+            results[kind][key] = {method: known[method] for method in every.methods}
             options.results.write_text(json.dumps(results, indent=1) + "\n")
 
 

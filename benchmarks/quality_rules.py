@@ -43,7 +43,7 @@ RULES = {
     ],
 }
 OPTIMIZERS = {
-    "Muon": ["optimizer=muon", "optimizer.lr=2e-2"],
+    "Muon": ["optimizer=muon", "optimizer.lr=2e-2", "optimizer.momentum=0.95"],
     "AccumAdamW": ["optimizer=accum_adamw", "optimizer.lr=6e-3"],
 }
 # The rule's momentum takes the place of the optimizer's.

@@ -29,7 +29,7 @@ from lightning_decentral.shared.plan.network import LinkCost, Network
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.plan.timeline import run
 
-OPTIMIZERS = ("ddp", "ddp, Muon", "gossip, int8, AccumAdamW", "gossip, int8, Muon", "compressed, int4, Muon")
+OPTIMIZERS = ("ddp", "ddp, Muon", "gossip, int8, AccumAdamW", "gossip, int8, Muon", "compressed, int8, Muon")
 TICKS = (20, 50, 100, 200, 500, 1000, 2000)
 RACKS = (0, 1, 0, 1, 1, 0, 1, 0)
 

@@ -103,7 +103,7 @@ def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
         why = "Adam takes smaller steps under gossip than under ddp; " if gossip else ""
         yield f"{why}Muon would take {1e3 * more:.3g} ms a step more: --optimizer muon (docs/optimizers.md says when)"
     if model.optimizer == MUON and gossip:
-        yield "Muon under gossip takes a higher rate than under ddp: tune optimizer.lr (docs/optimizers.md)"
+        yield "Muon under gossip takes a momentum of its own: tune optimizer.lr and .momentum (docs/optimizers.md)"
 
 
 RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from loss_per_second import METHODS, TIMED, Table, of, report
+from loss_per_second import METHODS, RECIPES, TIMED, Table, report
 from quiet_recipe import composed
 
 
@@ -38,9 +38,16 @@ def test_the_page_names_the_soonest_of_ours_for_each_peer(tmp_path: Path) -> Non
     assert page == (tmp_path / "page.md").read_text()
 
 
+def test_a_longer_schedule_may_come_to_a_peers_loss_sooner() -> None:
+    longer = {"gpt-1440-steps 4 0": {"gossip": {"steps": [20, 40, 60], "scores": [2.0, 1.1, 0.9]}}}
+    table = Table({**RESULTS, "curves": {**RESULTS["curves"], **longer}}, "gpt", 4)
+    assert table.against_each_peer()[3] == ["ddp, Muon", "1.100", "4.50 (gossip; 60 steps)"]  # 30 x 1.2 s, 40 x 0.2 s
+    assert table.against_each_peer()[2] == ["ddp", "1.600", "7.50 (gossip)"]
+
+
 def test_every_method_is_one_that_the_command_line_takes() -> None:
     for name, words in METHODS.items():
-        strategy = composed([*of("gpt").words, *(w for w in words if not w.startswith("hook="))], 0).strategy
+        strategy = composed([*RECIPES["gpt"].words, *(w for w in words if not w.startswith("hook="))], 0).strategy
         assert ("DDP" in strategy._target_) == name.startswith("ddp"), name
 
 

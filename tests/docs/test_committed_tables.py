@@ -24,6 +24,7 @@ def rows(text: str) -> list[list[str]]:
         ("partial-backprop.md", "partial-accuracy-2-cores.md"),
         ("codecs.md", "quality-codec-2-cores.md"),
         ("rules.md", "quality-rules-2-cores.md"),
+        ("optimizers.md", "tuning-2-cores.md"),
     ],
 )
 def test_a_page_holds_the_whole_table(name: str, results: str) -> None:

@@ -1,0 +1,120 @@
+"""Learning rate and momentum of each method of `loss_per_second.py`, all from one grid.
+
+    nice python benchmarks/tuning.py --jobs 2            # about an hour on two cores
+
+Each run is a rehearsal: four workers in one process, bit for bit what so many processes train (`docs/plan.md`), over
+one epoch of `gpt` under a cosine of that length. Judged by the test loss of the mean model after the last step. No
+network and no clock matters, so a busy machine will do. Muon has three momenta, Adam's stay at 0.9.
+
+Writes `results/tuning-<hardware>.json` and `.md`; finished runs are kept in the first.
+"""
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from cluster_accuracy import EXAMPLES
+from hardware import description, sentence, slug
+from hydra.utils import instantiate
+from loss_per_second import GPT, METHODS
+from quiet_recipe import built, composed
+from rich.progress import track
+from torch.utils.data import DataLoader, Subset
+
+from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+from lightning_decentral.planner.rehearsal.worker import Loop
+
+RESULTS = Path(__file__).parent / "results" / f"tuning-{slug()}.json"
+WORKERS, STEPS, SEED = 4, 364, 0
+RATES = {"adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (1e-2, 2e-2, 3e-2, 4e-2)}
+MOMENTA = {"adamw": (0.9,), "muon": (0.8, 0.9, 0.95)}
+
+
+def family(method: str) -> str:
+    return "muon" if "Muon" in method else "adamw"
+
+
+def grid() -> dict[str, list[str]]:
+    """{"method, rate, momentum": Hydra's words}; a hook of torch's can't be rehearsed and takes what `ddp` takes."""
+    found = {}
+    for method, words in METHODS.items():
+        if not any(word.startswith("hook=") for word in words):
+            for rate, momentum in product(RATES[family(method)], MOMENTA[family(method)]):
+                own = [f"optimizer.momentum={momentum}"] if family(method) == "muon" else []
+                found[f"{method} | {rate:g} | {momentum:g}"] = [*words, f"optimizer.lr={rate:g}", *own]
+    return found
+
+
+def loss(words: list[str]) -> float:
+    """Test loss at the end, in nats per byte; infinite where the run broke off."""
+    torch.set_num_threads(1)
+    cfg = composed([*GPT.words, *words], SEED)
+    data, module, _ = built(cfg)
+    batches, epoch = shared_out(loader_of(module, data), WORKERS)
+    data.setup("test")
+    tests = DataLoader(Subset(data.splits["test"], range(EXAMPLES)), batch_size=EXAMPLES // 4)
+    strategy, loop = instantiate(cfg.strategy, _convert_="all"), Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, STEPS)
+    try:
+        with Crew(module, batches, strategy, WORKERS, STEPS, loop=loop) as crew:
+            crew.train(STEPS)
+            return Evaluation(module, list(tests)).loss([worker.module for worker in crew.workers])
+    except FloatingPointError:
+        return float("inf")
+
+
+def best(runs: dict[str, float]) -> dict[str, tuple[float, float, float]]:
+    """{method: (loss, rate, momentum)}, the lowest of each."""
+    found: dict[str, tuple[float, float, float]] = {}
+    for name, reached in runs.items():
+        method, rate, momentum = name.split(" | ")
+        found[method] = min(found.get(method, (float("inf"), 0.0, 0.0)), (reached, float(rate), float(momentum)))
+    return found
+
+
+def page(runs: dict[str, float]) -> str:
+    """A table for each kind of optimizer: columns are rates."""
+    parts, chosen = (
+        [f"Test loss of `gpt` after {STEPS} steps, {WORKERS} workers, seed {SEED}: {sentence()}."],
+        best(runs),
+    )
+    for kind, rates in RATES.items():
+        head = ["method", "momentum", *(f"{rate:g}" for rate in rates)]
+        lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+        for method, momentum in product((m for m in chosen if family(m) == kind), MOMENTA[kind]):
+            cells = []
+            for rate in rates:
+                reached = runs.get(f"{method} | {rate:g} | {momentum:g}")
+                bold = "**" if (reached, rate, momentum) == chosen[method] else ""
+                cells.append("" if reached is None else f"{bold}{reached:.3f}{bold}")
+            lines.append(f"| {method} | {momentum:g} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
+    options = parser.parse_args()
+    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
+    todo = {name: words for name, words in grid().items() if name not in kept["runs"]}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        running = {pool.submit(loss, words): name for name, words in todo.items()}
+        for done in track(as_completed(running), "runs", total=len(running)):
+            kept["runs"][running[done]] = done.result()
+            kept["hardware"] = description()
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    kept["runs"] = {name: kept["runs"][name] for name in grid()}
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(page(kept["runs"]))
+    print(page(kept["runs"]))
+
+
+if __name__ == "__main__":
+    main()
