@@ -112,7 +112,8 @@ def optimizers() -> Iterator[str]:
     for method, momenta in (("ddp, Muon", (0.8, 0.95)), ("gossip, int8, Muon", (0.9, 0.95))):
         least = [min(v for name, v in runs.items() if name.startswith(f"{method} |") and name.endswith(f"| {m:g}"))
                  for m in momenta]  # fmt: skip
-        yield f"comes to {least[0]:.3f} with" + (f" a momentum of {momenta[0]:g}" if method.startswith("ddp") else "")
+        words = "a momentum of " if method.startswith("ddp") else ""
+        yield f"comes to {least[0]:.3f} with {words}{momenta[0]:g}"
         yield f"and to {least[1]:.3f} with {momenta[1]:g}"
     yield f"large matrices take {ours[0]} to {ours[1]} of the time, and in torch's function {torch[0]} to {torch[1]}"
 

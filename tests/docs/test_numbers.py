@@ -22,9 +22,6 @@ SETTINGS = {
     ],
     "docs/optimizers.md": [
         "The factor 0.2 sqrt(max side)",
-        "a momentum of 0.8 and to",
-        "with 0.9 and to",
-        "with 0.95.",
         "and a momentum of 0.95",
         "momentum 0.95, rates from 3e-3 to 2e-2",
         "rate 0.7, momentum 0.5",
