@@ -1,12 +1,15 @@
-"""Rehearsed steps and seconds to a loss against real runs of the same settings, and what a rehearsal computes.
+"""Rehearsed steps times forecast seconds against real seconds to a loss, and what a rehearsal computes.
 
-    python benchmarks/rehearsed.py            # about six minutes on two cores
-    python benchmarks/rehearsed.py --cost     # one minute
+    python benchmarks/rehearsed.py                  # rehearses; some twenty minutes, a busy machine will do
+    sudo python benchmarks/rehearsed.py --forecast  # profiles and forecasts; about five minutes
+    python benchmarks/rehearsed.py --cost           # one minute
 
-Real runs are those of `loss_per_second.py` (committed): `gpt` on four hosts. The same settings are rehearsed for the
-first steps of the same schedule and the same seed, on the same test examples. Seconds to a loss are steps to it, real
-or rehearsed, times the measured seconds of a step at each rate: the forecast of a step is checked by `predicted.py`.
+Real runs are those of `loss_per_second.py` (committed): `gpt` on four hosts, with 256 and 1,024 tokens a worker. The
+same settings are rehearsed for the first steps of the same schedule and the same seed, on the same test examples.
 Methods with a hook of torch's can't be rehearsed and are left out.
+
+Seconds of a step are forecast as `plan` does it: from a profile of the model with each optimizer, and of the network at
+each rate. All hosts profile at once, as all train on the same processors.
 
 The cost is processor time, which other programs don't change: of all threads over whole steps, against forward and
 backward alone, one torch thread.
@@ -14,57 +17,72 @@ backward alone, one torch thread.
 
 import argparse
 import json
+import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
-from cluster_accuracy import EXAMPLES
+from cluster import Cluster, ClusterError, cluster
+from cluster_accuracy import EXAMPLES, Recipe
 from hardware import description, slug
 from hydra.utils import instantiate
-from loss_per_second import METHODS, RECIPES
+from loss_per_second import FREE, METHODS, RECIPES
+from predicted import profiled as with_network
 from quiet_recipe import built, composed
 from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader, Subset
 
-from lightning_decentral.planner.forecasts import strategy_of
+from lightning_decentral.planner.forecasts import method_of, strategy_of
 from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 from lightning_decentral.planner.rehearsal.rehearse import METHODS as REHEARSED
 from lightning_decentral.planner.rehearsal.search import Course, Point, reached, search
 from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.shared.plan.forecast import Cluster as Devices
+from lightning_decentral.shared.plan.forecast import Setting, drawn
+from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, RoundWork, read
 
 RESULTS = Path(__file__).parent / "results"
 REAL = RESULTS / "loss-per-second-2-cores.json"
-SEED, HOSTS, STEPS, RECIPE = 0, 4, 320, RECIPES["gpt"]
-TARGETS = (2.3, 2.1, 1.95)
+SEED, HOSTS = 0, 4
+STEPS = {"gpt": 320, "gpt-1024-tokens": 120}
+TARGETS = {"gpt": (2.3, 2.1, 1.95), "gpt-1024-tokens": (2.3, 2.1, 1.95)}
+RATES = ("10mbit", "50mbit", "200mbit", "1gbit")
+WITHIN, ALIKE = 0.15, 0.1
+"""Forecast seconds are right if not farther off; of methods nearer to each other none is the best."""
 COST_STEPS = 30
+METHODS_HERE = {name: words for name, words in METHODS.items() if not any(w.startswith("hook=") for w in words)}
 
 
-def crew_of(words: list[str], strategy: Any = None) -> tuple[Any, Any, Callable[[float], Crew]]:
+def crew_of(recipe: Recipe, words: list[str], strategy: Any = None) -> tuple[Any, Any, Callable[[float], Crew]]:
     """(module, data, what makes the crew at a learning rate)."""
-    cfg = composed([*RECIPE.words, *words], SEED)
+    cfg = composed([*recipe.words, *words], SEED)
     data, module, _ = built(cfg)
     batches, epoch = shared_out(loader_of(module, data), HOSTS)
     used = strategy or instantiate(cfg.strategy, _convert_="all")
 
     def make(rate: float) -> Crew:
-        loop = Loop(cfg.trainer.gradient_clip_val, rate, epoch, RECIPE.steps)
-        return Crew(module, batches, used, HOSTS, RECIPE.steps, loop=loop)
+        loop = Loop(cfg.trainer.gradient_clip_val, rate, epoch, recipe.steps)
+        return Crew(module, batches, used, HOSTS, recipe.steps, loop=loop)
 
     return module, data, make
 
 
-def curve(words: list[str]) -> list[Point]:
+def curve(name: str, words: list[str]) -> list[Point]:
     """(step, test loss) of a method, rehearsed."""
-    module, data, make = crew_of(words)
+    module, data, make = crew_of(RECIPES[name], words)
     data.setup("test")
     tests = DataLoader(Subset(data.splits["test"], range(EXAMPLES)), batch_size=EXAMPLES // 4)
-    course = Course(STEPS, 0.0, Evaluation(module, list(tests)), lambda: None)
+    course = Course(STEPS[name], 0.0, Evaluation(module, list(tests)), lambda: None)
     return list(search(make, [1.0], course).points)
 
 
@@ -75,7 +93,7 @@ def shares() -> dict[str, float]:
 
 
 def _share(words: str) -> float:
-    _, _, make = crew_of([], strategy_of(words))
+    _, _, make = crew_of(RECIPES["gpt"], [], strategy_of(words))
     with make(1.0) as crew:
         crew.train(3)
         needed = [_counted(worker.module) for worker in crew.workers]
@@ -106,60 +124,162 @@ def _counted(module: Any) -> list[float]:
     return found
 
 
-def compared(curves: dict[str, list[Point]]) -> dict[str, Any]:
-    """Rows of each method, rate and target; how many pairs have the real order, and how often the best is the best."""
-    real = json.loads(REAL.read_text())
-    runs = real["curves"][f"gpt {HOSTS} {SEED}"]
-    rates = {k.split()[2]: v for k, v in real["seconds"].items() if k.startswith(f"gpt {HOSTS} ")}
-    rows, right, pairs, best, groups = [], 0, 0, 0, 0
-    for rate, step_seconds in rates.items():
-        for target in TARGETS:
-            here = {}
-            for method, points in curves.items():
-                marks = list(zip(runs[method]["steps"], runs[method]["scores"], strict=True))
-                steps = reached(points, target), reached(marks, target)
-                if None not in steps:
-                    here[method] = tuple(count * step_seconds[method] for count in steps)
-                    rows.append({"rate": rate, "target": target, "method": method, "steps": steps})
-                    rows[-1]["seconds"] = here[method]
-            groups, best = groups + 1, best + (_soonest(here, 0) == _soonest(here, 1))
-            for a, b in combinations(here.values(), 2):
-                pairs, right = pairs + 1, right + ((a[0] < b[0]) == (a[1] < b[1]))
-    return {"rows": rows, "pairs": pairs, "pairs_right": right, "settings": groups, "best_right": best}
+# ---- forecast seconds ------------------------------------------------------------------------------------------------
 
 
-def _soonest(here: dict[str, tuple[float, ...]], which: int) -> str:
-    return min(here, key=lambda method: here[method][which])
+def profiled(hosts: Cluster, words: list[str]) -> Profile:
+    """Mean of what all hosts measure at once, as `lightning-decentral profile` does it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = f"exec {Path(sys.executable).parent}/lightning-decentral profile {' '.join(words)}"
+        codes = hosts.run(["bash", "-c", f"{command} --out {folder}/$NODE_RANK.json"], seconds=300)
+        if any(codes):
+            raise SystemExit(f"hosts ended with {codes}")
+        found = [read(Path(folder) / f"{rank}.json") for rank in range(hosts.hosts)]
+    models = [one.model for one in found]
+    blocks = tuple(_mean_block(same) for same in zip(*(model.blocks for model in models), strict=True))
+    works = tuple(_mean_work(same) for same in zip(*(model.rounds for model in models), strict=True))
+    loop, rate = (statistics.mean(getattr(m, k) for m in models) for k in ("loop_seconds", "products_per_second"))
+    model = replace(models[0], blocks=blocks, rounds=works, loop_seconds=loop, products_per_second=rate)
+    return Profile(model, (), tuple(one for each in found for one in each.variation))
+
+
+def _mean_block(same: tuple[BlockCost, ...]) -> BlockCost:
+    return replace(same[0], **_means(same, ("forward_seconds", "backward_seconds", "update_seconds")))
+
+
+def _mean_work(same: tuple[RoundWork, ...]) -> RoundWork:
+    return replace(same[0], **_means(same, ("own_seconds_per_byte", "heard_seconds_per_byte")))
+
+
+def _means(same: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, float]:
+    return {name: statistics.mean(getattr(one, name) for one in same) for name in names}
+
+
+def forecasts() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """(recipe, {rate: {method: seconds per step}})."""
+    with cluster(HOSTS, FREE, name="profiles") as place:
+        any_model = profiled(place, [*RECIPES["gpt"].words, "trainer=cpu"]).model
+    links = {rate: _network(rate, any_model) for rate in RATES}
+    with cluster(HOSTS, FREE, name="profiles") as place:
+        for name in STEPS:
+            profiles: dict[str, Profile] = {}
+            found: dict[str, dict[str, float]] = {rate: {} for rate in RATES}
+            for method, words in METHODS_HERE.items():
+                cfg = composed([*RECIPES[name].words, *words], SEED)
+                kind = str(cfg.optimizer._target_).rpartition(".")[2]
+                if kind not in profiles:
+                    own = [word for word in words if word.startswith(("experiment=", "optimizer="))]
+                    profiles[kind] = profiled(place, [*RECIPES[name].words, *own, "trainer=cpu"])
+                strategy = instantiate(cfg.strategy, _convert_="all")
+                for rate in RATES:
+                    found[rate][method] = seconds_of(profiles[kind], strategy, links[rate])
+            yield name, found
+
+
+def _network(rate: str, model: Model) -> Network:
+    """As the hosts measure it."""
+    with cluster(HOSTS, rate, name="profiles") as place:
+        return Network(with_network(place, model).network)
+
+
+def seconds_of(profile: Profile, strategy: Any, network: Network) -> float:
+    where = Setting(profile.model, network, Devices(HOSTS))
+    factors = drawn(profile.variation, HOSTS)
+    return float(method_of(strategy, where.cluster, 1).seconds(where, factors).mean())
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def compared(kept: dict[str, Any]) -> dict[str, Any]:
+    """Rows of each recipe, rate, target and method, and how many are right."""
+    real, rows = json.loads(REAL.read_text()), []
+    for name, curves in kept["curves"].items():
+        runs = real["curves"][f"{name} {HOSTS} {SEED}"]
+        for rate in RATES:
+            took, told = real["seconds"][f"{name} {HOSTS} {rate}"], kept["forecasts"][name][rate]
+            for target in TARGETS[name]:
+                for method, points in curves.items():
+                    marks = list(zip(runs[method]["steps"], runs[method]["scores"], strict=True))
+                    steps = reached(points, target), reached(marks, target)
+                    if steps[0] is not None and steps[1] is not None:
+                        row = {"recipe": name, "rate": rate, "target": target, "method": method, "steps": steps}
+                        row["step_seconds"] = told[method], took[method]
+                        row["seconds"] = steps[0] * told[method], steps[1] * took[method]
+                        rows.append(row)
+    return {"rows": rows, **verdict(rows)}
+
+
+def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many seconds and steps are right, in how many settings the best is the best, how many pairs have their order.
+    A pair that is nearer than a setting's two best may be has no order."""
+    found = {"settings": 0, "clear": 0, "best_right": 0, "pairs": 0, "pairs_right": 0}
+    for setting in dict.fromkeys((row["recipe"], row["rate"], row["target"]) for row in rows):
+        here = [row for row in rows if (row["recipe"], row["rate"], row["target"]) == setting]
+        found["settings"] += 1
+        first, second = sorted(here, key=lambda row: row["seconds"][1])[:2]
+        if second["seconds"][1] > (1 + ALIKE) * first["seconds"][1]:
+            found["clear"] += 1
+            found["best_right"] += min(here, key=lambda row: row["seconds"][0]) is first
+        for a, b in combinations((row["seconds"] for row in here), 2):
+            found["pairs"] += 1
+            found["pairs_right"] += (a[0] < b[0]) == (a[1] < b[1])
+    for what in ("seconds", "steps", "step_seconds"):
+        off = [abs(row[what][0] / row[what][1] - 1) for row in rows]
+        found[f"{what}_within"] = sum(one <= WITHIN for one in off)
+        found[f"{what}_median_off"] = round(statistics.median(off), 4)
+    return found | {"values": len(rows)}
 
 
 def page(found: dict[str, Any]) -> str:
-    lines = ["| method | target | steps rehearsed | steps of the real run | off |", "| --- | --- | --- | --- | --- |"]
-    told = dict.fromkeys((row["method"], row["target"], *row["steps"]) for row in found["rows"])
-    for method, target, mine, theirs in told:
-        lines.append(f"| {method} | {target} | {mine} | {theirs} | {100 * (mine / theirs - 1):+.1f} % |")
-    lines += ["", f"Order right in {found['pairs_right']} of {found['pairs']} pairs of methods at a rate and target; "]
-    lines[-1] += f"the best one right in {found['best_right']} of {found['settings']} settings."
-    return "\n".join(lines) + "\n"
+    lines = ["| recipe, rate | method | target | s forecast | real s | off | steps | real | s a step | real |"]
+    lines.append("| --- " * 10 + "|")
+    for row in found["rows"]:
+        (told, took), (mine, theirs), (step, real) = row["seconds"], row["steps"], row["step_seconds"]
+        cells = [f"{row['recipe']}, {row['rate']}", row["method"], f"{row['target']}", f"{told:.1f}", f"{took:.1f}"]
+        cells += [f"{100 * (told / took - 1):+.0f} %", f"{mine}", f"{theirs}", f"{step:.3f}", f"{real:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    said = (
+        f"Within {WITHIN:.0%}: {found['seconds_within']} of {found['values']} seconds, {found['steps_within']} numbers "
+    )
+    said += (
+        f"of steps, {found['step_seconds_within']} seconds of a step. The best one right in {found['best_right']} of "
+    )
+    said += (
+        f"{found['clear']} settings where the two best differ by more than {ALIKE:.0%}, of {found['settings']} in all; "
+    )
+    said += f"the order in {found['pairs_right']} of {found['pairs']} pairs."
+    return "\n".join([*lines, "", said]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cost", action="store_true", help="what a rehearsal computes, in place of the comparison")
+    parser.add_argument("--cost", action="store_true", help="what a rehearsal computes, and nothing else")
+    parser.add_argument("--forecast", action="store_true", help="profiles and forecasts, and nothing else; needs root")
     options = parser.parse_args()
     path = RESULTS / f"rehearsed-{slug()}.json"
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if options.cost:
         kept["cost"] = shares()
-        Console().print(kept["cost"])
+    elif options.forecast:
+        kept["forecasts"] = dict(forecasts())
     else:
         torch.set_num_threads(1)
-        methods = {name: words for name, words in METHODS.items() if not any(w.startswith("hook=") for w in words)}
-        kept["curves"] = {name: curve(words) for name, words in track(methods.items(), "methods")}
-        kept |= compared(kept["curves"])
+        todo = [(name, method, words) for name in STEPS for method, words in METHODS_HERE.items()]
+        kept["curves"] = {name: {} for name in STEPS}
+        for name, method, words in track(todo, "methods"):
+            kept["curves"][name][method] = curve(name, words)
+            path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(json.dumps({**kept, "hardware": description()}, indent=1) + "\n")
+    if "curves" in kept and "forecasts" in kept:
+        kept |= compared(kept)
         path.with_suffix(".md").write_text(page(kept))
         Console().print(page(kept))
     path.write_text(json.dumps({**kept, "hardware": description()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ClusterError as error:
+        sys.exit(f"error: {error}")

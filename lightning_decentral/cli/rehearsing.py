@@ -115,7 +115,8 @@ def table(found: Answer) -> Table:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """One row; what isn't known is null. `seeds` are the steps of each."""
+    """One row; what isn't known is null. `seeds` are the steps of each, `step_seconds_at` by a card's bytes per second,
+    `noise` in batches of a worker."""
 
     title: str
     words: str
@@ -123,8 +124,12 @@ class Rehearsed:
     rate: float
     steps: int | None
     seeds: list[int | None]
+    extrapolated: bool
     loss: float
+    apart: float
+    noise: float | None
     step_seconds: float | None
+    step_seconds_at: dict[float, float]
     seconds: float | None
     interval_seconds: list[float] | None
     sent_bytes: float | None
@@ -152,8 +157,12 @@ def rehearsed(found: Answer, command: str | None) -> Rehearsal:
             rate=row.rate,
             steps=row.steps,
             seeds=list(row.seeds),
+            extrapolated=row.extrapolated,
             loss=row.loss,
+            apart=row.apart,
+            noise=row.noise,
             step_seconds=row.step_seconds,
+            step_seconds_at=dict(row.step_seconds_at),
             seconds=row.seconds,
             interval_seconds=list(row.interval_seconds) if row.interval_seconds else None,
             sent_bytes=row.sent_bytes,

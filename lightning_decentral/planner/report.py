@@ -70,7 +70,8 @@ def winners(cells: Sequence[Cell], colours: Mapping[str, str]) -> str:
     for cell in cells:
         x, y = rates.index(cell.bytes_per_second), workers.index(cell.workers)
         axes.add_patch(_square(x, y, colours[cell.best]))
-        axes.text(x, y, f"{cell.speedup(cell.best):.1f}", ha="center", va="center", fontsize=8, color=INK)
+        said = f"{cell.speedup(cell.best):.1f}" if cell.speedup(cell.best) else ""
+        axes.text(x, y, said, ha="center", va="center", fontsize=8, color=INK)
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylim(-0.5, len(workers) - 0.5)
     axes.set_xticks(range(len(rates)), [f"{8 * rate / 1e9:g}" for rate in rates])

@@ -29,8 +29,8 @@ class Cell:
     best: str
 
     def speedup(self, title: str) -> float:
-        """Of a candidate over ddp; 0 where it can't serve the cluster."""
-        return self.seconds["ddp"] / self.seconds[title] if title in self.seconds else 0.0
+        """Of a candidate over ddp; 0 where one of them has no seconds."""
+        return self.seconds["ddp"] / self.seconds[title] if {title, "ddp"} <= self.seconds.keys() else 0.0
 
 
 def sizes(setting: Setting, nodes: Sequence[int] = NODES) -> list[int]:

@@ -162,6 +162,9 @@ def test_a_recipe_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found.model.parameter_bytes == sum(p.nbytes for p in tensors)
     assert found.model.state_bytes == 2 * found.model.parameter_bytes + 4 * len(tensors), "two moments and the step"
     assert len(found.variation) == 3
+    blocks = sum(b.pass_seconds + b.update_seconds for b in found.model.blocks)
+    assert found.model.loop_seconds >= 0
+    assert found.model.seconds == pytest.approx(blocks + found.model.loop_seconds)
     assert sum(found.variation) == pytest.approx(3, abs=1e-3)
     assert list(found.hosts.values()) == [found.model.device]
     printed = capsys.readouterr().out
@@ -217,7 +220,7 @@ def test_blocks_add_up_to_a_step_of_a_plain_loop(clock: None, monkeypatch: pytes
     assert step == 4 + 4 + 3, "forward, weights, inputs but the first layer's"
     assert sum(block.forward_seconds for block in watch.blocks) == 4
     assert sum(block.backward_seconds for block in watch.blocks) == 7
-    assert watch.steps() == [step] * 4
+    assert watch.steps() == [step] * 3
 
 
 def test_mistakes_are_one_line() -> None:

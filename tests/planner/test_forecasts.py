@@ -1,6 +1,7 @@
 """Forecasts of the words that users type: their bytes are what the rounds of such a run send, counted there."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,13 +30,13 @@ from lightning_decentral.planner.forecasts import (
 )
 from lightning_decentral.planner.optimizer_profile import states_of
 from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
-from lightning_decentral.shared.plan.forecast import Cluster, Setting
+from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.profile import BlockCost, Model
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.pending import Pending, Together
 from tests.docs.pages import ROOT
 from tests.gossip.wire.test_assembly import Alike
-from tests.settings import links
+from tests.settings import links, model
 
 SIZE, SIDE = 4, 64  # matrices of whole blocks of every codec, without padding
 
@@ -276,3 +277,27 @@ def test_assumed_seconds_are_the_committed_ones() -> None:
 def test_codecs_of_one_kind_are_assumed_to_take_the_same() -> None:
     assert encoding_of(Int4(block=64)).assumed.own_seconds_per_byte == CODEC_SECONDS_PER_BYTE[Int4()][0]
     assert encoding_of(Int8(block=64)).assumed.heard_seconds_per_byte == CODEC_SECONDS_PER_BYTE[Int8()][1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "strategy=ddp",
+        "strategy=compressed",
+        "strategy=gossip",
+        "strategy=gossip strategy.delay=0",
+        "strategy=gossip strategy/island=all_reduce strategy.island.devices=2",
+        "strategy=gossip strategy/island=fully_shard strategy.island.devices=2",
+        "strategy=gossip strategy/island=fully_shard strategy.island.devices=4",
+        "strategy=partial_backprop",
+        "strategy=token_pipeline strategy.stages=4 strategy.microbatches=4",
+    ],
+)
+def test_what_the_loop_takes_comes_once_to_every_step(words: str) -> None:
+    method, without = (
+        method_of(strategy_of(words), Cluster(4), 1),
+        Setting(model(), links(), Cluster(4)).without_network,
+    )
+    looped = replace(without, model=replace(model(), loop_seconds=0.5))
+    more = method.seconds(looped, even(4)) - method.seconds(without, even(4))
+    assert more.tolist() == pytest.approx([0.5])

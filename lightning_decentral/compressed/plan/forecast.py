@@ -65,7 +65,7 @@ class CompressedForecast(Synchronous):
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
         asked = self.bucket_bytes or min(max(setting.model.parameter_bytes // 8, 2 * 2**20), 256 * 2**20)
-        return step_by(setting.model.blocks, self._travel(setting), factor, int(asked))
+        return step_by(setting.model.step_blocks, self._travel(setting), factor, int(asked))
 
     def _travel(self, setting: Setting) -> Travel:
         scatter, gather = self.prices(setting)

@@ -48,7 +48,7 @@ class Alone(Within):
         return ()
 
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        return data_parallel.step(setting.model.blocks, FREE, factor)
+        return data_parallel.step(setting.model.step_blocks, FREE, factor)
 
     def memory_bytes(self, setting: Setting) -> float:
         return replica_bytes(setting.model)
@@ -62,7 +62,7 @@ class ReplicatedCost(Within):
         return self._price("all_reduce", setting), self.gathering(setting)
 
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
-        return data_parallel.step(setting.model.blocks, self.prices(setting)[0], factor)
+        return data_parallel.step(setting.model.step_blocks, self.prices(setting)[0], factor)
 
     def memory_bytes(self, setting: Setting) -> float:
         # And the buckets of gradients.
@@ -83,7 +83,7 @@ class Shards(Within):
     def step(self, setting: Setting, factor: float) -> list[Task[str]]:
         gather, scatter = self.prices(setting)
         whole = data_parallel.whole_matrices(setting, self.devices)
-        return data_parallel.sharded_step(setting.model.blocks, gather, scatter, self.devices, factor, whole)
+        return data_parallel.sharded_step(setting.model.step_blocks, gather, scatter, self.devices, factor, whole)
 
     def kept_bytes(self, setting: Setting) -> float:
         return setting.model.parameter_bytes / self.devices

@@ -104,4 +104,4 @@ class PartialForecast(Method):
         return at_factors(lambda factor: makespan(run(self._step(setting, trained, factor))), factors)
 
     def _step(self, setting: Setting, trained: Trained, factor: float) -> list[Task[str]]:
-        return data_parallel.step(cut(setting.model.blocks, trained), self.prices(setting)[0], factor)
+        return data_parallel.step(cut(setting.model.step_blocks, trained), self.prices(setting)[0], factor)

@@ -1,14 +1,20 @@
 """The answer of a rehearsal: steps to the target times the forecast seconds of a step, and what to train with."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import inf
 
 from lightning_decentral.planner.candidates import BASELINE, Candidate, in_full
 from lightning_decentral.planner.compare import THRESHOLD, chosen
+from lightning_decentral.planner.rehearsal.noise import steps_ratio
+from lightning_decentral.planner.rehearsal.search import BEYOND
+from lightning_decentral.planner.variations import Cell
 
 FORECAST_ERROR = 0.07
 """The furthest that forecast seconds of a step were from measured ones (docs/measured.md)."""
+BEYOND_ERROR = 0.11
+"""Nine in ten extrapolated numbers of steps were nearer to those of longer runs (benchmarks/foretold.py)."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +23,15 @@ class Reached:
 
     Args:
         rate: what learning rates were multiplied by.
-        seeds: steps to the target, of each seed; None: not reached.
+        seeds: steps to the target, of each seed; None: neither reached nor near.
         loss: on held-out batches in the end, mean of the seeds.
         step_seconds: forecast; None without a profile.
         step_bytes: sent by all workers in a step.
         curve: (step, loss) of the first seed.
+        extrapolated: whether a seed came near the target only, and its steps are foreseen.
+        step_seconds_at: forecast, by bytes per second of a node's network card.
+        noise: of the gradients, in batches of a worker; of methods whose workers stay equal.
+        apart: loss of the workers' own models over that of their mean, in the end.
     """
 
     title: str
@@ -33,6 +43,10 @@ class Reached:
     step_seconds: float | None
     step_bytes: float
     curve: tuple[tuple[float, float], ...] = ()
+    extrapolated: bool = False
+    step_seconds_at: Mapping[float, float] = field(default_factory=dict)
+    noise: float | None = None
+    apart: float = 0.0
 
     @property
     def steps(self) -> int | None:
@@ -52,12 +66,17 @@ class Reached:
 
     @property
     def interval_seconds(self) -> tuple[float, float] | None:
-        """From the soonest seed to the latest, widened by the forecast's error."""
+        """From the soonest seed to the latest, widened by the forecast's error, and that of extrapolated steps."""
         if self.steps is None or self.step_seconds is None:
             return None
         known = [steps for steps in self.seeds if steps is not None]
-        low, high = 1 - FORECAST_ERROR, 1 + FORECAST_ERROR
+        error = FORECAST_ERROR + BEYOND_ERROR * self.extrapolated
+        low, high = 1 - error, 1 + error
         return low * min(known) * self.step_seconds, high * max(known) * self.step_seconds
+
+    def at(self, bytes_per_second: float) -> "Reached":
+        """The same over network cards of another rate."""
+        return replace(self, step_seconds=self.step_seconds_at.get(bytes_per_second))
 
     @property
     def sent_bytes(self) -> float | None:
@@ -79,6 +98,10 @@ class Answer:
     rows: tuple[Reached, ...]
     refused: dict[str, str]
 
+    @property
+    def workers(self) -> list[int]:
+        return sorted({row.workers for row in self.rows})
+
     def speedup(self, row: Reached) -> float | None:
         """Seconds to the target of ddp on as many workers over the row's."""
         same = (one for one in self.rows if one.words == BASELINE and one.workers == row.workers)
@@ -96,26 +119,89 @@ class Answer:
     def best(self) -> Reached | None:
         """Of the fewest workers that no larger number beats by enough."""
         found: Reached | None = None
-        for workers in sorted({row.workers for row in self.rows}):
+        for workers in self.workers:
             here = self.best_of(workers)
             if here and (found is None or (1 + THRESHOLD) * (here.seconds or inf) <= (found.seconds or inf)):
                 found = here
         return found
 
+    @property
+    def cells(self) -> list[Cell]:
+        """For each number of workers and each rate of the network cards: seconds to the target, and the best method."""
+        rates = sorted({rate for row in self.rows for rate in row.step_seconds_at})
+        return [cell for workers in self.workers for rate in rates if (cell := self._cell(workers, rate))]
+
+    def _cell(self, workers: int, rate: float) -> Cell | None:
+        there = replace(self, rows=tuple(row.at(rate) for row in self.rows if row.workers == workers))
+        seconds = {row.title: row.seconds for row in there.rows if row.seconds is not None}
+        best = there.best_of(workers)
+        return None if best is None else Cell(workers, rate, seconds, best.title)
+
     def sentences(self) -> list[str]:
         """What follows; last, the best one's words for a command line where there is one."""
         said = [f"not rehearsed: {title}: {why}" for title, why in self.refused.items()]
+        if any(row.extrapolated for row in self.rows):
+            said.append(
+                f"~ extrapolated, to {BEYOND:g} times the rehearsed steps at most, by a line over their logarithm"
+            )
+        said += [*self._of_noise(), *self._over_rates()]
         best = self.best
         if best is None:
             missing = not any(row.steps for row in self.rows)
             why = f"no method reached {self.target:g} in {self.steps} steps" if missing else "there is no profile"
             return [*said, f"nobody knows the seconds to the target: {why}"]
-        largest = max(row.workers for row in self.rows)
+        largest = max(self.workers)
         if best.workers < largest:
             said.append(f"more workers than {best.workers} don't pay: up to {largest} gain less than {THRESHOLD:.0%}")
         choice = "stay with ddp" if best.words == BASELINE else f"train with {best.title}"
         where = f"{choice} on {best.workers} workers, learning rates times {best.rate:g}"
+        where += ", by extrapolation" if best.extrapolated else ""
         return [*said, where, " ".join(best.full_words)]
+
+    def _of_noise(self) -> list[str]:
+        known = [row for row in self.rows if row.words == BASELINE and row.noise is not None]
+        return [noise_said(row.noise, row.workers) for row in known[:1] if row.noise is not None]
+
+    def _over_rates(self) -> list[str]:
+        """What to train with at other rates, a line for each number of workers."""
+        said = []
+        for workers in self.workers:
+            here = [cell for cell in self.cells if cell.workers == workers]
+            parts = [(best, [cell.bytes_per_second for cell in some]) for best, some in groupby(here, _best)]
+            words = [f"{best} {_rates(rates, rates[-1] == here[-1].bytes_per_second)}" for best, rates in parts]
+            said += [f"on {workers} workers, by the rate of a network card: {'; '.join(words)}"] if words else []
+        return said
+
+
+def said(row: Reached) -> str:
+    """Of a method that was rehearsed, while others aren't yet."""
+    noise = "" if row.noise is None or row.words != BASELINE else f"; {noise_said(row.noise, row.workers)}"
+    if row.steps is None:
+        return f"{row.loss:.4f} in the end, not at the target{noise}"
+    about, seconds = "about " * row.extrapolated, "" if row.seconds is None else f", {row.seconds:.1f} s"
+    return f"at the target after {about}{row.steps} steps{seconds}{noise}"
+
+
+def noise_said(noise: float, workers: int) -> str:
+    """What the noise of gradients foretells."""
+    fewer = steps_ratio(noise, workers, 2 * workers)
+    return f"the noise of ddp's gradients foretells: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"
+
+
+def _best(cell: Cell) -> str:
+    return cell.best
+
+
+def _rates(rates: Sequence[float], last: bool) -> str:
+    low, high = shown_rate(rates[0]), shown_rate(rates[-1])
+    if last:
+        return f"from {low} on"
+    return f"at {low}" if low == high else f"from {low} to {high}"
+
+
+def shown_rate(bytes_per_second: float) -> str:
+    megabits = 8 * bytes_per_second / 1e6
+    return f"{megabits:g} Mbit/s" if megabits < 1000 else f"{megabits / 1000:g} Gbit/s"
 
 
 def ordered(rows: Sequence[Reached]) -> tuple[Reached, ...]:

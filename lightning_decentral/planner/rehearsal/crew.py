@@ -16,9 +16,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_decentral.planner.rehearsal.members import Place, member_of
+from lightning_decentral.planner.rehearsal.member import Place
+from lightning_decentral.planner.rehearsal.strategies import member_of
+from lightning_decentral.planner.rehearsal.noise import NoiseScale
 from lightning_decentral.planner.rehearsal.worker import Loop, Worker
-from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_wire
+from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
+
+LOOK = 10
+"""So many steps apart the noise of gradients is looked at."""
 
 
 class Crew:
@@ -31,7 +36,9 @@ class Crew:
         per_node: workers on a node, for topologies that ask.
 
     Attributes:
+        alike: workers stay equal.
         losses: of each step [workers], each worker's own on its batch, before the update.
+        noise: of the gradients of workers that stay equal.
 
     Raises:
         ValueError: the module or the strategy can't be rehearsed.
@@ -51,12 +58,15 @@ class Crew:
         self._boxes, loop = Mailboxes(), loop or Loop()
         self.workers = [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)]
         wires = [in_process_wire(self._boxes, rank, workers) for rank in range(workers)]
-        places = [Place(wire, rank, workers, per_node, steps) for rank, wire in enumerate(wires)]
+        told = [in_process_broadcast(self._boxes, rank, workers) for rank in range(workers)]
+        where = zip(wires, told, range(workers), strict=True)
+        places = [Place(*one, workers, per_node, steps) for one in where]
         pairs = zip(self.workers, places, strict=True)
         self.members = [member_of(strategy, one.module, one.optimizer, place) for one, place in pairs]
-        self._alike = not any(member.drifts for member in self.members)
-        self._updating = self.workers[:1] if self._alike else self.workers
+        self.alike = not any(member.drifts for member in self.members)
+        self._updating = self.workers[:1] if self.alike else self.workers
         self.losses: list[Tensor] = []
+        self.noise = NoiseScale()
         self._threads = ThreadPoolExecutor(workers)
 
     def __enter__(self) -> "Crew":
@@ -71,8 +81,10 @@ class Crew:
         for _ in range(steps):
             if not self.losses:
                 self._begin()
-            losses = torch.stack([worker.gradients() for worker in self.workers] if self._alike else self._apart())
-            if self._alike:
+            losses = torch.stack(self._gradients())
+            if self.alike:
+                if len(self.losses) % LOOK == 0:
+                    self.noise.see([worker.module for worker in self.workers])
                 self._together([member.average for member in self.members])
                 self.workers[0].update()
             self._together([member.mix for member in self.members])
@@ -82,15 +94,16 @@ class Crew:
 
     def _begin(self) -> None:
         self._together([member.begin for member in self.members])
-        for worker in self.workers[1:] if self._alike else ():
+        for worker in self.workers[1:] if self.alike else ():
             worker.share(self.workers[0].module)
 
-    def _apart(self) -> list[Tensor]:
-        """Losses of workers that update by their own gradients, while these are in the cache."""
+    def _gradients(self) -> list[Tensor]:
+        """Losses. Workers that update by their own gradients do it at once, while these are in the cache."""
         losses = []
-        for worker in self.workers:
-            losses.append(worker.gradients())
-            worker.update()
+        for worker, member in zip(self.workers, self.members, strict=True):
+            losses.append(worker.gradients(member))
+            if not self.alike:
+                worker.update()
         return losses
 
     def release(self) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached
-from lightning_decentral.planner.report import STYLE, palette, svg
+from lightning_decentral.planner.report import STYLE, palette, svg, winners
 from lightning_decentral.planner.show import shown_bytes
 from lightning_decentral.shared.figure import new_figure
 
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
-HEADINGS = ("method", "workers", "rates times", "steps", "loss", "step", "to the target", "sent", "over ddp")
+HEADINGS = ("method", "workers", "rates times", "steps", "loss", "apart", "step", "to the target", "sent", "over ddp")
 Across = Callable[[Reached], float | None]
 """What a step takes; None: unknown."""
 AXES: tuple[tuple[str, Across], ...] = (
@@ -30,14 +30,22 @@ def page(found: Answer) -> str:
 
 def cells(found: Answer, row: Reached) -> list[str]:
     """Of a row, under `HEADINGS`."""
-    steps, speedup = "not reached" if row.steps is None else str(row.steps), found.speedup(row)
+    speedup, steps = found.speedup(row), f"{'~' * row.extrapolated}{row.steps}"
     costs = [
         "" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms",
         within(row),
         "" if row.sent_bytes is None else shown_bytes(row.sent_bytes),
         "" if speedup is None else f"{speedup:.2f}x",
     ]
-    return [row.title, str(row.workers), f"{row.rate:g}", steps, f"{row.loss:.4f}", *costs]
+    return [
+        row.title,
+        str(row.workers),
+        f"{row.rate:g}",
+        steps if row.steps else "not reached",
+        f"{row.loss:.4f}",
+        f"{row.apart:.4f}",
+        *costs,
+    ]
 
 
 def within(row: Reached) -> str:
@@ -58,7 +66,10 @@ def _body(found: Answer) -> Iterator[str]:
     yield f"<table>{_line('th', HEADINGS)}{rows}</table>"
     yield from (f"<p>{escape(sentence)}</p>" for sentence in found.sentences())
     colours = palette([row.title for row in found.rows])
-    for workers in sorted({row.workers for row in found.rows}):
+    if found.cells:
+        yield "<h2>Where each method is soonest</h2><p>Colour: what to train with; number: its speed-up over ddp.</p>"
+        yield winners(found.cells, colours)
+    for workers in found.workers:
         yield f"<h2>{workers} workers</h2><p>First seed, at each method's best learning rate, to the target or the end."
         rows_here = [row for row in found.rows if row.workers == workers]
         yield from (_curves(rows_here, colours, label, across, found.target) for label, across in AXES)

@@ -11,14 +11,15 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import method_of, strategy_of
-from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered
+from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
 from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.clock import Clock, OutOfTime
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
 from lightning_decentral.planner.rehearsal.search import Course, search, updates
 from lightning_decentral.planner.rehearsal.worker import Loop
-from lightning_decentral.shared.plan.forecast import Cluster, Setting, drawn, forecast
+from lightning_decentral.planner.variations import RUNS
+from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
 
@@ -31,7 +32,8 @@ METHODS = (
     Candidate(f"{STREAM} strategy/combine=outer_nesterov {OUTER}", "streamed outer rounds"),
 )
 RATES = (0.5, 1.0, 2.0)
-
+CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
+"""Bytes per second, of the map: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
 
 WARM, PROBE = 2, 3
 """Steps before a probe, and those that it times."""
@@ -122,7 +124,9 @@ def rehearse(
     def rehearsed(job: Job) -> Reached:
         place = len(probed) - len(left) + 1
         say(f"{place} of {len(probed)}: {_name(job)}, {clock.left(sum(left.values())) / 60:.1f} minutes are left")
-        return clock.counted(left.pop(job), lambda: _rehearsed(ask, job))
+        found = clock.counted(left.pop(job), lambda: _rehearsed(ask, job))
+        say(f"  {said(found)}")
+        return found
 
     rows = _each(list(probed), rehearsed, clock, refused)
     return Answer(target, ask.course.steps, ordered(list(rows.values())), refused)
@@ -174,18 +178,48 @@ def _rehearsed(ask: Ask, job: Job) -> Reached:
     found = [first, *others]
     loss = sum(one.loss for one in found) / len(found)
     (workers, method), seeds = job, tuple(one.steps for one in found)
-    known = method.title, method.words, workers
-    return Reached(*known, first.rate, seeds, loss, _step_seconds(ask, job), first.sent_bytes, first.points)
+    foreseen = tuple(one.foreseen(ask.course.target) for one in found)
+    return Reached(
+        title=method.title,
+        words=method.words,
+        workers=workers,
+        rate=first.rate,
+        seeds=tuple(a or b for a, b in zip(seeds, foreseen, strict=True)),
+        loss=loss,
+        step_seconds=_step_seconds(ask, job),
+        step_bytes=first.sent_bytes,
+        curve=first.points,
+        extrapolated=any(foreseen),
+        step_seconds_at=_step_seconds_at(ask, job),
+        noise=first.noise,
+        apart=sum(one.apart for one in found) / len(found),
+    )
 
 
 def _step_seconds(ask: Ask, job: Job) -> float | None:
     if ask.profile is None:
         return None
-    workers, method = job
-    network = ask.network or Network(ask.profile.network)
-    where = Setting(ask.profile.model, network, Cluster(workers, ask.per_node))
-    cost = method_of(strategy_of(method.words), where.cluster, 1)
-    return forecast(cost, where, drawn(ask.profile.variation, workers)).seconds
+    cost, where = _costs(ask, job)
+    return forecast(cost, where, drawn(ask.profile.variation, job[0])).seconds
+
+
+def _step_seconds_at(ask: Ask, job: Job) -> dict[float, float]:
+    """By bytes per second of a network card, at the latency that is there; nothing where nobody knows one."""
+    if ask.profile is None:
+        return {}
+    cost, where = _costs(ask, job)
+    if not where.network.knows("between"):
+        return {}
+    latency = where.network.price("exchange", "between", 2).latency_seconds
+    links = {rate: where.network.linked("between", latency, rate) for rate in CARDS}
+    factors = drawn(ask.profile.variation, job[0], RUNS)
+    return {r: float(cost.seconds(replace(where, network=link), factors).mean()) for r, link in links.items()}
+
+
+def _costs(ask: Ask, job: Job) -> tuple[Method, Setting]:
+    assert ask.profile is not None
+    where = Setting(ask.profile.model, ask.network or Network(ask.profile.network), Cluster(job[0], ask.per_node))
+    return method_of(strategy_of(job[1].words), where.cluster, 1), where
 
 
 def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], None]) -> Ask:

@@ -4,6 +4,7 @@ mark     every so many steps: the loss of the mean of the workers' models on hel
 point k  middle and mean of the marks k - 1 and k: what noise a mark has is halved, and nothing lags
 rung k   of m: all that are left train on to step  (k + 1) / (m + 1) steps;  the better half of them goes on
 reached  where the line through the points first comes to the target
+beyond   where loss = a + b log(step), through the last third of the points, does, within 1.5 times the last step
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, inf, isfinite, log2
 
+import numpy as np
+
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 
 MARKS = 20
 """In the steps of a rehearsal."""
+BEYOND = 1.5
+"""Of the rehearsed steps, no further is extrapolated."""
 Point = tuple[float, float]
 
 
@@ -29,12 +34,20 @@ class Found:
         steps: until the target; None where it wasn't reached.
         points: (step, validation loss), smoothed.
         sent_bytes: of all workers in a step, mean of the steps.
+        noise: of the gradients, in batches of a worker; None where workers drift.
+        apart: mean of the workers' own losses in the end, over that of their mean.
     """
 
     rate: float
     steps: int | None
     points: tuple[Point, ...]
     sent_bytes: float
+    noise: float | None
+    apart: float
+
+    def foreseen(self, target: float) -> int | None:
+        """Steps to the target, if it is near, though not reached."""
+        return None if self.steps is not None else beyond(self.points, target)
 
     @property
     def loss(self) -> float:
@@ -108,7 +121,15 @@ class Track:
             )
         sent = sum(member.sent_bytes for member in self.crew.members) / len(self.crew.losses)
         self.crew.release()
-        return Found(self.rate, self.reached, tuple(self.points), sent)
+        return Found(self.rate, self.reached, tuple(self.points), sent, self.crew.noise.scale, self._apart())
+
+    def _apart(self) -> float:
+        """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
+        if self.crew.alike:
+            return 0.0
+        modules = [worker.module for worker in self.crew.workers]
+        alone = [self.course.evaluation.loss([module]) for module in modules]
+        return sum(alone) / len(alone) - self.course.evaluation.loss(modules)
 
 
 def smoothed(marks: Sequence[Point]) -> list[Point]:
@@ -124,6 +145,18 @@ def reached(points: Sequence[Point], target: float) -> int | None:
         if y <= target:
             return ceil(a + (b - a) * (x - target) / (x - y)) if isfinite(x) else ceil(b)
     return None
+
+
+def beyond(points: Sequence[Point], target: float) -> int | None:
+    """The step, rounded up, at which the last third of the points would come to the target; None: not near enough."""
+    some = [point for point in points[-max(3, len(points) // 3) :] if point[0] > 0 and isfinite(point[1])]
+    if len(some) < 3:
+        return None
+    steps, losses = np.array(some).T
+    slope, start = np.polyfit(np.log(steps), losses, 1)
+    step = float(np.exp((target - start) / slope)) if slope < 0 else inf
+    # A line that is at the target already says of points that are not: soon.
+    return ceil(max(step, some[-1][0])) if step <= BEYOND * some[-1][0] else None
 
 
 def rungs(rates: int, steps: int) -> list[int]:

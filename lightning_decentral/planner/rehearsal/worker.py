@@ -6,9 +6,10 @@ Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, a
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -47,6 +48,16 @@ class Loop:
     seed: int = 0
 
 
+class Within(Protocol):
+    """What a strategy does within a training step."""
+
+    def forward(self, batch: Any, step: int) -> AbstractContextManager[None]:
+        """Around the forward on this batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Through all of the graph, or a part of it."""
+
+
 class Worker:
     """Updates its own module.
 
@@ -62,15 +73,16 @@ class Worker:
         scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
         self._random, self._count = seeded(loop.seed), 0
 
-    def gradients(self) -> Tensor:
+    def gradients(self, within: Within) -> Tensor:
         """Those of the next batch, by this worker's random numbers; its loss before the update."""
         with self._own_random():
             batch = next(self._batches, None)
             if batch is None:
                 raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
-            loss = loss_of(self.module.training_step(batch, self._count))
+            with within.forward(batch, self._count):
+                loss = loss_of(self.module.training_step(batch, self._count))
             self.optimizer.zero_grad()
-            loss.backward()
+            within.backward(loss)
         self._count += 1
         return torch.as_tensor(loss.detach()).double()
 

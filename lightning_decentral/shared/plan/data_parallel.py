@@ -101,7 +101,7 @@ class DataParallel(Synchronous):
         return replica_bytes(setting.model) + setting.model.parameter_bytes  # buckets lie beside the gradients
 
     def at(self, setting: Setting, factor: float) -> list[Task[str]]:
-        return step(setting.model.blocks, self.prices(setting)[0], factor, self.bucket_bytes)
+        return step(setting.model.step_blocks, self.prices(setting)[0], factor, self.bucket_bytes)
 
 
 def sharded_step(
@@ -190,4 +190,4 @@ class ShardedForecast(Synchronous):
         gather, scatter = self.prices(setting)
         shards = setting.cluster.workers
         whole = whole_matrices(setting, shards)
-        return sharded_step(setting.model.blocks, gather, scatter, shards, factor, whole)
+        return sharded_step(setting.model.step_blocks, gather, scatter, shards, factor, whole)

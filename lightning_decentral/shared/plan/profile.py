@@ -9,7 +9,7 @@ measures.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Model:
         stepping_bytes: that the optimizer takes while it steps and gives back; they lie where activations were saved.
         whole_bytes: of the parameters whose update needs whole matrices, so that shards of them are put together.
         products_per_second: floating-point operations of Newton-Schulz on the hidden matrices; 0 where unmeasured.
+        loop_seconds: of a step beside the blocks: Lightning's own, and the next batch's.
     """
 
     name: str
@@ -104,11 +105,20 @@ class Model:
     stepping_bytes: int = 0
     whole_bytes: int = 0
     products_per_second: float = 0.0
+    loop_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of a step without any communication."""
-        return sum(b.forward_seconds + b.backward_seconds + b.update_seconds for b in self.blocks)
+        return sum(b.forward_seconds + b.backward_seconds + b.update_seconds for b in self.step_blocks)
+
+    @property
+    def step_blocks(self) -> tuple[BlockCost, ...]:
+        """The blocks, before whose first forward the loop has done its part."""
+        return tuple(
+            replace(block, forward_seconds=block.forward_seconds + self.loop_seconds) if place == 0 else block
+            for place, block in enumerate(self.blocks)
+        )
 
     @property
     def parameter_bytes(self) -> int:

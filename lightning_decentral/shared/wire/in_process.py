@@ -26,23 +26,26 @@ class Mailboxes:
     """
 
     wait_seconds: float = 600.0
-    _boxes: dict[Hashable, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque), init=False)
+    _boxes: dict[Hashable, deque[Any]] = field(default_factory=lambda: defaultdict(deque), init=False)
     _changed: Condition = field(default_factory=Condition, init=False)
     _closed: bool = field(default=False, init=False)
     _unwanted: set[Hashable] = field(default_factory=set, init=False)
 
     def put(self, addresses: Sequence[Hashable], tensor: Tensor) -> None:
         """One copy for all of them: who takes it only reads."""
-        sent = tensor.clone()
+        self.hand(addresses, tensor.clone())
+
+    def hand(self, addresses: Sequence[Hashable], value: Any) -> None:
+        """The value itself."""
         with self._changed:
             for address in addresses:
                 if address in self._unwanted:
                     self._unwanted.remove(address)
                 else:
-                    self._boxes[address].append(sent)
+                    self._boxes[address].append(value)
             self._changed.notify_all()
 
-    def take(self, address: Hashable) -> Tensor:
+    def take(self, address: Hashable) -> Any:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
             if not self._boxes.get(address):
@@ -98,7 +101,7 @@ class _Arriving:
 
 
 class InProcessTransport(Transport):
-    """One worker's end of a group. Reducing to one rank, scattering and flat gathering are not offered.
+    """One worker's end of a group. Scattering and flat gathering are not offered.
 
     Args:
         name: of the group, the same for all its workers and no other group's.
@@ -125,15 +128,27 @@ class InProcessTransport(Transport):
         found = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
         return self._collective(tensor, lambda rows: [a.copy_(b) for a, b in zip(found, rows, strict=True)]), found
 
+    def reduce(self, tensor: Tensor, target: int) -> Pending:
+        return self._between(range(self.size), [target], tensor, lambda rows: _sum_into(tensor, rows))
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        return self._collective(tensor, lambda rows: tensor.copy_(rows[source]))
+        others = [rank for rank in range(self.size) if rank != source]
+        return self._between([source], others, tensor, _into(tensor))
 
     def _collective(self, own: Tensor, hand_over: Callable[[list[Tensor]], Any]) -> Pending:
+        return self._between(range(self.size), range(self.size), own, hand_over)
+
+    def _between(
+        self, sources: Sequence[int], targets: Sequence[int], own: Tensor, hand_over: Callable[[list[Tensor]], Any]
+    ) -> Pending:
+        """Each target takes what each source has."""
         call = self._name, "collective", self._calls
         self._calls += 1
-        self._boxes.put([(*call, self.rank, target) for target in range(self.size)], own)
-        addresses = [(*call, source, self.rank) for source in range(self.size)]
-        return _Arriving(self._boxes, addresses, hand_over, once=True)
+        if self.rank in sources:
+            self._boxes.put([(*call, self.rank, target) for target in targets], own)
+        if self.rank not in targets:
+            return self._arriving([], _nothing)
+        return _Arriving(self._boxes, [(*call, source, self.rank) for source in sources], hand_over, once=True)
 
     def _arriving(self, addresses: Sequence[Hashable], hand_over: Callable[[list[Tensor]], Any]) -> Pending:
         return _Arriving(self._boxes, addresses, hand_over)
@@ -163,3 +178,17 @@ def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:
 
     world, flags, roll = (InProcessTransport(boxes, name, rank, size) for name in ("world", "flags", "roll"))
     return Wire(world, flags, roll, None, group, group, boxes.close, boxes.close)
+
+
+def in_process_broadcast(boxes: Mailboxes, rank: int, size: int) -> Callable[[Any], Any]:
+    """What hands worker 0's value, the object itself, to all; worker 0 waits for nobody. Collective."""
+    calls = count()
+
+    def broadcast(value: Any) -> Any:
+        call = "value", next(calls)
+        if rank:
+            return boxes.take((*call, rank))
+        boxes.hand([(*call, target) for target in range(1, size)], value)
+        return value
+
+    return broadcast

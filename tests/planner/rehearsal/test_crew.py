@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
-from lightning_decentral import GossipStrategy
+from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.compressed import CompressedStrategy
 from lightning_decentral.gossip import (
     Complete,
@@ -26,6 +26,7 @@ from lightning_decentral.gossip import (
     Stream,
     Travel,
 )
+from lightning_decentral.partial import AutoFreeze, Staircase
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.worker import Loop
 from tests.gossip.test_lightning import Inspect, seen
@@ -64,6 +65,8 @@ CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
     ),
     "compressed": (4, CompressedStrategy, {}),
     "ddp": (2, DDPStrategy, {}),
+    "partial backprop": (2, PartialBackpropStrategy, {"cuts": ["second", "head"], "depth": Staircase()}),
+    "frozen for a while": (2, PartialBackpropStrategy, {"cuts": ["second"], "depth": AutoFreeze(every=2)}),
 }
 
 
@@ -102,7 +105,14 @@ def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
             assert torch.equal(real["own"][key], value), key
 
 
-@pytest.mark.parametrize(("kind", "options"), [(GossipStrategy, {"topology": Ring()}), (DDPStrategy, {})])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (GossipStrategy, {"topology": Ring()}),
+        (DDPStrategy, {}),
+        (PartialBackpropStrategy, {"cuts": ["second", "head"], "depth": Staircase()}),
+    ],
+)
 def test_three_that_all_reduce_are_equal_to_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Strategy], options: dict[str, Any]
 ) -> None:

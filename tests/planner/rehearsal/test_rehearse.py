@@ -1,6 +1,8 @@
 """Rehearsals as users ask for them: Lightning's batches, rates by halving, the clock, what is recommended."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_decentral import GossipStrategy
 from lightning_decentral.cli.rehearsing import split
 from lightning_decentral.planner.candidates import BASELINE
+from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.search import reached, rungs, smoothed, updates
+from lightning_decentral.planner.rehearsal.noise import NoiseScale, steps_ratio
+from lightning_decentral.planner.rehearsal.search import Course, beyond, reached, rungs, search, smoothed, updates
 from lightning_decentral.planner.rehearsal.worker import Loop
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
@@ -95,7 +99,7 @@ def test_the_rate_that_learns_is_found_and_ddp_is_compared() -> None:
 
 def test_a_method_that_cant_be_rehearsed_and_one_without_time_are_said() -> None:
     heard: list[str] = []
-    words = "strategy=partial_backprop"
+    words = "strategy=token_pipeline"
     held = loader(8)
     found = rehearse(
         Line(), loader(), workers=[2], target=0.0, methods=[words], steps=10, rates=(1.0,), seeds=1,
@@ -103,7 +107,7 @@ def test_a_method_that_cant_be_rehearsed_and_one_without_time_are_said() -> None
     )  # fmt: skip
     assert [row.words for row in found.rows] == [BASELINE]
     assert list(found.refused.values()) == [
-        "PartialBackpropStrategy can't be rehearsed: take gossip, compressed or ddp"
+        "TokenPipelineStrategy can't be rehearsed: take gossip, compressed, partial_backprop or ddp"
     ]
     assert "minutes, at most 10" in heard[0]
     assert "minutes are left" in heard[1]
@@ -125,6 +129,55 @@ def test_a_target_is_reached_where_the_line_through_neighbours_means_crosses_it(
     assert reached(points, 2.0) == 20
     assert reached(points, 0.5) is None
     assert reached(smoothed([(10.0, float("inf")), (20.0, 1.0), (30.0, 1.0)]), 1.0) == 25
+
+
+def test_steps_are_foreseen_along_the_logarithm_and_not_far() -> None:
+    points = [(float(step), 5 - math.log(step)) for step in range(10, 210, 10)]
+    assert beyond(points, 5 - math.log(250.5)) == 251
+    assert beyond(points, 5 - math.log(310)) is None  # more than half as far again
+    assert beyond(points, 5.0) == 200  # a line through all would say long ago
+    assert beyond([(step, -loss) for step, loss in points], -9.0) is None  # it rises
+    assert beyond(points[:2], 0.0) is None
+
+
+def test_noise_of_gradients_is_their_spread_over_their_mean() -> None:
+    """Of 4 workers with gradients G + e, 8 numbers, e of variance 9: noise = 72 / |G|^2."""
+    chance = torch.Generator().manual_seed(0)
+    modules = [nn.Linear(8, 1, bias=False) for _ in range(4)]
+    noise = NoiseScale()
+    assert noise.scale is None
+    for _ in range(3000):
+        for module in modules:
+            module.weight.grad = 2 + 3 * torch.randn(1, 8, generator=chance)
+        noise.see(modules)
+    assert noise.scale == pytest.approx(72 / 32, rel=0.05)
+    assert steps_ratio(2.0, 2, 4) == 1.5 / 2
+
+
+def test_a_crews_noise_is_that_of_the_batches_gradients() -> None:
+    rows = [torch.eye(4)[:2] * (1 + rank) for rank in range(2)]
+    batches = [[rows[rank], torch.ones(2, 1)] for rank in range(2)]
+    with Crew(Quiet(), lambda rank: iter([batches[rank]]), strategy_of(BASELINE), 2, 1) as crew:
+        crew.train(1)
+    mine = torch.tensor([[-1.0, -1, 0, 0], [-2, -2, 0, 0]])  # 2/2 sum_k x_k (0 - 1)
+    spread = float((mine - mine.mean(0)).square().sum())
+    assert crew.noise.scale == pytest.approx(spread / (float(mine.mean(0).square().sum()) - spread / 2))
+
+
+def test_workers_that_drift_are_evaluated_one_by_one_too() -> None:
+    held = Evaluation(Quiet(), list(loader(8)))
+    course, batches = Course(10, 0.0, held, lambda: None), shared_out(loader(), 2)[0]
+    crews: list[Crew] = []
+
+    def make(rate: float) -> Crew:
+        crews.append(Crew(Quiet(), batches, GossipStrategy(), 2, 10, loop=Loop(rate=rate)))
+        return crews[-1]
+
+    found = search(make, [1.0], course)
+    alone = [held.loss([worker.module]) for worker in crews[0].workers]
+    assert found.apart == sum(alone) / 2 - held.loss([worker.module for worker in crews[0].workers])
+    assert found.apart != 0
+    assert found.noise is None
 
 
 def test_held_out_loss_is_that_of_the_mean_model_and_changes_nothing() -> None:
@@ -157,6 +210,26 @@ def test_without_validation_data_it_is_refused() -> None:
 
 def row(words: str, workers: int, steps: int | None, seconds: float = 1.0) -> Reached:
     return Reached(words, words, workers, 1.0, (steps, steps), 1.0, seconds, 100.0)
+
+
+def test_the_best_by_workers_and_rate_and_what_is_extrapolated() -> None:
+    slow, fast = 1.25e6, 1.25e9
+    ddp = replace(row(BASELINE, 4, 100), title="ddp", step_seconds_at={slow: 3.0, fast: 0.1}, noise=4.0)
+    other = replace(row(GOSSIP, 4, 120), step_seconds_at={slow: 0.5, fast: 0.1}, extrapolated=True)
+    found = Answer(1.0, 200, (ddp, other), {})
+    assert [(cell.workers, cell.bytes_per_second, cell.best) for cell in found.cells] == [
+        (4, slow, GOSSIP),
+        (4, fast, "ddp"),
+    ]
+    assert found.cells[0].speedup(GOSSIP) == 5
+    text = "\n".join(found.sentences())
+    assert f"on 4 workers, by the rate of a network card: {GOSSIP} at 10 Mbit/s; ddp from 10 Gbit/s on" in text
+    assert "8 workers need 0.75 of the steps of 4" in text
+    assert "~ extrapolated, to 1.5 times" in text
+    assert other.interval_seconds == pytest.approx((0.82 * 120, 1.18 * 120))
+    alone = Answer(1.0, 200, (replace(ddp, seeds=(None,)), other), {})
+    assert [cell.speedup(GOSSIP) for cell in alone.cells] == [0, 0]  # nothing to compare with
+    assert "learning rates times 1, by extrapolation" in alone.sentences()[-2]
 
 
 def test_more_workers_that_gain_too_little_dont_pay() -> None:
@@ -196,7 +269,7 @@ def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     cli.main([*words, *asked, "--report", str(tmp_path / "page.html")])
     written = (tmp_path / "page.html").read_text()
-    assert written.count("<svg") == 3  # over steps, seconds and bytes
+    assert written.count("<svg") == 4  # the map; over steps, seconds and bytes
     assert 'src="' not in written
     printed = capsys.readouterr()
     found = json.loads(printed.out)

@@ -1,13 +1,14 @@
 """What a strategy does between workers, without Lightning's loop: to gradients, and to parameters after the update.
 
-The parts are the strategies' own: gossip's rounds and mixers, the compressed average. `ddp` is the exact average.
+The parts are the strategies' own: gossip's rounds and mixers, the compressed average, the cuts of partial backprop
+(`partial_member`). `ddp` is the exact average.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,6 +26,9 @@ from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.partial.strategy import PartialBackpropStrategy
+from lightning_decentral.planner.rehearsal.member import CPU, Member, Place
+from lightning_decentral.planner.rehearsal.partial_member import Cutting
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
@@ -34,48 +38,7 @@ from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Place:
-    """One worker among those of this process.
-
-    Args:
-        per_node: workers on a node.
-        steps: of the whole rehearsal.
-    """
-
-    wire: Wire
-    worker: int
-    workers: int
-    per_node: int
-    steps: int
-
-
-class Member(Protocol):
-    """One worker's part. Every call is collective: all workers, each in a thread of its own.
-
-    Attributes:
-        drifts: whether workers differ after an update, which each makes; else one's serves all.
-    """
-
-    drifts: ClassVar[bool]
-
-    def begin(self) -> None:
-        """Before the first step."""
-
-    def average(self) -> None:
-        """.grad <- what the update takes, after the backward; not asked of those that drift."""
-
-    def mix(self) -> None:
-        """After the update."""
-
-    def release(self) -> None:
-        """The parameters are the module's alone again."""
-
-    @property
-    def sent_bytes(self) -> int: ...
+TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 
 @singledispatch
@@ -85,14 +48,14 @@ def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, p
     Raises:
         ValueError: it can't be rehearsed, or can't serve so many workers.
     """
-    raise ValueError(f"{type(strategy).__name__} can't be rehearsed: take gossip, compressed or ddp")
+    raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
 
 
 @member_of.register
 def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
-    # Others of its kind (pipelines, partial backprop) aren't ddp.
+    # Others of its kind (pipelines) aren't ddp.
     if type(strategy) is not DDPStrategy:
-        raise ValueError(f"{type(strategy).__name__} can't be rehearsed: take gossip, compressed or ddp")
+        raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
     return Averaging(module, place, Plain(), None)
 
 
@@ -102,13 +65,18 @@ def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimize
 
 
 @member_of.register
+def _(strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    return Cutting(strategy, module, optimizer, place)
+
+
+@member_of.register
 def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
     if strategy.island.devices > 1:
         raise ValueError(f"workers of one device are rehearsed, not {strategy.island}: leave island out")
     return Gossiping(strategy, module, optimizer, place)
 
 
-class Averaging:
+class Averaging(Member):
     """Gradients averaged by all, in a codec's payloads; worker 0's running statistics for all."""
 
     drifts: ClassVar[bool] = False
@@ -143,7 +111,7 @@ class Averaging:
         self._gradients.close()
 
     @property
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> float:
         return self._mean.sent_bytes
 
 
@@ -176,7 +144,7 @@ def placed(of: GossipStrategy, place: Place) -> Placed:
     return Placed(*values, member, place.wire, place.workers, place.worker, CPU)
 
 
-class Gossiping:
+class Gossiping(Member):
     """The mixers of a worker."""
 
     drifts: ClassVar[bool] = True
@@ -204,5 +172,5 @@ class Gossiping:
         self._mixers.release()
 
     @property
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> float:
         return sum(of.traffic().bytes_sent for of in self._mixers)

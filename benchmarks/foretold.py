@@ -1,0 +1,190 @@
+"""What a rehearsal foretells from little, against what came: steps beyond those rehearsed, and steps of more workers.
+
+    nice python benchmarks/foretold.py          # about five minutes on two cores; a busy machine will do
+    python benchmarks/foretold.py --whole       # a rehearsal as users ask for it: at most ten minutes
+
+Beyond: every committed curve of `loss_per_second.py` is cut off after 0.3, 0.4, ... of its steps, and the steps to the
+loss that it has 1.1 to 1.5 times as far are extrapolated as a rehearsal does.
+
+Noise: `ddp` is rehearsed on 2 to 16 workers, `gpt` with AdamW and `vit` with its own optimizer. The noise scale of the
+gradients on two workers foretells the ratio of the steps to a loss; the rehearsals on more workers say what it is.
+
+Stacked: forward and backward of four workers, one after the other and stacked by `torch.func`, in one run, one torch
+thread, processor time.
+
+Whole: `lightning-decentral rehearse` with its defaults, six methods on four workers, 300 steps of `gpt`: its minutes,
+and what it prints.
+
+Writes `results/foretold-<hardware>.json`.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hardware import description, slug
+from quiet_recipe import built, composed
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_map
+
+from lightning_decentral.planner.forecasts import strategy_of
+from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
+from lightning_decentral.planner.rehearsal.noise import steps_ratio
+from lightning_decentral.planner.rehearsal.search import Course, Found, beyond, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.worker import Loop, loss_of, quiet
+
+RESULTS = Path(__file__).parent / "results"
+CURVES = RESULTS / "loss-per-second-2-cores.json"
+PARTS, FARTHER = (0.3, 0.4, 0.5, 0.6), (1.1, 1.2, 1.3, 1.4, 1.5)
+WORKERS, STEPS = (2, 4, 8, 16), 300
+TARGETS = {"gpt": (2.6, 2.4, 2.3), "vit": (1.6, 1.2, 0.9)}
+STACKED, REPEATS = 4, 20
+
+
+def far() -> dict[str, Any]:
+    """Relative errors of extrapolated steps."""
+    errors: list[float] = []
+    missed = 0
+    for runs in json.loads(CURVES.read_text())["curves"].values():
+        for run in runs.values():
+            points = smoothed(list(zip(run["steps"], run["scores"], strict=True)))
+            for part, times in ((p, t) for p in PARTS for t in FARTHER):
+                seen = [point for point in points if point[0] <= part * points[-1][0]]
+                there = next((loss for step, loss in points if step >= times * seen[-1][0]), None)
+                came = None if there is None else reached(points, there)
+                if there is None or came is None or reached(seen, there) is not None:
+                    continue
+                foreseen = beyond(seen, there)
+                if foreseen is None:
+                    missed += 1
+                else:
+                    errors.append(foreseen / came - 1)
+    off = sorted(map(abs, errors))
+    found = {"extrapolated": len(off), "too far": missed, "median off": statistics.median(off)}
+    return {**found, "nine in ten within": off[int(0.9 * len(off))], "bias": statistics.median(errors)}
+
+
+def trained(recipe: str, workers: int) -> Found:
+    cfg = composed([f"recipe={recipe}"], 0)
+    data, module, _ = built(cfg)
+    batches, epoch = shared_out(loader_of(module, data), workers)
+    loop = Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, STEPS)
+    course = Course(STEPS, 0.0, Evaluation(module, held_out(module, data, None)), lambda: None)
+    make: Callable[[float], Crew] = lambda rate: Crew(  # noqa: E731
+        module, batches, strategy_of("strategy=ddp"), workers, STEPS, loop=loop
+    )
+    return search(make, [1.0], course)
+
+
+def noisy(recipe: str) -> dict[str, Any]:
+    """Steps to each target by workers; what the noise on the fewest workers foretells of the others."""
+    found = {workers: trained(recipe, workers) for workers in track(WORKERS, f"{recipe}, noise")}
+    first = WORKERS[0]
+    noise, rows = found[first].noise or 0.0, []
+    for target in TARGETS[recipe]:
+        base = reached(found[first].points, target)
+        for workers in WORKERS[1:]:
+            steps = reached(found[workers].points, target)
+            if base and steps:
+                foretold = steps_ratio(noise, first, workers)
+                rows.append({"target": target, "workers": workers, "foretold": foretold, "came": steps / base})
+    noises = {workers: one.noise for workers, one in found.items()}
+    return {"noise": noises, "losses": {workers: one.loss for workers, one in found.items()}, "rows": rows}
+
+
+class Loss(nn.Module):
+    """training_step as a forward, which is what `functional_call` calls."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return loss_of(self.module.training_step(batch, 0))
+
+
+def stacked(recipe: str) -> float:
+    """Processor time of forward and backward stacked, over that of one worker after the other."""
+    torch.set_num_threads(1)
+    cfg = composed([f"recipe={recipe}"], 0)
+    data, module, _ = built(cfg)
+    batches, _ = shared_out(loader_of(module, data), STACKED)
+    rows = [next(batches(rank)) for rank in range(STACKED)]
+    workers = [Loss(quiet(copy.deepcopy(module)).train()) for _ in rows]
+    parameters, buffers = (
+        {name: torch.stack([dict(named(w))[name].detach() for w in workers]) for name, _ in named(workers[0])}
+        for named in (nn.Module.named_parameters, nn.Module.named_buffers)
+    )
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    together = tree_map(lambda *some: torch.stack(some), *rows)
+    called = vmap(lambda p, b, x: functional_call(workers[0], (p, b), (x,)), randomness="different")
+
+    def apart() -> None:
+        for worker, row in zip(workers, rows, strict=True):
+            worker(row).backward()
+
+    def at_once() -> None:
+        called(parameters, buffers, together).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no rule for flash attention: it is taken row by row
+        return _seconds(at_once) / _seconds(apart)
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    call()
+    begun = time.process_time()
+    for _ in range(REPEATS):
+        call()
+    return time.process_time() - begun
+
+
+def whole() -> dict[str, Any]:
+    """Minutes of the command, the profile not included; the lines behind its table."""
+    command = str(Path(sys.executable).parent / "lightning-decentral")
+    with tempfile.TemporaryDirectory() as folder:
+        profile = f"{folder}/profile.json"
+        subprocess.run([command, "profile", "recipe=gpt", "--out", profile], check=True, capture_output=True)
+        begun = time.monotonic()
+        words = ["recipe=gpt", "workers=4", "--profile", profile, "--bandwidth", "200mbit", "--target", "2.2"]
+        printed = subprocess.run([command, "rehearse", *words], check=True, capture_output=True, text=True)
+    minutes, lines = (time.monotonic() - begun) / 60, printed.stdout.splitlines()
+    behind = [
+        line for line in lines if line.startswith(("the noise", "on 4 workers", "~", "train with", "stay", "recipe="))
+    ]
+    return {"minutes": minutes, "words": words[:2] + words[4:], "lines": behind, "printed": lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--whole", action="store_true", help="a rehearsal as users ask for it, and nothing else")
+    path = RESULTS / f"foretold-{slug()}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if parser.parse_args().whole:
+        found["whole"] = whole()
+    else:
+        found["beyond"] = far()
+        found["stacked"] = {recipe: stacked(recipe) for recipe in ("gpt", "vit", "resnet")}
+        found["noise"] = {recipe: noisy(recipe) for recipe in TARGETS}
+    Console().print(found)
+    path.write_text(json.dumps({**found, "hardware": description()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What a crew asks of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
+
+Short, and a module of its own: the parts of `strategies` and `partial_member` build on it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.wire.transport import Wire
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker among those of this process.
+
+    Args:
+        broadcast: hands worker 0's value to all.
+        per_node: workers on a node.
+        steps: of the whole rehearsal.
+    """
+
+    wire: Wire
+    broadcast: Callable[[Any], Any]
+    worker: int
+    workers: int
+    per_node: int
+    steps: int
+
+
+class Member(ABC):
+    """One worker's part. Every call but those within a training step is collective: all workers, each in a thread of
+    its own.
+
+    Attributes:
+        drifts: whether workers differ after an update, which each makes; else one's serves all.
+    """
+
+    drifts: ClassVar[bool]
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Before the first step."""
+
+    def forward(self, batch: Any, step: int) -> AbstractContextManager[None]:
+        """Around the forward on this batch; worker 0 comes first."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Through all of the graph, or a part of it."""
+        loss.backward()
+
+    @abstractmethod
+    def average(self) -> None:
+        """.grad <- what the update takes, after the backward; not asked of those that drift."""
+
+    @abstractmethod
+    def mix(self) -> None:
+        """After the update."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """The parameters are the module's alone again."""
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> float: ...
