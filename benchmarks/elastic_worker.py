@@ -26,6 +26,7 @@ class Job:
         lobby: where they meet; empty: plain gossip, of `workers` that this process forks.
         steps: of the run; -1: until it is ended.
         sleep: seconds in each step.
+        host: of this worker, where others reach it.
     """
 
     folder: Path
@@ -34,12 +35,13 @@ class Job:
     sleep: float
     dead_after: float
     lobby: str = ""
+    host: str = "127.0.0.1"
 
     def strategy(self) -> Any:
         if not self.lobby:
             return GossipStrategy(start_method="fork")
         least = max(1, self.workers // 2)
-        elastic = Elastic(lobby=self.lobby, workers=(least, self.workers), dead_after=self.dead_after, host="127.0.0.1")
+        elastic = Elastic(lobby=self.lobby, workers=(least, self.workers), dead_after=self.dead_after, host=self.host)
         return GossipStrategy(elastic=elastic)
 
 

@@ -149,8 +149,8 @@ class MixingMonitor(_EveryNSteps):
     gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
     gossip/consensus_measured   that distance as it was told last
 
-    A value is logged where the rule and the codec have it. Where workers come and go, also gossip/members, gossip/view,
-    gossip/joins, gossip/losses, gossip/participation and gossip/stall_seconds. Cost: reads numbers; no communication.
+    A value is logged where rule and codec have it. In elastic runs also gossip/members, gossip/view, gossip/joins,
+    gossip/losses, gossip/leaves, gossip/participation and gossip/stall_seconds. No communication.
     """
 
     def __init__(self, *, every_n_steps: int = 10) -> None:

@@ -1,12 +1,15 @@
 """What is made of the lines that elastic workers have written; the page's tables find their places."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from elastic import beyond_a_step, ended, lines, median_step, took
+from elastic import beyond_a_step, ended, median_step, resize
+from elastic_run import Here, Run, lines, took
+from elastic_worker import Job
 from measured import PAGE, written
 
 
@@ -38,3 +41,50 @@ def test_tables_are_written_where_they_stand() -> None:
     assert written(page) == page
     with pytest.raises(AssertionError, match="0 tables of faults"):
         written(page.replace("| end | faults |", "| ends | faults |"))
+
+
+class Links(Here):
+    """Notes what would be done."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, str]] = []
+
+    def link(self, index: int, to: str) -> None:
+        self.done.append((index, to))
+
+
+def test_a_cut_link_is_that_of_the_workers_host_and_is_mended(tmp_path: Path) -> None:
+    place = Links()
+    run = Run(Job(tmp_path, 3, 1, 0.0, 5.0), place)
+    run.alive, run.hosts = {"w2": None, "w4": None}, {"w2": 3, "w4": 1}
+    mend = run.begin("cut", "w2")
+    assert place.done == [(3, "down")]
+    run.alive, run.hosts = {"w4": None}, {"w4": 1}  # it was killed meanwhile
+    mend()
+    assert place.done == [(3, "down"), (3, "up")]
+
+
+def test_the_oldest_go_and_new_ones_come_until_the_number_is_there() -> None:
+    alive, killed = {"w0": 0, "w1": 0, "w2": 0}, list[str]()
+
+    def kill(name: str) -> None:
+        killed.append(name)
+        alive.pop(name)
+
+    def step() -> None:
+        for name in alive:
+            alive[name] += 1
+
+    def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            step()
+
+    run: Any = SimpleNamespace(alive=alive, kill=kill, until=until, said=lambda name, kind: [0] * alive[name])
+    run.is_over = lambda: len(killed) == 3
+    run.start = lambda: alive.update({f"w{len(alive) + len(killed)}": 0})
+    resize(run, 1)
+    assert (killed, alive) == (["w0", "w1"], {"w2": 6})
+    resize(run, 3)
+    assert alive == {"w2": 12, "w3": 6, "w4": 6}
+    with pytest.raises(ValueError, match="ended before 2 workers took part: give more --storm-steps"):
+        resize(run, 2)

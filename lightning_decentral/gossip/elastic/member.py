@@ -70,9 +70,7 @@ class ElasticMember:
         if told != least:
             raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
         if value is not None:
-            known = [
-                View(**{**v, "members": tuple(v["members"]), "before": tuple(v["before"])}) for v in value["views"]
-            ]
+            known = [View(**{**v, **{k: tuple(v[k]) for k in ("members", "before", "left")}}) for v in value["views"]]
             self._views = {view.number: view for view in known}
             self.calendar = Calendar(**value["calendar"]) if value["calendar"] else None
             self.seed = value["seed"]
@@ -115,12 +113,13 @@ class ElasticMember:
         """Who takes part, by the names under which it is logged."""
         if self.view is None:
             return {}
-        came, went = came_and_went(self._so_far())
+        came, lost, left = came_and_went(self._so_far())
         return {
             "members": float(len(self.present())),
             "view": float(self.view.number),
             "joins": float(came),
-            "losses": float(went),
+            "losses": float(lost),
+            "leaves": float(left),
             "participation": self._watch.participation,
             "stall_seconds": self._watch.stall,
         }

@@ -139,8 +139,8 @@ class Lobby:
             return self._first(wanted, now)
         if wanted == self.members or not self._allowed(wanted, now):
             return None
-        last = self.view
-        return View(last.number + 1, wanted, self._first_round(now), last.members, self.origin, last.founders)
+        last, left = self.view, tuple(name for name in self.members if name not in wanted and self._left(name))
+        return View(last.number + 1, wanted, self._first_round(now), last.members, self.origin, last.founders, left)
 
     def _first(self, wanted: tuple[str, ...], now: float) -> View | None:
         waited = now - self.came > self.times.dead_after

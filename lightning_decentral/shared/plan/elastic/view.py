@@ -22,6 +22,7 @@ class View:
         before: the members of the view before, more than half of whom must know this one before it is in force.
         origin: the worker whose parameters the run began with; who has others belongs to another run.
         founders: members of the first view: how the run's examples and steps are counted, whoever comes and goes.
+        left: of the view before, those who said that they end; who is gone without a word was lost.
     """
 
     number: int
@@ -30,11 +31,12 @@ class View:
     before: tuple[str, ...]
     origin: str
     founders: int
+    left: tuple[str, ...] = ()
 
     @property
     def key(self) -> int:
         """number * 2^31 + a checksum of the rest: what messages carry. Below 2^63 for 2^32 views."""
-        rest = f"{self.members} {self.first_round} {self.before} {self.origin}"
+        rest = f"{self.members} {self.first_round} {self.before} {self.origin} {self.left}"
         return self.number << 31 | zlib.crc32(rest.encode()) >> 1
 
 

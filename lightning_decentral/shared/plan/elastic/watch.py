@@ -41,10 +41,12 @@ class Watch:
         return fmean(self._shares) if self._shares else 1.0
 
 
-def came_and_went(views: Iterable[View]) -> tuple[int, int]:
-    """Members that joined the first ones, and that died, left or fell silent, up to the last of these views."""
+def came_and_went(views: Iterable[View]) -> tuple[int, int, int]:
+    """Members that joined the first ones, that died or fell silent, and that left, up to the last of these views."""
     later = [view for view in views if view.number > 1]
-    return sum(_but(v.members, v.before) for v in later), sum(_but(v.before, v.members) for v in later)
+    left = sum(len(view.left) for view in later)
+    went = sum(_but(view.before, view.members) for view in later)
+    return sum(_but(view.members, view.before) for view in later), went - left, left
 
 
 def _but(some: Collection[str], others: Collection[str]) -> int:

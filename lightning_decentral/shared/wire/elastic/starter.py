@@ -2,6 +2,7 @@
 
     lost before a view was made   by an error of its own: all are ended; by a signal: started again
     lost while members train      started again, they heal it; who hardly lived, after a pause
+    ended by SIGTERM              left: somebody took it away, and nobody takes its place
     no member is left             nobody is started again, and who waits to become one is ended
 
 A worker's environment says where it meets the others, the so-manieth that was started it is, and by which process: its
@@ -26,6 +27,8 @@ from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_int
 LOBBY, WORKER, STARTER = (f"LIGHTNING_DECENTRAL_{word}" for word in ("LOBBY", "WORKER", "STARTER"))
 LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
 HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
+TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
+"""Codes of a worker that SIGTERM ended: by itself, or as Lightning ends then."""
 LEAVE_SECONDS = 20.0
 """A worker that is told to end is killed after them."""
 
@@ -69,7 +72,9 @@ def started_again(code: int, members: Collection[int] | None) -> bool:
         code: of its process; below 0 a signal's.
         members: of the present view, that are left; None: there was no view yet.
     """
-    return code < 0 if members is None else code != 0 and bool(members)
+    if members is None:
+        return code < 0 and code not in TERMINATED
+    return code not in (0, *TERMINATED) and bool(members)
 
 
 class Starter:
@@ -153,7 +158,7 @@ class Starter:
             self._say(f"worker {number} ended by {how}: another one is started" + (f" in {pause:g} s" if pause else ""))
         elif code:
             self._say(f"worker {number} ended by {how}")
-            if members is None:
+            if members is None and code not in TERMINATED:
                 self._due = []
                 self._end(self._running)
 

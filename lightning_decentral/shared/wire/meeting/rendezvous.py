@@ -179,8 +179,8 @@ class Meeting:
             )
             raise ValueError(store.compare_set("differs", "", line).decode(errors="replace"))
 
-    def _doubts(self, store: Any) -> Callable[[], str]:
-        """Why all end, if called long enough after the first call that finds another layout; empty until then.
+    def _doubts(self, store: Any, end: float) -> Callable[[], str]:
+        """Why all end, if called at the end or long enough after the first call that finds another layout; else empty.
 
         Not at once: a stray worker of another job must not end this one, and without a token only its own workers'
         coming says that it is a stray.
@@ -191,7 +191,7 @@ class Meeting:
         def doubt() -> str:
             if store.check(["differs"]):
                 since.append(time.monotonic())
-                if since[-1] - since[0] >= patience:
+                if since[-1] - since[0] >= patience or since[-1] >= end:
                     return str(store.get("differs").decode(errors="replace"))
             return ""
 
@@ -205,7 +205,7 @@ class Meeting:
                 f"a worker {self.rank} is at {self.place} already: another job meets at this port; "
                 "set MASTER_PORT to a free one"
             )
-        missing, doubt = list(range(self.size)), self._doubts(store)
+        missing, doubt = list(range(self.size)), self._doubts(store, end)
 
         def names() -> str:
             return " and ".join(f"worker {rank}" for rank in missing)

@@ -165,6 +165,7 @@ def test_who_leaves_is_not_waited_for() -> None:
     hall.hear(replace(member("d"), leaving=True))
     assert hall.lobby.view is not None
     assert hall.lobby.view.members == ("a", "b", "c")
+    assert hall.lobby.view.left == ("d",)
 
 
 def test_a_lobby_that_was_cut_off_does_not_go_on_with_those_it_hears_first() -> None:

@@ -1,5 +1,7 @@
 """Counts by hand."""
 
+from dataclasses import replace
+
 from lightning_decentral.shared.plan.elastic.view import View
 from lightning_decentral.shared.plan.elastic.watch import PACED, REMEMBERED, Watch, came_and_went
 
@@ -30,5 +32,7 @@ def test_who_came_and_went_is_counted_from_view_to_view() -> None:
     views, members = [View(1, ("a", "b", "c"), 0, ("a", "b", "c"), "a", 3)], ("a", "b", "c")
     for number, after in enumerate([("a", "c"), ("a", "c", "d", "e"), ("d", "e", "f")], 2):
         views, members = [*views, View(number, after, 10 * number, members, "a", 4)], after
-    assert came_and_went(views) == (3, 3)
-    assert came_and_went(views[:1]) == (0, 0)
+    assert came_and_went(views) == (3, 3, 0)
+    assert came_and_went(views[:1]) == (0, 0, 0)
+    said = [*views[:-1], replace(views[-1], left=tuple(set(views[-1].before) - set(views[-1].members))[:1])]
+    assert came_and_went(said) == (3, 2, 1)

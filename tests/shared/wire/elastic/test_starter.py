@@ -33,6 +33,9 @@ SECONDS = 20.0
         (1, set(), False),
         (1, None, False),  # the others would fail, too
         (-9, None, True),
+        (-15, {1, 2}, False),  # somebody took it away
+        (143, {1, 2}, False),
+        (-15, None, False),
     ],
 )
 def test_who_is_started_again(code: int, members: Collection[int] | None, again: bool) -> None:
@@ -102,6 +105,15 @@ def test_a_lost_one_is_started_again_until_all_are_through(tmp_path: Path) -> No
     (tmp_path / "over").touch()
     assert fleet.finish() == 0
     assert len(fleet.pids()) == 3
+
+
+def test_one_that_is_taken_away_before_the_run_began_ends_alone(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 2, TELLS + LIVES)
+    os.kill(fleet.wait(0, 1)[0], signal.SIGTERM)
+    (tmp_path / "over").touch()
+    assert fleet.finish() == 0
+    assert fleet.said == ["worker 0 ended by SIGTERM"]
+    assert len(fleet.pids()) == 2
 
 
 def test_one_that_fails_before_the_run_began_ends_all(tmp_path: Path) -> None:

@@ -78,12 +78,17 @@ def meet_as_told() -> str:
     """A node's worker, by what that node was told: its place in the world follows from it."""
     nodes, devices = (int(os.environ[name]) for name in ("NODES", "DEVICES"))
     os.environ["LOCAL_RANK"] = str(int(os.environ["NODE_RANK"]) * devices + int(os.environ["LOCAL_RANK"]))
+    time.sleep(float(os.environ["LATE"]) * int(os.environ["NODE_RANK"]))
     return meet(nodes * devices, (nodes, devices))
 
 
-@pytest.mark.parametrize(("first", "second"), [((2, 2), (2, 3)), ((2, 2), (2, 1)), ((2, 1), (3, 2))])
+@pytest.mark.parametrize(
+    ("first", "second", "late"),
+    [((2, 2), (2, 3), 0), ((2, 2), (2, 1), 0.7), ((2, 1), (3, 2), 0)],
+    ids=["more devices", "fewer, and just before the end", "more nodes"],
+)
 def test_nodes_that_were_told_other_numbers_of_devices_or_nodes_all_say_so(
-    first: tuple[int, int], second: tuple[int, int]
+    first: tuple[int, int], second: tuple[int, int], late: float
 ) -> None:
     """Their ranks overlap or leave gaps: to wait for them, or to take them for another job's, would mislead."""
     places = [(0, local) for local in range(first[1])] + [(1, local) for local in range(second[1])]
@@ -94,6 +99,7 @@ def test_nodes_that_were_told_other_numbers_of_devices_or_nodes_all_say_so(
             "LOCAL_RANK": str(local),
             "NODES": str(told[node][0]),
             "DEVICES": str(told[node][1]),
+            "LATE": str(late),
         }
         for index, (node, local) in enumerate(places)
     }
