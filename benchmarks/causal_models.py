@@ -32,6 +32,8 @@ What a small copy of each class of `transformers` {version} showed, with the cla
 A copy of few layers and small widths must have the same loss and gradients cut in three stages and three slices as
 whole, in float64. See [the token pipeline](token-pipeline.md#which-models).
 
+![Four slices of a sequence: each attends to itself, and to what the KV cache has of those before](images/cache.svg)
+
 **{sliced} of {all} are sliced.** *yes*: the same; *refused*: a call of this kind is an error; *-*: there are no
 routers. With eager attention a padding token on the left attends to everything, those after it too, and
 predicts the first token. Such calls need `sdpa`, where the class has it, or padding on the right.

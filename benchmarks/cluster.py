@@ -32,10 +32,22 @@ GRACE_SECONDS = 20.0
 # Two of the largest packets that TCP hands down. A bucket that holds none has the kernel cut each into those of the
 # wire first, which costs this machine nine times the processor time of the whole transfer.
 BURST = "128kb"
+# At slow rates the cut costs little, and a large bucket fills while hosts compute: at 10 Mbit/s in 0.1 s, a third of a
+# round's bytes, which no real link would give.
+SLOW_BURST, SLOW = "16kb", 4e7
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 class ClusterError(RuntimeError):
     """One line: what is wrong and the remedy."""
+
+
+def bits_per_second(rate: str) -> float:
+    """Of tc's words: 200mbit -> 2e8."""
+    for unit, factor in UNITS.items():
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * factor
+    raise ClusterError(f"tc refuses the rate {rate!r}, give one like 200mbit or 1gbit")
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,8 @@ class Cluster:
 
     def _limit(self, index: int, rate: str) -> None:
         for namespace, device in ((self.host(index), "eth0"), (self.switch, f"port{index}")):
-            bucket = ("tbf", "rate", rate, "burst", BURST, "latency", "50ms")
+            burst = SLOW_BURST if bits_per_second(rate) < SLOW else BURST
+            bucket = ("tbf", "rate", rate, "burst", burst, "latency", "50ms")
             try:
                 _call(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket])
             except ClusterError as error:

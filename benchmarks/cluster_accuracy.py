@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cluster import Cluster, ClusterError, cluster
-from cluster_speed import bits_per_second, seconds_per_step
+from cluster import Cluster, ClusterError, bits_per_second, cluster
+from cluster_speed import seconds_per_step
 from hardware import description, sentence, slug
 from hydra.utils import instantiate
 from quiet_recipe import composed

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, ClusterError, cluster
+from cluster import Cluster, ClusterError, bits_per_second, cluster
 from cluster_worker import METHODS, MODELS
 from hardware import description, sentence, slug
 from rich.console import Console
@@ -30,15 +30,6 @@ from rich.markdown import Markdown
 from rich.progress import Progress
 
 HERE = Path(__file__).parent
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-
-
-def bits_per_second(rate: str) -> float:
-    """Of tc's words: 200mbit -> 2e8."""
-    for unit, factor in UNITS.items():
-        if rate.endswith(unit):
-            return float(rate.removesuffix(unit)) * factor
-    raise SystemExit(f"rate must be a number and one of {', '.join(UNITS)}, got {rate!r}")
 
 
 def measure(hosts: Cluster, methods: list[str], options: argparse.Namespace, straggler: float) -> dict[str, Any]:

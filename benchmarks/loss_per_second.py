@@ -19,10 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster import ClusterError, cluster
+from cluster import ClusterError, bits_per_second, cluster
 from cluster_accuracy import INT8, LOSS, Recipe, measure
 from cluster_accuracy import RECIPES as PLAIN_RECIPES
-from cluster_speed import bits_per_second
 from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown

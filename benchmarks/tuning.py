@@ -21,7 +21,7 @@ import torch
 from cluster_accuracy import EXAMPLES
 from hardware import description, sentence, slug
 from hydra.utils import instantiate
-from loss_per_second import GPT, METHODS
+from loss_per_second import METHODS
 from quiet_recipe import built, composed
 from rich.progress import track
 from torch.utils.data import DataLoader, Subset
@@ -52,18 +52,18 @@ def grid() -> dict[str, list[str]]:
     return found
 
 
-def loss(words: list[str]) -> float:
-    """Test loss at the end, in nats per byte; infinite where the run broke off."""
+def loss(words: list[str], workers: int = WORKERS, steps: int = STEPS, recipe: str = "recipe=gpt") -> float:
+    """Test loss at the end, `gpt`'s in nats per byte; infinite where the run broke off."""
     torch.set_num_threads(1)
-    cfg = composed([*GPT.words, *words], SEED)
+    cfg = composed([recipe, *words], SEED)
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(loader_of(module, data), WORKERS)
+    batches, epoch = shared_out(loader_of(module, data), workers)
     data.setup("test")
     tests = DataLoader(Subset(data.splits["test"], range(EXAMPLES)), batch_size=EXAMPLES // 4)
-    strategy, loop = instantiate(cfg.strategy, _convert_="all"), Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, STEPS)
+    strategy, loop = instantiate(cfg.strategy, _convert_="all"), Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, steps)
     try:
-        with Crew(module, batches, strategy, WORKERS, STEPS, loop=loop) as crew:
-            crew.train(STEPS)
+        with Crew(module, batches, strategy, workers, steps, loop=loop) as crew:
+            crew.train(steps)
             return Evaluation(module, list(tests)).loss([worker.module for worker in crew.workers])
     except FloatingPointError:
         return float("inf")
