@@ -118,22 +118,31 @@ def faults() -> str:
 
 def elastic() -> str:
     found = result("elastic-2-cores.json")
-    killed, pairs, storm = (found[part]["rows"] for part in ("kills", "steps", "storm"))
+    killed, pairs = (found[part]["rows"] for part in ("kills", "steps"))
     beyond, joined = [one for row in killed for one in row["beyond"]], [row["joined"] for row in killed]
-    faults, settings = storm["storm"]["faults"], found["storm"]["settings"]
-    stormy = f"{faults['kill']} killed, {faults['stall']} stalled ({settings['faults_per_hour']:.0f} an hour)"
-    loss = storm["storm"]["loss"] / storm["calm"]["loss"]
     who = f"one of {found['kills']['workers']} killed, {len(killed)} times"
     body = [
         [who, "a survivor's longest step beyond its usual one", spread(beyond)],
         ["", "until a newcomer takes part", spread(joined)],
         [f"no faults, {len(pairs)} of each in turn", "a step against one of plain gossip",
          f"{statistics.median(row['elastic'] / row['plain'] for row in pairs):.3f}"],
-        [stormy, "steps in a second, of those without faults", f"{100 * storm['share']:.1f} %"],
-        ["", "workers that took part", f"{100 * storm['storm']['participation']:.1f} %"],
-        ["", "final loss, of that without faults", f"{100 * loss:.1f} %"],
+        *stormy(found["storm"]), *stormy(result("elastic-hosts-2-cores.json")["storm"]),
     ]  # fmt: skip
     return markdown(("faults", "measured", "found"), body)
+
+
+HAPPENED = {"kill": "killed", "stall": "stalled", "cut": "cut off", "fallen": "ended for it"}
+
+
+def stormy(found: dict[str, Any]) -> list[list[str]]:
+    storm, settings = found["rows"], found["settings"]
+    faults = ", ".join(f"{number} {HAPPENED[kind]}" for kind, number in storm["storm"]["faults"].items())
+    return [
+        [f"{faults} ({settings['faults_per_hour']:.0f} an hour)", "steps in a second, of those without faults",
+         f"{100 * storm['share']:.1f} %"],
+        ["", "workers that took part", f"{100 * storm['storm']['participation']:.1f} %"],
+        ["", "final loss, of that without faults", f"{100 * storm['storm']['loss'] / storm['calm']['loss']:.1f} %"],
+    ]  # fmt: skip
 
 
 def spread(seconds: list[float]) -> str:

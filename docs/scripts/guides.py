@@ -1,4 +1,6 @@
-"""Pictures of the guides to optimizers, clusters, trust, waiting, Fabric and plans, from plans and committed results.
+"""Pictures of the other guides: optimizers, clusters, trust, waiting, faults, causal models, other loops, plans.
+
+From plans and committed results.
 
     python docs/scripts/guides.py
 
@@ -6,12 +8,14 @@ Needs matplotlib; neither torch nor Lightning is imported.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import ListedColormap
 from pictures import ACCENT, IMAGES, INK, PALE, RESULTS, ROWS, SAME, WORKER, bar, named, new_figure
 
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
@@ -22,7 +26,9 @@ from lightning_decentral.gossip.plan.topology.static import Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Round
 from lightning_decentral.gossip.plan.weights import mixing_matrix
+from lightning_decentral.pipeline.plan.slicing import equal
 from lightning_decentral.planner.plan.placement import RingPlacement, place
+from lightning_decentral.pytorch_lightning import mirror
 from lightning_decentral.shared.plan.data_parallel import DataParallel
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, even
 from lightning_decentral.shared.plan.network import LinkCost, Network
@@ -171,7 +177,104 @@ def setting(model: Model, megabits: float) -> Setting:
     return Setting(model, Network(links), Cluster(workers=8))
 
 
-PICTURES = (optimizers, placement, spread, waiting, fabric, plan)
+def injected() -> Any:
+    """How many of the faults of each kind the others survive, and how many end them with one line."""
+    rows = json.loads((RESULTS / "faults-2-cores.json").read_text())["rows"]
+    groups = [group for group, _ in Counter(row["group"] for row in rows).most_common()]
+    figure = new_figure(7, 2.8)
+    axes = figure.subplots()
+    left = np.zeros(len(groups))
+    for outcome, colour in (("goes on", WORKER), ("one line", INK)):
+        counts = [sum(row["group"] == group and row["outcome"] == outcome for row in rows) for group in groups]
+        axes.barh(groups, counts, left=left, color=colour, label=outcome)
+        left += np.array(counts)
+    for row, count in enumerate(left):
+        axes.text(count + 0.5, row, f"{count:.0f}", va="center", fontsize=7, color=INK)
+    named(axes, "Faults, by kind: the others go on, or end with one line", "faults", "")
+    axes.tick_params(labelsize=7)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
+    return figure
+
+
+def cache(tokens: int = 12, number: int = 4) -> Any:
+    """What each slice of a sequence attends to: its own tokens up to each, and all before them, from the KV cache."""
+    figure = new_figure(9, 2)
+    begin = 0
+    for index, (axes, length) in enumerate(zip(figure.subplots(1, number), equal(tokens, number), strict=True)):
+        keys, queries = np.arange(tokens), np.arange(begin, begin + length)[:, None]
+        seen = np.where(keys < begin, 1, 2) * (keys <= queries)
+        axes.imshow(seen, cmap=ListedColormap(["white", PALE, WORKER]), vmin=0, vmax=2, aspect="auto")
+        axes.set_xticks(range(0, tokens, 3))
+        axes.set_yticks(range(length), range(begin, begin + length))
+        axes.set_xticks(np.arange(tokens + 1) - 0.5, minor=True)
+        axes.set_yticks(np.arange(length + 1) - 0.5, minor=True)
+        axes.grid(which="minor", color="#c8ccd4", linewidth=0.5)
+        axes.tick_params(which="minor", length=0)
+        named(axes, f"slice {index}: {begin} tokens cached", "key", "" if index else "query")
+        begin += length
+    return figure
+
+
+def mirrored() -> Any:
+    """Modules of each method that are read once for each Lightning, and those that serve both as they are."""
+    figure = new_figure(7, 2.4)
+    axes = figure.subplots()
+    package = Path(mirror.__file__).parents[1]
+    for row, method in enumerate(mirror.METHODS):
+        names = [
+            ".".join(path.relative_to(package.parent).with_suffix("").parts)
+            for path in package.glob(f"{method}/**/*.py")
+        ]
+        twice = sum(mirror.renamed(name) != name for name in names)
+        for label, count, left, colour in (
+            ("once for each", twice, 0, ACCENT),
+            ("serve both", len(names) - twice, twice, WORKER),
+        ):
+            axes.barh(row, count, left=left, color=colour, label="" if row else label)
+    named(axes, "Modules: which know a Lightning, and are read once for each", "modules", "")
+    axes.set_yticks(range(len(mirror.METHODS)), mirror.METHODS, fontsize=7)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=7, loc="upper right")
+    return figure
+
+
+def floors() -> Any:
+    """Methods and floors: how many modules stand where."""
+    package = Path(mirror.__file__).parents[1]
+    methods, below = (*mirror.METHODS, "sweep", "planner"), ("wire", "compute", "plan")
+    order = sorted(methods, key=lambda method: method == "shared")
+    figure = new_figure(9, 2.8)
+    axes = figure.subplots()
+    for x, method in enumerate(order):
+        files = [path for path in (package / method).glob("**/*.py") if path.name != "__init__.py"]
+        for y, floor in enumerate(("top", *below)):
+            here = [path for path in files if floor_of(path.relative_to(package / method), below) == floor]
+            axes.barh(
+                y,
+                0.92,
+                left=x - 0.46,
+                height=0.86,
+                color=PALE if not here else WORKER,
+                alpha=min(1, 0.3 + len(here) / 30),
+            )
+            text = f"{len(here)} modules" if here else ""
+            axes.text(x, y, text, ha="center", va="center", fontsize=6.5, color=INK)
+    named(axes, "Imports go down, and to the right; the top of a folder alone knows Lightning", "", "")
+    axes.set_xticks(range(len(order)), order, fontsize=7)
+    axes.set_yticks(range(4), ("binds to Lightning", "wire: messages", "compute: tensors", "plan: values"), fontsize=7)
+    axes.set_xlim(-0.5, len(order) - 0.5)
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
+    return figure
+
+
+def floor_of(path: Path, below: Sequence[str]) -> str:
+    """Where a module of a method stands."""
+    return next((part for part in path.parts if part in below), "top")
+
+
+PICTURES = (optimizers, placement, spread, waiting, fabric, plan, injected, cache, mirrored, floors)
 
 
 def draw(folder: Path) -> None:

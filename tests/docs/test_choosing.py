@@ -116,7 +116,7 @@ def test_what_is_recommended_for_text_was_the_soonest() -> None:
     assert small["10mbit"][:2] == [streamed, outer]
     assert small["50mbit"][0] == small["1gbit"][0] == outer
     assert set(small["200mbit"][:3]) == {differences, codes, outer}
-    assert [wide[rate][0] for rate in choosing.WRITTEN] == [differences, outer, "compressed, int8, Muon", "ddp, Muon"]
+    assert [wide[rate][0] for rate in choosing.WRITTEN] == [streamed, outer, "compressed, int8, Muon", "ddp, Muon"]
 
 
 def losses(recipe: str) -> dict[str, float]:

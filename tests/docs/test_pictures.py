@@ -36,7 +36,7 @@ def test_pictures_are_drawn_as_they_are(tmp_path: Path) -> None:
 
 
 GUIDES = "fabric gossip optimizers rules codecs islands elastic compressed partial-backprop token-pipeline"
-ALSO = "spilled sweeps cluster waiting trust plan measured"
+ALSO = "spilled sweeps cluster waiting trust faults causal-models pytorch-lightning plan measured"
 
 
 def test_every_guide_has_a_picture() -> None:

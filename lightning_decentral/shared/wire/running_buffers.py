@@ -27,7 +27,8 @@ class RunningBuffers:
 
     def share(self, look: bool) -> None:
         """Collective. With `look`, find out first which further ones have changed on some worker."""
-        buffers = dict(self._module.named_buffers())
+        # To walk through all modules takes longer than many a model's gradients take to be averaged.
+        buffers = dict(self._module.named_buffers()) if look or self._names else {}
         if look:
             changed = [n for n, before in self._before.items() if n in buffers and not _same(buffers[n], before)]
             found = {name for row in gather_objects(self._over, changed) for name in row} | set(self._names)

@@ -1,12 +1,13 @@
 """LAW: means of gradients over devices are their formulas, in any order in which streams may run, and no host waits."""
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.codec import BFloat16, Codec, Float32, Int8, Plain, TopK
 from lightning_decentral.shared.wire.compressed_mean import mean_by
@@ -14,7 +15,7 @@ from lightning_decentral.shared.wire.gradients import GradientAverage
 from tests.shared.wire import test_compressed_mean as formula
 from tests.shared.wire import test_gradients as reference
 from tests.simulated import CUDA, Engine
-from tests.simulated.streams import Stream
+from tests.simulated.streams import Event, Stream
 from tests.simulated.wire import Make, device_world, without_waiting
 
 pytestmark = pytest.mark.threads
@@ -77,3 +78,59 @@ def test_gradients_of_devices_are_their_mean(codec: Codec, error: float, bucket_
             assert measured["never"] is None
             for name, value in expected.items():
                 torch.testing.assert_close(measured[name], value, rtol=error, atol=error)
+
+
+# ---- training steps ---------------------------------------------------------------------------------------------
+
+
+STEPS = 3
+NET = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)).double()
+
+
+def rows(rank: int) -> Tensor:
+    return torch.randn(STEPS, 4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def trained(codec: Codec, make: Make, engine: Engine) -> list[Tensor]:
+    """A small model's parameters after a few steps on this worker's own data, as `compressed` makes them."""
+    model, given = copy.deepcopy(NET).to(CUDA), rows(make.hosts.rank).to(CUDA)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    average = GradientAverage(mean_by(codec, make, CUDA), make.hosts, lambda call: call(), 512)
+    average.watch(list(model.parameters()))
+    for step, x in enumerate(given):
+        with without_waiting(engine) if step else nullcontext():  # tables of noise are copied once
+            optimizer.zero_grad()
+            average.begin()
+            model(x).square().mean().backward()
+            average.finish()
+            optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def train(codec: Codec, seed: int) -> None:
+    """AssertionError where it isn't what one process makes of all data."""
+    model = copy.deepcopy(NET)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.stack([model(rows(rank)[step]).square().mean() for rank in range(SIZE)]).mean().backward()
+        optimizer.step()
+    for found in device_world(SIZE, partial(trained, codec), seed):
+        for a, b in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", [Plain(), Float32()], ids=str)
+def test_models_on_devices_train_as_one_process(codec: Codec) -> None:
+    """Forward, backward with averages beside it, update: no host waits in a step."""
+    train(codec, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "codec"),
+    [(Stream, "wait_stream", Float32()), (Stream, "wait_event", Float32()), (Event, "wait", Plain())],
+    ids=["codes of gradients", "means of codes", "sums of gradients"],
+)
+def test_a_step_that_waits_for_less_is_seen(owner: type, call: str, codec: Codec) -> None:
+    with mock.patch.object(owner, call), pytest.raises((AssertionError, RuntimeError)):
+        train(codec, seed=0)

@@ -1,0 +1,98 @@
+"""Losses behind single sentences and small tables of the guides, by rehearsals: no network, no clock.
+
+    nice python benchmarks/variants.py --jobs 2          # about half an hour on two cores; a busy machine will do
+
+States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
+topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. One seed each; a rehearsal
+has the bits of so many processes. Losses are those of the mean of the workers' models on the test examples.
+
+Writes `results/variants-<hardware>.json`; finished runs are kept in it.
+"""
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hardware import description, slug
+from rich.console import Console
+from rich.progress import track
+from tuning import loss
+
+RESULTS = Path(__file__).parent / "results" / f"variants-{slug()}.json"
+MUON, TRAVELS = ["experiment=gossip_muon"], ["experiment=gossip_muon_momentum"]
+EVERY_FOURTH = [*TRAVELS, "strategy.states.momentum_buffer.every=4"]
+OUTER = ["strategy=gossip", "strategy/combine=pseudo_gradient", "strategy/codec=int4", "optimizer=muon"]
+ALL = "strategy.topology.inner._target_=lightning_decentral.gossip.Complete"
+WHOLE = ["strategy/topology=every", "strategy.topology.steps=8", ALL]
+STREAM = ["strategy/topology=stream", "strategy.topology.steps=8", "strategy.topology.parts=4"]
+AFTER = {"": [], ", after 40 exact steps": ["strategy.exact_steps=40"]}
+
+
+class Variant(NamedTuple):
+    words: list[str]
+    workers: int = 4
+    steps: int = 364
+    recipe: str = "recipe=gpt"
+
+
+def states() -> dict[str, Variant]:
+    found = {}
+    for rate in ("2e-2", "3e-2"):
+        muon = [f"optimizer.lr={rate}", "optimizer.momentum=0.9"]
+        ways = {
+            "ddp": ["strategy=ddp", "optimizer=muon"],
+            "own": MUON,
+            "travels": TRAVELS,
+            "every fourth": EVERY_FOURTH,
+        }
+        found |= {f"states, 8 workers, {rate}, {way}": Variant([*words, *muon], 8) for way, words in ways.items()}
+    muon = ["optimizer.lr=2e-2", "optimizer.momentum=0.9"]
+    return found | {
+        f"states, 4 workers, 2e-2, {w}": Variant([*x, *muon]) for w, x in (("own", MUON), ("travels", TRAVELS))
+    }
+
+
+def rounds() -> dict[str, Variant]:
+    found = {}
+    for exact, more in AFTER.items():
+        for lr, momentum in (("null", "null"), ("0.7", "0.9"), ("0.7", "0.5")):
+            rule = [f"strategy.combine.lr={lr}", f"strategy.combine.momentum={momentum}", *more]
+            name = f"{lr}, {momentum}{exact}"
+            found[f"rounds, Every, {name}"] = Variant([*OUTER, *WHOLE, "strategy.delay=0", *rule], steps=368)
+            found[f"rounds, Stream, {name}"] = Variant([*OUTER, *STREAM, "strategy.delay=1", *rule], steps=369)
+    return found
+
+
+def digits() -> dict[str, Variant]:
+    found = {}
+    for recipe in ("vit", "resnet"):
+        for strategy in ("ddp", "gossip"):
+            optimizers = {"adamw": ["optimizer=adamw"]}
+            for rate in ("3e-3", "6e-3", "1.2e-2", "2e-2"):
+                optimizers[f"muon, {rate}"] = ["optimizer=muon", f"optimizer.lr={rate}"]
+            for name, words in optimizers.items():
+                key = f"digits, {recipe}, {strategy}, {name}"
+                found[key] = Variant([f"strategy={strategy}", *words], steps=300, recipe=f"recipe={recipe}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
+    options = parser.parse_args()
+    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"losses": {}}
+    every = {**states(), **rounds(), **digits()}
+    todo = {name: one for name, one in every.items() if name not in kept["losses"]}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        running = {pool.submit(loss, *one): name for name, one in todo.items()}
+        for done in track(as_completed(running), "runs", total=len(running)):
+            kept["losses"][running[done]] = done.result()
+            RESULTS.write_text(json.dumps({**kept, "hardware": description()}, indent=1) + "\n")
+    Console().print({name: round(kept["losses"][name], 4) for name in every})
+
+
+if __name__ == "__main__":
+    main()
