@@ -1,6 +1,6 @@
 """What a round of gossip costs a device beside the wire: passes over the parameters, and kernels.
 
-    python benchmarks/passes.py
+    python -m benchmarks.passes
 
 One worker hears one neighbour or two, delay 1. Its device is the simulated one of the tests, so that the operations are
 those of a device; a dispatch mode counts them. A pass reads or writes as many bytes as the parameters have; what an
@@ -11,12 +11,13 @@ An operation is in the training's way if it runs on the stream on which the trai
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
@@ -24,6 +25,8 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.round_cost import LoopbackTransport, _Bucket
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Message
 from tests import simulated
 from tests.simulated import CUDA
 
@@ -33,8 +36,13 @@ NO_KERNELS = {
     *("permute", "unsqueeze", "unfold", "squeeze", "unbind", "view_as_real", "lift_fresh", "split_with_sizes"),
     *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
 }
-UNREAD = {"copy_", "fill_", "zero_"}
-"""They write to their first argument and don't read it."""
+UNREAD = {
+    **dict.fromkeys(("copy_", "fill_", "zero_", "difference_", "judge_", "int8_decode_"), 1),
+    **dict.fromkeys(("state_", "int8_encode_"), 2),
+}
+"""How many of their first arguments they write to and don't read."""
+LAUNCHES = {"state_": 2}
+"""Of operators of our own that take more than one: a copy by many programs, and one that puts theirs together."""
 
 
 class Cost(NamedTuple):
@@ -53,6 +61,14 @@ class Cost(NamedTuple):
     by_operation: dict[str, float]
 
 
+class Uncounted(LoopbackTransport):
+    """The wire is measured by itself."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        with _disable_current_modes():
+            return super().exchange(sends, receives)
+
+
 class Counting(TorchDispatchMode):
     """Bytes and launches of all operations."""
 
@@ -67,19 +83,27 @@ class Counting(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not any(t.is_cuda for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)):
             return result  # the host's own
+        if name == "copy_" and not args[0].is_cuda:
+            return result  # the copy engine's
         if name not in NO_KERNELS:
             out = [t for t in tree_leaves((kwargs or {}).get("out")) if isinstance(t, Tensor)]
-            read = _places([args[1:] if name in UNREAD else args, {**(kwargs or {}), "out": None}])
-            written = _places([result, out])
+            read = _places([args[UNREAD.get(name, 0) :], {**(kwargs or {}), "out": None}])
+            written = _places([result, out, _changed(func, args) if result is None else ()])
             if name == "index_select":  # of its source it reads what it writes
                 read[args[0].data_ptr(), args[0].numel()] = 0
                 moved = sum(read.values()) + 2 * sum(written.values())
             else:
                 moved = sum(read.values()) + sum(written.values())
-            self.kernels[name] += 1
+            self.kernels[name] += LAUNCHES.get(name, 1)
             self.moved[name] += moved
             self.in_the_way += moved if simulated.current() is self._training else 0
         return result
+
+
+def _changed(func: Any, args: Sequence[Any]) -> list[Any]:
+    """Arguments that an operator without a result writes to."""
+    infos = [argument.alias_info for argument in func._schema.arguments]
+    return [arg for arg, info in zip(args, infos, strict=False) if info is not None and info.is_write]
 
 
 def _places(tree: Any) -> dict[tuple[int, int], int]:
@@ -93,7 +117,7 @@ def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
     with ExitStack() as stack:
         stack.enter_context(simulated.device(seed=0))
         flat = torch.randn(ELEMENTS).to(CUDA)
-        echo = LoopbackTransport(1 << neighbours)  # on the exponential graph of 2^k workers each hears k
+        echo = Uncounted(1 << neighbours)  # on the exponential graph of 2^k workers each hears k
         exchange = overlapped(PeerExchange(Exponential(), Own(), echo, CUDA, codec), CUDA, 1)
         mixer = Mixer([_Bucket(part) for part in flat.chunk(buckets)], Gossip(), exchange, 1)
         for _ in range(WARM_UP):

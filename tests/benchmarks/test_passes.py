@@ -1,5 +1,6 @@
 """A round of gossip goes over the parameters no more often than it did, and launches no more kernels."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -7,32 +8,34 @@ import torch
 from torch import Tensor
 
 from benchmarks.passes import Counting, cost
-from lightning_decentral.gossip import Codec, Gossip, Int8, Plain
+from lightning_decentral.gossip import Codec, Int8, Plain
+from lightning_decentral.gossip.compute.correction import correct_
+from lightning_decentral.gossip.wire import peer
 from tests import simulated
 from tests.simulated import CUDA
 
 
 @pytest.mark.parametrize(
     ("codec", "neighbours", "passes", "kernels"),
-    [(Plain(), 1, 15, 17), (Plain(), 2, 21, 26), (Int8(), 1, 31.6, 50)],
+    [(Plain(), 1, 6, 4), (Plain(), 2, 7, 4), (Int8(), 1, 11.5, 14)],
     ids=str,
 )
 def test_a_round_costs_no_more(codec: Codec, neighbours: int, passes: float, kernels: int) -> None:
-    """Copy 2, own check 1; for each neighbour refusing 3, mixing 3; correction 6.
+    """Copy 2, correction 3 and one for each neighbour. Eight bits: encoding 2.25 and decoding 1.25, a look at each 1.
 
-    The aim is 6 in all, which takes a kernel of our own."""
+    That a kernel of ours goes over its tensors once is seen in its assembly (`test_triton_kernels`)."""
     found = cost(codec, neighbours)
-    assert passes - 1 < found.passes <= passes + 0.1
-    assert found.kernels <= kernels
+    assert passes - 0.1 < found.passes <= passes + 0.1
+    assert found.kernels == kernels
 
 
 def test_what_goes_over_the_parameters_once_more_is_counted() -> None:
-    apply, before = Gossip.apply, cost(Plain())
+    before = cost(Plain())
 
-    def copying(self: Gossip, x: Tensor, sent: Tensor, mixed: Tensor, *rest: object) -> None:
-        apply(self, x, sent, mixed.clone(), *rest)  # type: ignore[arg-type]
+    def copying(x: Tensor, sent: Tensor, *rest: Any) -> None:
+        correct_(x, sent.clone(), *rest)
 
-    with mock.patch.object(Gossip, "apply", copying):
+    with mock.patch.object(peer, "correct_", copying):
         after = cost(Plain())
     assert after.passes - before.passes == pytest.approx(2)
     assert after.kernels - before.kernels == 1

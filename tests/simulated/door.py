@@ -56,7 +56,7 @@ def _moved(tensor: Tensor, dtype: torch.dtype, late: bool) -> Tensor:
     return out.copy_(tensor, non_blocking=late)
 
 
-TABLES = ("_midpoints", "_places")
+TABLES = ("midpoints", "_places")
 DOOR: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,

@@ -59,6 +59,9 @@ class ControlledMixer(Mixer):
             self._gauge.tell(torch.stack([nothing, *self._squares]).sum(0))
             self._squares = []
 
+    def _rate(self, turn: Turn) -> float | None:
+        return None  # what lands is measured: it takes the mixture
+
     def _measured(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         self._squares.append(self._control.measure(sent, mixed, turn))
         self._combine.apply(x, sent, mixed, state, turn)

@@ -1,14 +1,14 @@
 """What an exchange is: a message of a few buckets goes to the neighbours, a mixture of theirs comes back.
 
-    start  ->  Started     depart          land
-    encode     .           send, receive   wait, decode, mix
+    launch        ->  Started     depart          land, or correct
+    copy, encode      .           send, receive   wait, decode, mix
 
 Who launched a round keeps what `start` returned, hands it to `depart`, and lands it: nothing else remembers it.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.correction import apply_difference
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.wire.pending import Pending
@@ -50,11 +51,25 @@ class Memory(Protocol):
 
 
 class Started(ABC):
-    """Buckets of one round between start and landing."""
+    """Buckets of one round between start and landing.
+
+    Attributes:
+        corrects: whether `correct` and `keep` may be called in the place of `land`.
+    """
+
+    corrects: bool = False
 
     @abstractmethod
     def land(self) -> list[Tensor]:
         """Wait for what was sent to this worker, and return the mixture, bucket by bucket. Once."""
+
+    def correct(self, x: Tensor, rate: float) -> None:
+        """x <- x + rate (mixed - sent) of its one bucket, in one pass. Once."""
+        raise NotImplementedError
+
+    def keep(self) -> "Landed":
+        """Wait for what was sent to this worker; what `correct`s with the same bits later. Once."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until the message is ready to leave: from then on it is what the others decode of it."""
@@ -63,12 +78,20 @@ class Started(ABC):
 
 @dataclass
 class Landed(Started):
-    """What was mixed already."""
+    """What was mixed already; where it `corrects`, mixed - sent."""
 
     mixed: list[Tensor]
+    corrects: bool = field(default=False, kw_only=True)
 
     def land(self) -> list[Tensor]:
         return self.mixed
+
+    def correct(self, x: Tensor, rate: float) -> None:
+        for difference in self.mixed:
+            apply_difference(x, difference, rate)
+
+    def keep(self) -> "Landed":
+        return self
 
 
 S = TypeVar("S", bound=Started)
@@ -104,6 +127,15 @@ class Exchange(ABC, Generic[S]):
             first: which of the admitted buckets `message` begins with. A round may be made ready in several calls, in
                 order.
         """
+
+    def launch(self, message: Tensor, step: int, place: int) -> tuple[Tensor, S]:
+        """Start a copy of one bucket's message, which is the caller's as long as a round is in flight: (copy, started).
+
+        Args:
+            place: of the bucket among the admitted.
+        """
+        sent = self.pool.take(message).copy_(message)
+        return sent, self.start([sent], step, place)
 
     def offer(self, started: Sequence[S], step: int) -> None:
         """The first buckets of a round, which has more: those that gain by it may leave before the others."""

@@ -1,10 +1,10 @@
 """Mixer: when rounds of gossip are launched and landed, bucket by bucket: buckets x combine x exchange."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Number, Started
 from lightning_decentral.shared.compute.buckets import Matrix
+
+T = TypeVar("T")
 
 
 class Flat(Protocol):
@@ -152,6 +154,10 @@ class Mixer:
         """What the rule may know of a round."""
         return Turn(round, self._learning_rate, self._peak, partial(self._own, round), partial(self._degree, round))
 
+    def _rate(self, turn: Turn) -> float | None:
+        """`Combine.rate_of`, where the rule alone corrects."""
+        return self._combine.rate_of(turn)
+
     def _own(self, round: int) -> Tensor:
         return self._number(self.exchange.neighbours(round).own)
 
@@ -173,9 +179,8 @@ class Mixer:
         return self._flights[-1]
 
     def _launch(self, flight: Flight, place: int, message: Tensor, turn: Turn) -> None:
-        # A copy: what was sent is subtracted at the landing, and updates change x until then.
-        sent = self.exchange.pool.take(message).copy_(message)
-        started = self.exchange.start([sent], flight.round, place)
+        # A copy leaves: what was sent is subtracted at the landing, and updates change x until then.
+        sent, started = self.exchange.launch(message, flight.round, place)
         flight.sent.append(sent)
         flight.started.append(started)
         # By `depart` at the latest: what went to a new neighbour long before the old one's message is complete would
@@ -197,22 +202,23 @@ class Mixer:
             if place >= len(flight.started):
                 continue  # a bucket that was taken in after the launch
             self.wanted = flight.step + 1
-            turn, sent = self.turn(flight.round), flight.sent[place]
-            mixed = self._landed(flight, place)
+            turn, sent, x = self.turn(flight.round), flight.sent[place], self.buckets[place].flat
+            rate = self._rate(turn) if flight.started[place].corrects else None
+            mixed = self._landed(flight, place, partial(_brought, x, rate), list[Tensor]())
             for tensor in mixed:
-                self._correct(self.buckets[place].flat, sent, tensor, self._states[place], turn)
+                self._correct(x, sent, tensor, self._states[place], turn)
             self.exchange.pool.give([sent, *mixed])
 
-    def _landed(self, flight: Flight, place: int) -> list[Tensor]:
-        """What came back for one bucket; nothing where its own message was refused, which corrects nothing."""
+    def _landed(self, flight: Flight, place: int, take: Callable[[Started], T], nothing: T) -> T:
+        """What came back for one bucket; `nothing` where its own message was refused, which corrects nothing."""
         try:
-            return flight.started[place].land()
+            return take(flight.started[place])
         except Sick as sick:
             left = max(f.round for f in (flight, *self._flights) if len(f.started) > place)
             x, state, turn = self.buckets[place].flat, self._states[place], self.turn(sick.round)
             self.healing.heal(sick, place, left, self._combine, x, state, turn)
             self.exchange.pool.give(sick.mixed)
-            return []
+            return nothing
 
     def _land_until(self, last: int) -> None:
         due = self._due(last)
@@ -223,10 +229,12 @@ class Mixer:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
         flights = []
         for flight in self._flights:
+            keep = partial(_kept, self._rate(self.turn(flight.round)))
             # A round lands once, so what it brought stands in for what was started.
-            mixed = [self._landed(flight, place) for place in range(len(flight.started))]
-            flight.started = [Landed(tensors) for tensors in mixed]
-            flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), "mixed": mixed})
+            kept = [self._landed(flight, place, keep, Landed([])) for place in range(len(flight.started))]
+            flight.started = [*kept]
+            brought = {"mixed": [k.mixed for k in kept], "differences": [k.corrects for k in kept]}
+            flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), **brought})
         return {**self.kept(), "flights": flights}
 
     def kept(self) -> dict[str, Any]:
@@ -259,9 +267,20 @@ class Mixer:
         self.round, self.steps, self._peak = (state[k] for k in ("round", "steps", "peak"))
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
         self._flights = deque(
-            Flight(f["round"], f["step"], _copies(f["sent"], like), _landings(f["mixed"], like))
-            for f in state["flights"]
+            Flight(f["round"], f["step"], _copies(f["sent"], like), _landings(f, like)) for f in state["flights"]
         )
+
+
+def _brought(x: Tensor, rate: float | None, started: Started) -> list[Tensor]:
+    """The mixture; nothing where it corrected x at once, as a rule that is one pass over x lets it."""
+    if rate is None:
+        return started.land()
+    started.correct(x, rate)
+    return []
+
+
+def _kept(rate: float | None, started: Started) -> Landed:
+    return Landed(started.land()) if rate is None or not started.corrects else started.keep()
 
 
 def _settled(sent: Tensor, started: Started) -> Tensor:
@@ -269,8 +288,11 @@ def _settled(sent: Tensor, started: Started) -> Tensor:
     return sent
 
 
-def _landings(mixed: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Started]:
-    return [Landed(_copies(tensors, [x] * len(tensors))) for tensors, x in zip(mixed, like, strict=False)]
+def _landings(flight: Mapping[str, Any], like: Sequence[Tensor]) -> list[Started]:
+    mixed = flight["mixed"]
+    differences = flight.get("differences", [False] * len(mixed))  # none in a checkpoint from before there were any
+    landed = zip(mixed, differences, like, strict=False)
+    return [Landed(_copies(tensors, [x] * len(tensors)), corrects=of) for tensors, of, x in landed]
 
 
 def _copies(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -13,21 +13,24 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.correction import correct_, difference
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
-from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, Traffic
+from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started, Tally, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.health import scale, scales_in, sound, stated
+from lightning_decentral.shared.compute.health import judged, scale, scales_in, state_, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 ROUNDING = 1e-12
 """Of a sum of weights."""
+HEADER = 3
+"""Numbers before a message: its round, the elements of all buckets, its largest magnitude."""
 
 
 @dataclass
@@ -38,30 +41,44 @@ class PeerMessages(Started):
     step: int
     first: int
     message: Sequence[Tensor]
-    header: Tensor
+    said: Tensor
     packets: Mapping[int, Buffers]
-    headers: Mapping[int, Tensor]
     buffers: Mapping[int, Buffers]
+    corrects: bool = False
     outgoing: Sequence[Pending] = ()
     incoming: Sequence[Pending] = ()
     departed: float = 0.0
 
+    @property
+    def header(self) -> Tensor:
+        """This worker's."""
+        return self.said[0]
+
+    @property
+    def headers(self) -> dict[int, Tensor]:
+        """{source: its}"""
+        return dict(zip(self.buffers, self.said[1:], strict=True))
+
     def sends(self) -> list[Message]:
         """A header, then the payload."""
-        return [
-            Message(k, t, tag) for k, packet in self.packets.items() for tag, t in enumerate([self.header, *packet])
-        ]
+        own = self.header
+        return [Message(k, t, tag) for k, packet in self.packets.items() for tag, t in enumerate([own, *packet])]
 
     def receives(self) -> list[Message]:
         # In the order of the senders' `sends`: NCCL pairs by order, gloo by tag.
+        headers = self.headers
         return [
-            Message(j, t, tag)
-            for j, payload in self.buffers.items()
-            for tag, t in enumerate([self.headers[j], *payload])
+            Message(j, t, tag) for j, payload in self.buffers.items() for tag, t in enumerate([headers[j], *payload])
         ]
 
     def land(self) -> list[Tensor]:
         return self.exchange.landed(self)
+
+    def correct(self, x: Tensor, rate: float) -> None:
+        self.exchange.correct(self, x, rate)
+
+    def keep(self) -> Landed:
+        return self.exchange.keep(self)
 
 
 @dataclass
@@ -116,10 +133,25 @@ class PeerExchange(Exchange[PeerMessages]):
         at = self.neighbours(step)
         packets = self.coder.encode(message, at.heard_by, step, first)
         buffers = self.coder.buffers(at.sources, message, first)
+        said = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
         # Of what hearers decode, which may overflow; now, while it is in the processor's cache.
-        header = stated([step, self._elements], message, self.device)
-        headers = {j: torch.empty_like(header) for j in at.sources}
-        return PeerMessages(self, step, first, message, header, packets, headers, buffers)
+        said[0].copy_(stated([step, self._elements], message, self.device))
+        # On the host a thread beside the training mixes.
+        corrects = self.device.type == "cuda" and len(message) == 1 and bool(buffers)
+        return PeerMessages(self, step, first, message, said, packets, buffers, corrects)
+
+    def launch(self, message: Tensor, step: int, place: int) -> tuple[Tensor, PeerMessages]:
+        if self.device.type != "cuda" or self.coder.encodes:
+            return super().launch(message, step, place)
+        # The copy and what the header says of it, in one pass.
+        at, sent = self.neighbours(step), self.pool.take(message)
+        packets, buffers = (
+            self.coder.encode([sent], at.heard_by, step, place),
+            self.coder.buffers(at.sources, [sent], place),
+        )
+        said = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
+        state_(sent, said[0], message, step, self._elements)
+        return sent, PeerMessages(self, step, place, [sent], said, packets, buffers, bool(buffers))
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
         sends, receives = [part.sends() for part in started], [part.receives() for part in started]
@@ -131,15 +163,47 @@ class PeerExchange(Exchange[PeerMessages]):
             part.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
             part.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
 
+    def correct(self, part: PeerMessages, x: Tensor, rate: float) -> None:
+        """x <- x + rate sum_j w_ij (heard_j - sent) over what is accepted."""
+        heard, sane = self._accepted(part)
+        correct_(x, *self._terms(part, heard, sane), rate)
+        self._left(part)
+        self.pool.give(tensor for tensors in heard.values() for tensor in tensors)
+
+    def keep(self, part: PeerMessages) -> Landed:
+        """What `correct` would add."""
+        heard, sane = self._accepted(part)
+        added = difference(*self._terms(part, heard, sane))
+        self._left(part)
+        self.pool.give(tensor for tensors in heard.values() for tensor in tensors)
+        return Landed([added], corrects=True)
+
+    def _terms(
+        self, part: PeerMessages, heard: Mapping[int, Buffers], sane: Tensor
+    ) -> tuple[Tensor, list[Tensor], list[float], Tensor]:
+        """What a correction is made of; `Sick` where this worker's own message wasn't sound."""
+        if self._verdicts.complaint:
+            self._mixed(part, heard, sane)
+        if self.coder.estimates:
+            self.coder.remember(heard, dict(zip(heard, sane[1:], strict=True)), part.first)
+        row = self.neighbours(part.step).row
+        return part.message[0], [tensors[0] for tensors in heard.values()], [row[j] for j in heard], sane
+
     def landed(self, part: PeerMessages) -> list[Tensor]:
+        return self._mixed(part, *self._accepted(part))
+
+    def _accepted(self, part: PeerMessages) -> tuple[dict[int, Buffers], Tensor]:
+        """({source: what it said}, what is sound: this worker's own message, then each source's)"""
         self._tally.land(part.incoming, part.departed, part.first)
         heard = self._heard(part)
         for j in heard if self.coder.encodes else ():  # decoded here, perhaps from another estimate
             scales_in(part.headers[j]).copy_(scale(heard[j]))
-        said = torch.stack([part.header, *(part.headers[j] for j in heard)])
-        sane = sound(scales_in(said))
+        sane = judged(part.said)
         # A worker that took another number of steps would pair rounds wrongly without a sign.
-        self._verdicts.hear(part.step, [self.transport.rank, *heard], said, sane)
+        self._verdicts.hear(part.step, [self.transport.rank, *heard], part.said, sane)
+        return heard, sane
+
+    def _mixed(self, part: PeerMessages, heard: Mapping[int, Buffers], sane: Tensor) -> list[Tensor]:
         healthy = dict(zip(heard, sane[1:], strict=True))
         sent: Sequence[Tensor] = part.message
         instead = sent
@@ -155,12 +219,16 @@ class PeerExchange(Exchange[PeerMessages]):
             # Before they are mixed, which is done in what was heard.
             self.coder.remember(heard, healthy, part.first)
         mixed = self._mix(self.neighbours(part.step).row, sent, heard)
-        for pending in part.outgoing:
-            pending.wait()
-        self.coder.release(part.packets)
+        self._left(part)
         if self._verdicts.complaint:
             self._verdicts.refuse_own(sent, mixed)
         return mixed
+
+    def _left(self, part: PeerMessages) -> None:
+        """Until what was sent has left."""
+        for pending in part.outgoing:
+            pending.wait()
+        self.coder.release(part.packets)
 
     def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
         """{source: what it said}"""

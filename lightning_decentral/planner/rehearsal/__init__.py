@@ -1,8 +1,8 @@
 """Trains n workers in one process, before there is a cluster, and says which method reaches a loss soonest.
 
-`crew` trains them under one strategy, by the parts that `strategies` takes from it, on the batches of `batches`; `search`
-finds a learning rate for each method by the losses of `evaluation`, `answer` joins steps with the planner's seconds,
-`clock` bounds the time. Public: `rehearse`.
+`crew` trains them under one strategy, by the parts that `strategies` takes from it, on the batches of `batches`;
+`search` finds a learning rate for each method by the losses of `evaluation`, `answer` joins steps with the planner's
+seconds, `clock` bounds the time. Public: `rehearse`.
 """
 
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached

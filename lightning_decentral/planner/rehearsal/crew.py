@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_decentral.planner.rehearsal.member import Place
-from lightning_decentral.planner.rehearsal.strategies import member_of
 from lightning_decentral.planner.rehearsal.noise import NoiseScale
+from lightning_decentral.planner.rehearsal.strategies import member_of
 from lightning_decentral.planner.rehearsal.worker import Loop, Worker
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 

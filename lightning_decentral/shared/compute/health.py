@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.digest import digest, fingerprint
+from lightning_decentral.shared.compute.fused import operator
 
 FACTOR = 1e9
 """A variance may honestly be the square of 30000 times another worker's deviation; parameters never come near."""
@@ -59,6 +60,15 @@ def scales_in(stated: Tensor) -> Tensor:
     return stated.view(torch.float64)[..., -1]
 
 
+def judged(stated: Tensor) -> Tensor:
+    """bool [rows]: whose message is `sound`, by what was stated of each, [rows, numbers + 1]."""
+    if stated.device.type != "cuda":
+        return sound(scales_in(stated))
+    sane = torch.empty(len(stated), dtype=torch.bool, device=stated.device)
+    judge_(sane, stated)
+    return sane
+
+
 def extremes(tensor: Tensor) -> Tensor:
     """(smallest, largest) element, float64 [2]; NaN where one is, zeros where there is none."""
     return torch.stack(_ends(tensor)).double()
@@ -73,6 +83,18 @@ def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
     smallest, largest = torch.aminmax(real.float() if real.element_size() == 1 else real)
     return smallest, largest
 
+
+def _state(out: Tensor, header: Tensor, message: Tensor, step: int, elements: int) -> None:
+    out.copy_(message)
+    header.copy_(stated([step, elements], [message], message.device))
+
+
+def _judge(sane: Tensor, stated: Tensor) -> None:
+    sane.copy_(sound(scales_in(stated)))
+
+
+state_ = operator("state_(Tensor(a!) out, Tensor(b!) header, Tensor message, int step, int elements) -> ()", _state)
+judge_ = operator("judge_(Tensor(a!) sane, Tensor stated) -> ()", _judge)
 
 # ---- replicas that must be the same ----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from lightning_decentral.gossip import (
     Int8,
     LowRank,
     MetropolisHastings,
+    Own,
     Plain,
     RandomMatching,
     TopK,
@@ -163,6 +164,60 @@ def test_a_mirrored_worker_only_descends(device: str) -> None:
     """x <- 0.9 x five times, as nothing it hears differs from what it is."""
     found = rounds(Gossip(rate=0.5), Plain(), device).cpu()
     torch.testing.assert_close(found, 0.9**5 * torch.linspace(-1, 1, 64), rtol=1e-6, atol=1e-6)
+
+
+def with_checkpoints(codec: Codec, delay: int, device: str, saves: int | None, resumes: bool) -> Tensor:
+    """Parameters after six steps, in which those heard are half of what was sent; saved, or resumed, once."""
+    x = torch.linspace(-1, 1, 64, device=device)
+
+    def fresh() -> Mixer:
+        return Mixer([Row(x)], Gossip(rate=0.3), PeerExchange(Tree(), Own(), Halved(), x.device, codec), delay)
+
+    mixer = fresh()
+    for step in range(6):
+        if step == saves:
+            state = mixer.state_dict()
+            if resumes:
+                mixer = fresh()
+                mixer.load_state_dict(state)
+        x.sub_(x, alpha=0.1)
+        mixer.step()
+    return x.cpu()
+
+
+class Halved(Mirror):
+    """What comes back is half of what was sent, so that every round corrects."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
+        done = super().exchange(sends, receives)
+        for receive in receives:
+            if receive.tensor.dtype == torch.float32:
+                receive.tensor.mul_(0.5)
+        return done
+
+
+@every_device
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("codec", [Plain(), Int8(block=16)], ids=str)
+def test_a_checkpoint_changes_no_bit(codec: Codec, delay: int, device: str) -> None:
+    """Nor does going on from it: what is in flight brings the same correction."""
+    expected = with_checkpoints(codec, delay, device, None, False)
+    assert not torch.equal(expected, 0.9**6 * torch.linspace(-1, 1, 64))
+    for resumes in (False, True):
+        assert torch.equal(with_checkpoints(codec, delay, device, 4, resumes), expected)
+
+
+def test_a_checkpoint_of_before_there_were_differences() -> None:
+    """Its mixtures land as they did."""
+    x = torch.linspace(-1, 1, 64)
+    mixer = Mixer([Row(x)], Gossip(rate=0.3), PeerExchange(Tree(), Own(), Halved(), x.device, Plain()), 1)
+    mixer.step()
+    state = mixer.state_dict()
+    for flight in state["flights"]:
+        del flight["differences"]
+    mixer.load_state_dict(state)
+    mixer.drain()
+    torch.testing.assert_close(x, torch.linspace(-1, 1, 64) * (1 - 0.3 / 4))
 
 
 def island_rounds(codec: Codec, delay: int, device: torch.device, inside: Transport) -> Tensor:

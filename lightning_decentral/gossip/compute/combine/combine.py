@@ -147,6 +147,11 @@ class Combine(ABC):
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """Correct x in place by what landed. `mixed` is the rule's to overwrite."""
 
+    def rate_of(self, turn: Turn) -> float | None:
+        """The rate, where `apply` is x <- x + rate (mixed - sent) and nothing else: a device then corrects x in one
+        pass, without a mixture."""
+        return None
+
     def incurable(self, heard: bool = True) -> str:
         """Why a worker whose parameters were poisoned can't go on from its neighbours' by `heal`; empty: it can.
 

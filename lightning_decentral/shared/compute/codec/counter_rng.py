@@ -48,12 +48,12 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
     pieces = -(-number // piece)
     places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN)
     starts = _hashed(places.add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
-    midpoints = _midpoints(device)
+    table = midpoints(device)
     if device.type != "cpu":
-        return partial(_gathered, midpoints, starts, piece)
+        return partial(_gathered, table, starts, piece)
     first = starts.tolist()
     # A view, so nothing is computed.
-    return lambda start, stop: midpoints[first[start // piece] + start % piece :][: stop - start]
+    return lambda start, stop: table[first[start // piece] + start % piece :][: stop - start]
 
 
 def uniform(rows: int, columns: int, key: int, like: Tensor) -> Tensor:
@@ -71,16 +71,16 @@ def _hashed(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def _gathered(midpoints: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
+def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
     """The same where pieces are asked for together."""
     # Row k of the view is what begins at place k: nothing but the numbers themselves is written.
-    rows = midpoints.unfold(0, piece, 1).index_select(0, starts[start // piece : -(-stop // piece)])
+    rows = table.unfold(0, piece, 1).index_select(0, starts[start // piece : -(-stop // piece)])
     return rows.view(-1)[start % piece :][: stop - start]
 
 
 @lru_cache(maxsize=4)
-def _midpoints(device: torch.device) -> Tensor:
-    """[2 * 2^16], each of them twice."""
+def midpoints(device: torch.device) -> Tensor:
+    """[2 * 2^16], the midpoints of (-1/2, 1/2), shuffled; each twice, so that from every place on there are all."""
     order = _hashed(_hashed(torch.arange(MIDPOINTS, dtype=torch.int32, device="cpu"))).argsort()
     exact = order.float()  # not the default type, which half precision changes while it trains
     # Twice, so that from every place on there are all of them.

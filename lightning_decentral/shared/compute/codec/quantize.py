@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
+from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -40,43 +41,58 @@ class Int8(Codec):
         return PayloadPart(layout.length, torch.int8), PayloadPart(ceil(layout.length / self.block), torch.float32)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        for _ in self._encoded(message, payload, frame):
-            pass
+        self._encode(message, payload, frame, False)
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        for rows, rounded, scale in self._encoded(message, payload, frame):
-            # While q is in the cache. A zero may have a sign that its hearers' has not.
-            torch.mul(rounded, scale, out=rows)
+        self._encode(message, payload, frame, True)
 
-    def _encoded(self, message: Tensor, payload: Payload, frame: Frame) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(rows of the message, q, scale) of pieces that have been encoded."""
+    def _encode(self, message: Tensor, payload: Payload, frame: Frame, replace: bool) -> None:
         quantized, scales = payload
-        exact = torch.promote_types(message.dtype, torch.float32)
-        # A function of rank, round, bucket and place: there is no generator to save.
-        noise = dither(len(message), frame.key, piece_length(self.block), message.device)
-        memory = torch.empty(0, dtype=exact, device=message.device)  # one, since fresh pages cost more than the work
-        for start, stop, columns in pieces(message, self.block):
-            rows = message[start:stop].view(-1, columns)
-            x = rows.to(exact)
-            scale = scales[start // self.block :][: len(x)]
-            # NaN and infinity go into the scale, so hearers see them.
-            scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
-            scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
-            shared = scale.to(exact).unsqueeze(1)
-            memory = memory if len(memory) >= stop - start else memory.new_empty(stop - start)
-            rounded = memory[: stop - start].view_as(x)
-            torch.addcmul(noise(start, stop).to(exact).view_as(x), x, shared.reciprocal(), out=rounded)
-            rounded.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2)
-            quantized[start:stop].copy_(rounded.view(-1))
-            yield rows, rounded, shared
+        encode = int8_encode_ if message.device.type == "cuda" else _encode
+        encode(quantized, scales, message, self.block, frame.key, replace)
 
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
         quantized, scales = payload
-        for start, stop, columns in pieces(out, self.block):
-            scale = scales[start // self.block :][: (stop - start) // columns].unsqueeze(1)
-            rows, exact = out[start:stop].view(-1, columns), torch.promote_types(out.dtype, torch.float32)
-            # Half precision is computed in float32 and rounded once.
-            torch.mul(quantized[start:stop].view(-1, columns), scale.to(exact), out=rows)
+        decode = int8_decode_ if out.device.type == "cuda" else _decode
+        decode(out, quantized, scales, self.block)
+
+
+def _encode(quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int, replace: bool) -> None:
+    exact = torch.promote_types(message.dtype, torch.float32)
+    # A function of rank, round, bucket and place: there is no generator to save.
+    noise = dither(len(message), key, piece_length(block), message.device)
+    memory = torch.empty(0, dtype=exact, device=message.device)  # one, since fresh pages cost more than the work
+    for start, stop, columns in pieces(message, block):
+        rows = message[start:stop].view(-1, columns)
+        x = rows.to(exact)
+        scale = scales[start // block :][: len(x)]
+        # NaN and infinity go into the scale, so hearers see them.
+        scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
+        scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
+        shared = scale.to(exact).unsqueeze(1)
+        memory = memory if len(memory) >= stop - start else memory.new_empty(stop - start)
+        rounded = memory[: stop - start].view_as(x)
+        torch.addcmul(noise(start, stop).to(exact).view_as(x), x, shared.reciprocal(), out=rounded)
+        rounded.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2)
+        quantized[start:stop].copy_(rounded.view(-1))
+        if replace:
+            # While q is in the cache. A zero may have a sign that its hearers' has not.
+            torch.mul(rounded, shared, out=rows)
+
+
+def _decode(out: Tensor, quantized: Tensor, scales: Tensor, block: int) -> None:
+    for start, stop, columns in pieces(out, block):
+        scale = scales[start // block :][: (stop - start) // columns].unsqueeze(1)
+        rows, exact = out[start:stop].view(-1, columns), torch.promote_types(out.dtype, torch.float32)
+        # Half precision is computed in float32 and rounded once.
+        torch.mul(quantized[start:stop].view(-1, columns), scale.to(exact), out=rows)
+
+
+int8_encode_ = operator(
+    "int8_encode_(Tensor(a!) quantized, Tensor(b!) scales, Tensor(c!) message, int block, int key, bool replace) -> ()",
+    _encode,
+)
+int8_decode_ = operator("int8_decode_(Tensor(a!) out, Tensor quantized, Tensor scales, int block) -> ()", _decode)
 
 
 class _Copied(Codec):

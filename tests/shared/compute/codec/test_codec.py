@@ -26,10 +26,10 @@ from lightning_decentral.shared.compute.codec import Frame, MessageLayout
 from lightning_decentral.shared.compute.codec.counter_rng import (
     MIDPOINTS,
     _gathered,
-    _midpoints,
     dither,
     key,
     longest,
+    midpoints,
     shorts,
     uniform,
 )
@@ -319,9 +319,9 @@ def test_dither_is_uniform_and_a_function_of_key_and_place() -> None:
     for a, b in ((first, other), *((first[d:], first[:-d]) for d in (1, 2, 256, piece))):
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / MIDPOINTS**0.5
     starts = torch.tensor([5, MIDPOINTS - 1, 60_000, 7, 9], dtype=torch.int32)
-    views = torch.cat([_midpoints(CPU)[s : s + piece] for s in starts.tolist()])
+    views = torch.cat([midpoints(CPU)[s : s + piece] for s in starts.tolist()])
     for start, stop in ((0, number), (70_000, number), (120_000, 180_000), (249_990, number)):
-        assert torch.equal(_gathered(_midpoints(CPU), starts, piece, start, stop), views[start:stop])
+        assert torch.equal(_gathered(midpoints(CPU), starts, piece, start, stop), views[start:stop])
 
 
 @pytest.mark.parametrize(("piece", "number"), [(256, 256 * 3), (192, 1000), (2**16, 70_000), (5, 7)])
@@ -337,7 +337,7 @@ def test_the_dither_of_a_device_is_the_hosts(piece: int, number: int) -> None:
 
 def test_each_midpoint_of_the_dither_is_as_likely() -> None:
     """Of one place, over the places that a piece may begin at: exactly."""
-    first, again = _midpoints(CPU).split(MIDPOINTS)
+    first, again = midpoints(CPU).split(MIDPOINTS)
     assert torch.equal(first, again)
     assert torch.equal(first.sort().values, (torch.arange(MIDPOINTS) + 0.5) / 2**16 - 0.5)
 
@@ -345,15 +345,15 @@ def test_each_midpoint_of_the_dither_is_as_likely() -> None:
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=str)
 def test_the_dither_does_not_follow_the_default_type(default: torch.dtype) -> None:
     """Half precision changes it for as long as a training step takes, in every thread."""
-    expected = _midpoints(CPU)
-    _midpoints.cache_clear()
+    expected = midpoints(CPU)
+    midpoints.cache_clear()
     torch.set_default_dtype(default)
     try:
-        assert torch.equal(_midpoints(CPU), expected)
-        assert _midpoints(CPU).dtype == torch.float32
+        assert torch.equal(midpoints(CPU), expected)
+        assert midpoints(CPU).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-        _midpoints.cache_clear()
+        midpoints.cache_clear()
 
 
 @pytest.mark.parametrize("n", [1000, 70_001])
