@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.wire.island import Island
+from lightning_decentral.gossip.wire.island import FullyShard, Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.shared.checkpoint.replica import WholeModel
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
@@ -17,15 +19,13 @@ if TYPE_CHECKING:
     from lightning_decentral.optim.muon import Muon
 
 
-def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Callback], scaled: bool) -> None:
-    """ValueError for what would go wrong without a sign where devices hold shards.
-
-    Args:
-        scaled: the loss is scaled, and a device's scaler may skip an update.
-    """
+def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Callback], precision: Precision) -> None:
+    """ValueError for what would go wrong without a sign where devices hold shards."""
     if island.shards == 1:
         return
-    if scaled:
+    _refuse_bf16(island, module, precision)
+    # A device's scaler would skip an update by itself.
+    if getattr(precision, "scaler", None) is not None:
         raise ValueError(
             f"precision 16-mixed scales the loss, and devices of {island!r} would skip different updates: "
             "use bf16-mixed"
@@ -45,6 +45,20 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
             raise ValueError(f"{type(callback).__name__} copies whole models, {island!r} holds shards: use AllReduce")
         if isinstance(callback, ModelPruning):
             raise ValueError(f"ModelPruning masks whole parameters, {island!r} holds shards: use AllReduce")
+
+
+def _refuse_bf16(island: Island, module: LightningModule, precision: Precision) -> None:
+    if not (isinstance(island, FullyShard) and island.param_dtype):
+        return
+    if precision.precision != "bf16-mixed":
+        raise ValueError(
+            f"{island!r} computes in bf16 where autocast does, got precision={precision.precision}: take "
+            "precision='bf16-mixed', or leave param_dtype out"
+        )
+    if any(isinstance(part, _BatchNorm) for part in module.modules()):
+        raise ValueError(
+            f"BatchNorm computes in float32, and {island!r} would give it bf16 weights: leave param_dtype out"
+        )
 
 
 class Device(Protocol):

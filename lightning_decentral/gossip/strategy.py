@@ -143,8 +143,8 @@ class GossipStrategy(ReplicaStrategy):
 
     def arrange(self) -> None:
         if self.wire is not None:
-            scaled = getattr(self.precision_plugin, "scaler", None) is not None
-            refuse_unsharded(self.island, self._module, callbacks_of(self._module.trainer), scaled)
+            callbacks = callbacks_of(self._module.trainer)
+            refuse_unsharded(self.island, self._module, callbacks, self.precision_plugin)
             # Before the optimizers exist: FSDP gives the module other parameters.
             self.member = self.island.join(self.wire, self.root_device, self.meet)
             self.member.arrange(self._module)

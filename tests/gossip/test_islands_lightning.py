@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_decentral import GossipStrategy
@@ -118,6 +118,71 @@ def test_what_shards_can_not_do_is_refused(tmp_path: Path) -> None:
     scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
     with pytest.raises(RuntimeError, match=r"precision 16-mixed scales the loss.*: use bf16-mixed"):
         in_processes(run, tmp_path, Net(), options, scaled, [])
+
+
+class Copies(Net):
+    """Counts what the backward of one step keeps in bf16 that has the shape of a block's weight and is a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 24) for _ in range(2)])
+        self.kept: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)[:, :8]
+        return super().forward(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        seen: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.dtype == torch.bfloat16 and {*tensor.shape} == {8, 24}:
+                seen.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = super().training_step(batch, batch_idx)
+        # FSDP has given up what it gathered: only a copy still has memory of its own.
+        self.kept.append(sum(tensor.untyped_storage().nbytes() > 0 for tensor in seen))
+        return loss
+
+
+class Kept(Callback):
+    """Each worker's counts, and its last loss."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        row = pl_module.kept, float(trainer.callback_metrics["train_loss"])
+        torch.save(row, self._folder / f"kept-{trainer.global_rank}.pt")
+
+
+def kept(folder: Path, island: Island) -> tuple[list[int], float]:
+    folder.mkdir()
+    in_processes(run, folder, Copies(), {"island": island}, {"precision": "bf16-mixed"}, [Kept(folder)], None, 2)
+    counts, loss = torch.load(folder / "kept-0.pt")
+    return counts, loss
+
+
+def test_no_copy_in_bf16_is_kept_until_the_backward(tmp_path: Path) -> None:
+    copies, expected = kept(tmp_path / "autocast", FullyShard(2))
+    none, loss = kept(tmp_path / "gathered", FullyShard(2, param_dtype="bfloat16"))
+    assert copies == [1] * 6, "of the second block: the first has no gradient to pass on"
+    assert none == [0] * 6
+    assert loss == pytest.approx(expected, rel=0.05)
+
+
+def test_bf16_that_a_module_could_not_compute_in_is_refused(tmp_path: Path) -> None:
+    island = {"island": FullyShard(2, param_dtype="bfloat16")}
+    with pytest.raises(RuntimeError, match=r"got precision=32-true: take precision='bf16-mixed', or leave"):
+        in_processes(run, tmp_path, Copies(), island, {}, [], None, 2)
+    with pytest.raises(RuntimeError, match=r"BatchNorm computes in float32.*: leave param_dtype out"):
+        in_processes(run, tmp_path, Net(), island, {"precision": "bf16-mixed"}, [], None, 2)
+    with pytest.raises(ValueError, match=r'must be "bfloat16" or None, got \'half\''):
+        FullyShard(2, param_dtype="half")
 
 
 @both

@@ -130,21 +130,32 @@ class FullyShard(Island):
     peers are the devices with the same shards in the other islands, so every byte crosses the network card once.
 
     Each module that a ModuleList holds (a transformer's blocks) is gathered by itself, everything else together, in the
-    type that parameters have. Under precision="bf16-mixed" autocast keeps its bf16 copy of every weight from the
-    forward to the backward: 2 bytes a parameter on each device beside the shards.
+    type that parameters have. Under precision="bf16-mixed" autocast then keeps its bf16 copy of every weight from the
+    forward to the backward: 2 bytes a parameter on each device beside the shards. With param_dtype="bfloat16" there is
+    none, and half the bytes are gathered.
 
     Args:
         devices: L, consecutive ones; usually those of a node.
+        param_dtype: "bfloat16": what parameters are gathered and used in, a LayerNorm's too, under
+            precision="bf16-mixed"; shards, sums of gradients and updates stay float32. Not for a module with BatchNorm.
+            None: their own type.
 
     Raises:
-        ValueError: fewer than one device.
+        ValueError: fewer than one device; another type.
 
     Source: Zhao et al. 2304.11277 (FSDP, hybrid sharding); Wang et al. 2410.11998.
     """
+
+    param_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.param_dtype not in (None, "bfloat16"):
+            raise ValueError(f'param_dtype must be "bfloat16" or None, got {self.param_dtype!r}: leave it out')
 
     @property
     def shards(self) -> int:
         return self.devices
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        return Sharding(wire, self.devices, device, meet)
+        return Sharding(wire, self.devices, device, meet, torch.bfloat16 if self.param_dtype else None)

@@ -144,9 +144,9 @@ class Averaging(IslandMember):
 class Sharding(IslandMember):
     """One of several devices with a shard of the parameters each."""
 
-    def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet) -> None:
+    def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, compute: torch.dtype | None) -> None:
         super().__init__(wire, devices, meet)
-        self.shards = devices
+        self.shards, self._compute = devices, compute
         self._device, self._inside = device, _inside(wire.group, wire.world.size, devices)
         across = self.peers(range(wire.world.size // devices))
         assert across is not None
@@ -157,7 +157,7 @@ class Sharding(IslandMember):
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
 
     def arrange(self, module: nn.Module) -> None:
-        self._sharded = Sharded(module, self._inside, self._device)
+        self._sharded = Sharded(module, self._inside, self._device, self._compute)
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         self.rest()

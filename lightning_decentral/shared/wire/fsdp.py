@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -41,19 +41,25 @@ class Sharded:
 
     Args:
         over: the transport of the devices that hold the shards.
+        compute: the type that parameters are gathered and used in, gradients being summed in float32; None: their own.
     """
 
     module: nn.Module
     over: Transport
     device: torch.device
+    compute: torch.dtype | None = None
     _before: dict[nn.Module, tuple[type, set[str], dict[str, set[int]]]] = field(init=False)
 
     def __post_init__(self) -> None:
         mesh = DeviceMesh.from_group(self.over.group, self.device.type)
         self._before = {m: (type(m), set(m.__dict__), _hook_ids(m)) for m in self.module.modules()}
+        # Autocast takes a weight that is bf16 already as it is, so that no copy is kept until the backward. Inputs are
+        # left to it.
+        reduce = torch.float32 if self.compute else None
+        policy = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=reduce, cast_forward_inputs=False)
         for block in _blocks(self.module):
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.module, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.module, mesh=mesh, mp_policy=policy)
         self.root._get_fsdp_state()._lazy_init()  # its hooks are all there from here on
         self._added = {m: _hook_ids(m) for m in self._before}
 

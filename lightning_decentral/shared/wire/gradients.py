@@ -78,10 +78,21 @@ class GradientBucket:
         return [p.grad for p in self.parameters]
 
     @torch.no_grad()
+    def pack_as_views(self, flat: Tensor) -> None:
+        """flat <- the gradients, which are views of it from then on: what becomes of it needn't be copied back."""
+        pack(self.gradients, self.parameters, flat)
+        for parameter, view in zip(self.parameters, parts(flat, self.parameters), strict=True):
+            # A gradient has the strides of its parameter, which fused optimizers ask for.
+            if parameter.grad is not None and parameter.is_contiguous():
+                parameter.grad = view
+
+    @torch.no_grad()
     def store(self, means: Tensor, used: Sequence[bool]) -> None:
         """.grad <- its mean, where some worker has a gradient."""
         for parameter, mean, some in zip(self.parameters, parts(means, self.parameters), used, strict=True):
             if parameter.grad is not None and not parameter.grad.is_sparse:
+                if parameter.grad.data_ptr() == mean.data_ptr():
+                    continue  # it is a view
                 parameter.grad.copy_(mean)
             elif some:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
@@ -219,7 +230,7 @@ class GradientAverage:
     def _launch(self, bucket: GradientBucket) -> None:
         first = bucket.parameters[0]
         flat = self._flats[bucket] = torch.empty(bucket.elements, dtype=first.dtype, device=first.device)
-        pack(bucket.gradients, bucket.parameters, flat)
+        bucket.pack_as_views(flat)
         bucket.pending = self._mean.start(flat, self._launcher.buckets.index(bucket))
 
     def _land_after_backward(self) -> None:

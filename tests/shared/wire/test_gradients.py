@@ -82,6 +82,39 @@ def test_gradients_are_the_mean_over_devices(bucket_bytes: int, steps: int, bloc
             torch.testing.assert_close(measured[name], value, rtol=1e-6, atol=1e-6)
 
 
+def views(group: Any) -> tuple[list[int], list[int], bool]:
+    """Storages of the gradients in order; strides of a filter's; whether a second backward adds to them."""
+    transport = GlooTransport(group)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    filters = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+    average = GradientAverage(ExactMean(transport), transport, lambda call: call(), 2**20)
+    average.watch([*module.parameters(), filters.weight])
+    x, image = torch.ones(3, 4), torch.ones(1, 2, 3, 3)
+
+    def backward() -> None:
+        average.begin()
+        (module(x).square().sum() + filters(image).sum()).backward()
+        average.finish()
+
+    backward()
+    gradients = [p.grad for p in module.parameters()]
+    before = [g.clone() for g in gradients]
+    assert filters.weight.grad is not None
+    strides = list(filters.weight.grad.stride())
+    storages = [g.untyped_storage().data_ptr() for g in gradients]
+    backward()
+    twice = all(torch.allclose(p.grad, 2 * g) for p, g in zip(module.parameters(), before, strict=True))
+    return storages, strides, twice
+
+
+def test_gradients_are_views_of_what_travelled() -> None:
+    """Nothing is copied back; strides are the parameters', as fused optimizers ask for."""
+    for storages, strides, twice in world(2, views):
+        assert len(set(storages)) == 1
+        assert strides == list(torch.empty(2, 2, 3, 3).to(memory_format=torch.channels_last).stride())
+        assert twice
+
+
 def without_loss(group: Any) -> Tensor | None:
     """Device 1 has nothing to learn from in this step."""
     transport, x = GlooTransport(group), nn.Parameter(torch.ones(2))
