@@ -10,7 +10,7 @@ OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.spli
 # The tests start many processes: each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest conformance matrix docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest conformance matrix gpu docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -41,6 +41,10 @@ conformance: $(STAMP)
 matrix: $(STAMP)
 	$(if $(and $(PART),$(WORK)),,$(error make matrix PART=oldest WORK=/a/folder [INTERPRETER=python3.10]; PART is oldest or newest))
 	$(BIN)/python benchmarks/matrix.py $(PART) --work $(WORK) $(if $(INTERPRETER),--python $(INTERPRETER)) --write
+
+# What a CUDA device says of the predictions, in parts of ten minutes at most; PARTS=devices needs two. Without a device it says so.
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/first_hour.py $(PARTS)
 
 # The laws, and one world, trainer and process test of each method.
 quick: $(STAMP)

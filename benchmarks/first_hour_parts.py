@@ -1,0 +1,272 @@
+"""The parts of the first hour on a GPU: each yields rows, and may fail without the others.
+
+Predictions: bytes that must be moved over the rate of a copy, which `facts` measures; counts of the simulated device
+(`benchmarks.passes`); for the rest what data sheets say of an H100.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
+from lightning_decentral.gossip.compute import correction
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.gossip.wire.round_cost import LoopbackTransport, _Bucket
+from lightning_decentral.shared.compute import fused, health
+from lightning_decentral.shared.compute.codec import quantize
+from lightning_decentral.shared.compute.hardware import duration
+
+ROOT = Path(__file__).parent.parent
+CASES = ("gossip", "int8", "compressed", "allreduce", "partial_backprop", "token_pipeline")
+
+
+class Row(NamedTuple):
+    """One line: a number or words, and what was predicted of it."""
+
+    name: str
+    value: float | str
+    predicted: str = ""
+
+    def shown(self) -> str:
+        return self.value if isinstance(self.value, str) else f"{self.value:.4g}"
+
+    def line(self) -> str:
+        return f"{self.name}: {self.shown()}" + (f"   (predicted {self.predicted})" if self.predicted else "")
+
+
+def timed(call: Callable[[], object], device: torch.device, times: int = 12) -> float:
+    """Median seconds after three that don't count."""
+    return median([duration(call, device) for _ in range(times + 3)][3:])
+
+
+def sizes(device: torch.device, whole: int) -> int:
+    """A thousandth of it on the CPU, where the script itself is tried."""
+    return whole if device.type == "cuda" else max(4096, whole // 1024)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read and written per second."""
+    x = torch.randn(sizes(device, 2**28), device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / timed(lambda: y.copy_(x), device)
+
+
+def facts(device: torch.device) -> Iterator[Row]:
+    on_device = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_device else "the host"
+    yield Row("device", f"{name}, {torch.cuda.device_count()} of them")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_device else "none"
+    yield Row("torch, CUDA, NCCL", f"{torch.__version__}, {torch.version.cuda}, {nccl}")
+    yield Row("Triton", "compiles" if on_device and fused.kernels(device) else "not here")
+    yield Row("copy, TB/s", copy_rate(device) / 1e12, "3.0 on an H100, 4.3 on an H200")
+    host = torch.empty(sizes(device, 2**26), pin_memory=on_device)
+    there = torch.empty_like(host, device=device)
+    up = timed(lambda: there.copy_(host, non_blocking=True), device)
+    down = timed(lambda: host.copy_(there, non_blocking=True), device)
+    yield Row("pinned to device, GB/s", host.nbytes / up / 1e9, "50 by PCIe 5")
+    yield Row("device to pinned, GB/s", host.nbytes / down / 1e9, "50 by PCIe 5")
+
+
+def tests(device: torch.device) -> Iterator[Row]:
+    """The marked tests by folder, so that a hang costs one of them."""
+    if device.type != "cuda":
+        yield Row("tests marked gpu", "not on the CPU: they need a device")
+        return
+    for where, seconds in (("tests/gossip", 240), ("tests/shared tests/optim tests/compressed", 120),
+                           ("tests/spilled tests/sweep", 90), ("tests/partial tests/pipeline", 90)):  # fmt: skip
+        yield Row(where, pytested(where.split(), "gpu", seconds), "all pass")
+
+
+def pytested(folders: list[str], mark: str, seconds: int) -> str:
+    """What pytest says in its last line, and the names of what failed."""
+    there = [folder for folder in folders if (ROOT / folder.partition("::")[0]).exists()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", mark, "-rfE", *there]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no end in {seconds} s"
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    last = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1].strip("= ")
+    return last + (": " + ", ".join(failed[:12]) if failed else "")
+
+
+def kernels(device: torch.device) -> Iterator[Row]:
+    """Our own operators against torch's operations, their bits and their time."""
+    n, rate = sizes(device, 2**28), copy_rate(device)
+    x, sent, heard = (torch.randn(n, device=device) for _ in range(3))
+    sane = torch.ones(2, dtype=torch.bool, device=device)
+    header, other = (torch.empty(3, dtype=torch.int64, device=device) for _ in range(2))
+    codes, scales = torch.empty(n, dtype=torch.int8, device=device), torch.empty(-(-n // 256), device=device)
+
+    def same(ours: Callable[[Tensor], object], torchs: Callable[[Tensor], object]) -> str:
+        one, two = x.clone(), x.clone()
+        ours(one)
+        torchs(two)
+        return "equal bits" if torch.equal(one, two) else f"differs by {(one - two).abs().max():.2g}"
+
+    given = sent, [heard], [0.5], sane
+    pairs: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object], float]] = {
+        "correct": (
+            lambda y: correction.correct_(y, *given, 0.7), lambda y: correction._correct(y, *given, 0.7), 4,
+        ),
+        "state": (
+            lambda y: health.state_(y, header, sent, 1, n), lambda y: health._state(y, other, sent, 1, n), 2,
+        ),
+        "int8 encode": (
+            lambda y: quantize.int8_encode_(codes, scales, y, 256, 1, True),
+            lambda y: quantize._encode(codes, scales, y, 256, 1, True), 2.25,
+        ),
+        "int8 decode": (
+            lambda y: quantize.int8_decode_(y, codes, scales, 256),
+            lambda y: quantize._decode(y, codes, scales, 256), 1.25,
+        ),
+    }  # fmt: skip
+    for name, (ours, torchs, passes) in pairs.items():
+        yield Row(f"{name}: against torch's", same(ours, torchs), "equal bits; encode may differ in one code of 1e6")
+        bound = passes * x.nbytes / rate
+        yield Row(f"{name}, ms", 1e3 * timed(lambda f=ours: f(x), device), f"{1e3 * bound:.3g}, by bytes")
+        yield Row(f"{name} by torch's operations, ms", 1e3 * timed(lambda f=torchs: f(x), device))
+
+
+def round_(device: torch.device) -> Iterator[Row]:
+    """One round of a worker beside the wire: device time, launches, memory."""
+    rate = copy_rate(device)
+    for codec, heard, passes in ((Plain(), 1, 6.0), (Plain(), 2, 7.0), (Int8(), 1, 11.5)):
+        for whole, buckets in ((2**26, 8), (2**32, 4)):
+            size = 4 * (sizes(device, whole) // 4)
+            mixer = _mixer(size, heard, buckets, codec, device)
+            name = f"{codec}, {heard} heard, {size / 2**20:.4g} MiB in {buckets} buckets"
+            yield Row(f"{name}: ms", 1e3 * timed(mixer.step, device, 8), f"{1e3 * passes * size / rate:.3g}, by bytes")
+            began = time.perf_counter()
+            for _ in range(3):
+                mixer.step()
+            yield Row(f"{name}: host's ms", 1e3 * (time.perf_counter() - began) / 3, "under 0.15 a bucket")
+    if device.type == "cuda":
+        from torch.profiler import ProfilerActivity, profile
+
+        mixer = _mixer(2**26, 1, 8, Plain(), device)
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            mixer.step()
+            torch.cuda.synchronize()
+        names = [e.name for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        launched = [name for name in names if not name.startswith("Mem")]
+        yield Row("kernels of a round with 8 buckets, the loop's copies of headers left out", len(launched) - 8, "32")
+
+
+def _mixer(size: int, heard: int, buckets: int, codec: Codec, device: torch.device) -> Mixer:
+    whole = torch.randn(size // 4, device=device)
+    loop = LoopbackTransport(1 << heard)
+    exchange = PeerExchange(Exponential(), Own(), loop, device, codec)
+    mixer = Mixer([_Bucket(part) for part in whole.chunk(buckets)], Gossip(), exchange, delay=1)
+    for _ in range(17):  # the codec's error is measured in rounds 0, 1, 2, 4, 8, 16
+        mixer.step()
+    loop.silent = True
+    return mixer
+
+
+def codecs(device: torch.device) -> Iterator[Row]:
+    import codec
+
+    found = codec.measure(sizes(device, 2**27) // codec.SIDE**2 * codec.SIDE**2 or codec.SIDE**2, 5, device)
+    for name, parts in found["seconds"].items():
+        for part, seconds in parts.items():
+            if seconds:
+                yield Row(f"{name}: {part}, GB/s of message", found["bytes plain"] / median(seconds) / 1e9)
+
+
+def workers(device: torch.device) -> Iterator[Row]:
+    """Two real workers on one device, by gloo: NCCL refuses two ranks on a device."""
+    for case in CASES:
+        yield Row(case, trained(case, device, 2, "gloo", one_device=True), "ok")
+
+
+def devices(device: torch.device) -> Iterator[Row]:
+    """By NCCL, a device each."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 2
+    if count < 2:
+        yield Row("strategies by NCCL", f"needs two devices, here is {count}")
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    for case in CASES:
+        yield Row(f"{case}, {min(count, 4)} workers", trained(case, device, min(count, 4), backend), "ok")
+    yield Row(
+        "a worker is killed: the others end", trained("gossip", device, 2, backend, kill=True), "within 15 s, by name"
+    )
+    if device.type == "cuda":
+        yield Row("tests marked multigpu", pytested(["tests/gossip", "tests/shared"], "multigpu", 240), "all pass")
+
+
+def trained(
+    case: str, device: torch.device, count: int, backend: str, one_device: bool = False, kill: bool = False
+) -> str:
+    """ok, or what went wrong, of so many processes that train, save and go on."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = str(29600 + os.getpid() % 300)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LIGHTNING_DECENTRAL_CACHE": folder,
+                  "WORKERS": str(count)}  # fmt: skip
+        words = [
+            sys.executable,
+            str(Path(__file__).with_name("first_hour_worker.py")),
+            case,
+            device.type,
+            backend,
+            folder,
+        ]
+        logs = [Path(folder) / f"worker-{rank}.txt" for rank in range(count)]
+        began, ended = time.monotonic(), False
+        processes = []
+        for rank, log in enumerate(logs):
+            place = {"NODE_RANK": str(rank), "LOCAL_RANK": "0", "KILL": str(int(kill))}
+            if device.type == "cuda" and not one_device:
+                place["CUDA_VISIBLE_DEVICES"] = str(rank)
+            environment = {**os.environ, **shared, **place}
+            processes.append(subprocess.Popen(words, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT))
+        while time.monotonic() - began < 85 and not ended:
+            ended = all(process.poll() is not None for process in processes)
+            time.sleep(0.1)
+        for process in processes:
+            process.kill()
+        said = [log.read_text() for log in logs]
+    lines = [
+        next((line for line in reversed(text.splitlines()) if line.startswith(("ok", "ended"))), "") for text in said
+    ]
+    if kill:
+        return lines[0] if lines[0].startswith("ended") else _last(said[0], ended)
+    return (
+        f"ok, {time.monotonic() - began:.0f} s: {lines[0]}"
+        if all(lines)
+        else _last(said[next(rank for rank, line in enumerate(lines) if not line)], ended)
+    )
+
+
+def _last(text: str, ended: bool) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return ("" if ended else "no end in 85 s; ") + (lines[-1][:300] if lines else "said nothing")
+
+
+def spilled(device: torch.device) -> Iterator[Row]:
+    """A model within a part of the device's memory, beside the plain run: seconds of a step, peak."""
+    from first_hour_worker import spilled_step
+
+    for update in ("plain", "on the host", "on the device"):
+        seconds, peak, parameters, limit = spilled_step(device, update)
+        bound = "" if update == "plain" else f"at most {limit / 2**30:.3g}"
+        yield Row(f"{parameters / 1e6:.4g} million parameters, {update}: s per step", seconds)
+        yield Row(f"{update}: peak GiB", peak / 2**30 if device.type == "cuda" else "nobody counts on the CPU", bound)
+
+
+PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
+    "facts": facts, "tests": tests, "kernels": kernels, "round": round_, "workers": workers, "codecs": codecs,
+    "spilled": spilled, "devices": devices,
+}  # fmt: skip

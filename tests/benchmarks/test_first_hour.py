@@ -1,0 +1,71 @@
+"""The first hour on a GPU, as far as a machine without one can go it."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import first_hour
+import pytest
+import torch
+from first_hour_parts import PARTS, Row, pytested, trained
+
+CPU = torch.device("cpu")
+
+
+def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert first_hour.main([], results=tmp_path) == 0
+    assert "no CUDA device here" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["facts", "tests", "kernels", "round", "codecs"])
+def test_a_part_goes_its_way_on_the_host(part: str) -> None:
+    rows = list(PARTS[part](CPU))
+    assert rows
+    assert all(row.line().startswith(row.name) for row in rows)
+    if part == "kernels":
+        same = [row.value for row in rows if "against torch" in row.name]
+        assert same == ["equal bits"] * 4
+    if part == "round":
+        assert [row.predicted for row in rows[1::2]] == ["under 0.15 a bucket"] * 6
+
+
+def test_two_workers_train_save_and_go_on() -> None:
+    assert trained("gossip", CPU, 2, "gloo", one_device=True).startswith("ok, ")
+
+
+def test_a_worker_that_fails_says_why() -> None:
+    assert trained("no such strategy", CPU, 1, "gloo").endswith("KeyError: 'no such strategy'")
+
+
+def test_a_part_that_fails_keeps_its_rows(tmp_path: Path) -> None:
+    """And the parts of an earlier call stay on the page."""
+
+    done = {"rows": [Row("before", 1.5, "2")._asdict()], "seconds": 3.0, "error": "RuntimeError: no more"}
+    fine = {"rows": [Row("copy, TB/s", 3.1, "3.0")._asdict()], "seconds": 2.0, "error": ""}
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(first_hour, "slug", return_value="a-device"),
+        mock.patch.object(first_hour, "description", return_value={"devices": "a device"}),
+        mock.patch.object(first_hour, "run", side_effect=[fine, done]),
+    ):
+        assert first_hour.main(["facts"], results=tmp_path) == 0
+        assert first_hour.main(["round"], results=tmp_path) == 1
+    page = (tmp_path / "first-hour-a-device.md").read_text()
+    assert "| copy, TB/s | 3.1 | 3.0 |" in page
+    assert "**RuntimeError: no more**" in page
+    assert "| before | 1.5 | 2 |" in page
+    assert set(json.loads((tmp_path / "first-hour-a-device.json").read_text())["parts"]) == {"facts", "round"}
+
+
+def test_a_part_is_a_process_with_a_hard_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(first_hour, "SECONDS", 1):
+        found = first_hour.run("facts", "cpu")
+    assert found["error"] == "stopped after 1 s"
+    assert found["seconds"] < 30
+
+
+def test_what_pytest_says_is_told() -> None:
+    assert "1 passed" in pytested(["tests/packaging/test_floors.py::test_folders_are_small_and_names_apart"], "", 100)
