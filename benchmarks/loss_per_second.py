@@ -22,7 +22,7 @@ from typing import Any
 from cluster import ClusterError, bits_per_second, cluster
 from cluster_accuracy import INT8, LOSS, Recipe, measure
 from cluster_accuracy import RECIPES as PLAIN_RECIPES
-from hardware import description, sentence, slug
+from hardware import description, slug
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
@@ -184,12 +184,24 @@ def report(results: dict[str, Any], path: Path) -> str:
     """Writes the page of what has run."""
     places = dict.fromkeys(tuple(key.split(" ")[:2]) for key in results["curves"])
     places = {place: None for place in places if not any(place[0] in names for names in LONGER.values())}
-    about = "Hosts of one processor thread each, namespaces on one machine; computation is real, on processors that "
-    about += f"all hosts share: {sentence()}."
+    machine = ", ".join(f"{key} {value}" for key, value in results.get("hardware", {}).items())
+    head = "Hosts of one processor thread each, namespaces on one machine; computation is real, on processors that "
+    head += f"all hosts share: {machine}."
+    if also := results.get("losses also on"):
+        head += f" Losses of further seeds also on: {', '.join(also)}."
     tables = [Table(results, recipe, int(hosts)).markdown() for recipe, hosts in places]
-    text = "\n\n".join([about, *tables]) + "\n"
+    text = "\n\n".join([head, *tables]) + "\n"
     path.with_suffix(".md").write_text(text)
     return text
+
+
+def about(results: dict[str, Any], timed: bool) -> None:
+    """Notes what it is measured on: `hardware` is that of the seconds, losses may come from another machine."""
+    here = description()
+    if timed or "hardware" not in results:
+        results["hardware"] = here
+    elif here["processor"] != results["hardware"]["processor"]:
+        results["losses also on"] = sorted({*results.get("losses also on", []), here["processor"]})
 
 
 def run(options: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -226,7 +238,8 @@ def main() -> None:
     results: dict[str, Any] = {"curves": {}, "seconds": {}}
     if options.results.exists():
         results = json.loads(options.results.read_text())
-    results["hardware"] = description()
+    if not options.tables:
+        about(results, timed=bool(options.rates))
     if not options.tables:
         run(options, results)
     Console().print(Markdown(report(results, options.results)))
