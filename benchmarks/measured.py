@@ -118,17 +118,24 @@ def faults() -> str:
 
 def elastic() -> str:
     found = result("elastic-2-cores.json")
-    killed, pairs = (found[part]["rows"] for part in ("kills", "steps"))
-    beyond, joined = [one for row in killed for one in row["beyond"]], [row["joined"] for row in killed]
-    who = f"one of {found['kills']['workers']} killed, {len(killed)} times"
+    pairs = found["steps"]["rows"]
+    more = result("elastic-50-kills-2-cores.json").values()  # on another processor
     body = [
-        [who, "a survivor's longest step beyond its usual one", spread(beyond)],
-        ["", "until a newcomer takes part", spread(joined)],
+        *(row for part in (found["kills"], *more) for row in kills(part)),
         [f"no faults, {len(pairs)} of each in turn", "a step against one of plain gossip",
          f"{statistics.median(row['elastic'] / row['plain'] for row in pairs):.3f}"],
         *stormy(found["storm"]), *stormy(result("elastic-hosts-2-cores.json")["storm"]),
     ]  # fmt: skip
     return markdown(("faults", "measured", "found"), body)
+
+
+def kills(found: dict[str, Any]) -> list[list[str]]:
+    rows = found["rows"]
+    return [
+        [f"one of {found['workers']} killed, {len(rows)} times", "a survivor's longest step beyond its usual one",
+         spread([one for row in rows for one in row["beyond"]])],
+        ["", "until a newcomer takes part", spread([row["joined"] for row in rows])],
+    ]  # fmt: skip
 
 
 HAPPENED = {"kill": "killed", "stall": "stalled", "cut": "cut off", "fallen": "ended for it"}
