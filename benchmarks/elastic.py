@@ -3,6 +3,7 @@
     python benchmarks/elastic.py                                 # about 8 minutes
     python benchmarks/elastic.py --parts kills --kills 50 --workers 8
     sudo python benchmarks/elastic.py --parts storm --rate 200mbit --faults-per-hour 60 --storm-steps 40000
+    python benchmarks/elastic.py --parts uneven --slow 3
     python benchmarks/elastic.py --parts sizes --workers 3 --sizes 1 3
     python benchmarks/elastic.py --parts sizes --workers 8 --sizes 4 8
 
@@ -13,9 +14,12 @@ steps   a step with `elastic`, without faults, and one of plain gossip: runs in 
 storm   a lost worker is started again `--restart` seconds later (what importing takes); stalls are of 1 to 3 s; with
         `--rate` workers are hosts of `cluster.py`, and links are cut for 1 to 10 s, too. `fallen`: who ended for that.
         All against the same steps without faults: seconds, the final loss, and the share of workers that took part
+uneven  the same steps where all workers are even, and where those of one are `--slow` times as long: workers that wait
+        for neighbours, and asynchronous ones
 sizes   the oldest are killed, all at once, or others started, until there are so many; `--sizes 4 8` replaces half of 8
 
-A step sleeps for `--sleep` seconds, as an accelerator would compute: otherwise workers would share the cores.
+With `--asynchronous` nobody waits. A step sleeps for `--sleep` seconds, as an accelerator would compute: otherwise
+workers would share the cores.
 """
 
 import argparse
@@ -140,6 +144,17 @@ def stormed(job: Job, place: Here, faults_per_hour: float, restart: float, seed:
         return {"faults": faults, **ended(run)}
 
 
+def uneven(job: Job, place: Here, slow: float, seed: int) -> Row:
+    """The same steps, of even workers and with a slow one."""
+    found = {}
+    for name, times in (("even", 1.0), ("uneven", slow)):
+        for order, asynchronous in (("waits", False), ("asynchronous", True)):
+            of = replace(job, folder=fresh(job), slow=times, asynchronous=asynchronous)
+            found[f"{name}, {order}"] = stormed(of, place, 0.0, 0.0, seed)
+            print(f"{name}, {order}: {found[f'{name}, {order}']}", flush=True)
+    return found
+
+
 def strike(run: Run, kind: str, name: str, restart: float, seconds: float) -> tuple[float, Callable[[], Any]]:
     """(when, what ends the fault). A host whose link is cut may get its next worker before."""
     if kind == "kill":
@@ -203,9 +218,8 @@ def ended(run: Run) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="+", choices=["kills", "steps", "storm", "sizes"], default=["kills", "steps", "storm"]
-    )
+    parts = ["kills", "steps", "storm", "uneven", "sizes"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:3])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--pairs", type=int, default=3)
@@ -214,6 +228,8 @@ def main() -> None:
     parser.add_argument("--faults-per-hour", type=float, default=360.0)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="of the part of that name")
     parser.add_argument("--rate", help="of links between hosts, as 200mbit, which the storm cuts; needs root")
+    parser.add_argument("--asynchronous", action="store_true", help="nobody waits")
+    parser.add_argument("--slow", type=float, default=3.0, help="of the part uneven")
     parser.add_argument("--restart", type=float, default=5.0)
     parser.add_argument("--sleep", type=float, default=0.03)
     parser.add_argument("--dead-after", type=float, default=5.0)
@@ -225,11 +241,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, hosts as made_hosts:
         place = Hosts(made_hosts) if made_hosts else Here()
         job, seed = Job(Path(folder), told.workers, -1, told.sleep, told.dead_after), told.seed
+        job = replace(job, asynchronous=told.asynchronous)
         long = replace(job, steps=told.storm_steps)
         made: dict[str, Callable[[], Any]] = {
             "kills": lambda: kills(replace(job, folder=fresh(job)), place, told.kills, seed),
             "steps": lambda: steps(replace(job, steps=told.steps), place, told.pairs),
             "storm": lambda: storm(long, place, told.faults_per_hour, told.restart, seed),
+            "uneven": lambda: uneven(long, place, told.slow, seed),
             "sizes": lambda: resized(long, place, told.sizes, seed),
         }
         for part in told.parts:

@@ -13,8 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral.gossip import Elastic, GossipStrategy
+from lightning_decentral.gossip import Asynchronous, Elastic, GossipStrategy
 
+FIRST = "w0"
 WIDTH, EXAMPLES, HELD_OUT, BATCH = 64, 4096, 1024, 16
 
 
@@ -27,6 +28,8 @@ class Job:
         steps: of the run; -1: until it is ended.
         sleep: seconds in each step.
         host: of this worker, where others reach it.
+        asynchronous: whether nobody waits.
+        slow: times as long as the others' are the steps of the first worker that is started.
     """
 
     folder: Path
@@ -36,12 +39,20 @@ class Job:
     dead_after: float
     lobby: str = ""
     host: str = "127.0.0.1"
+    asynchronous: bool = False
+    slow: float = 1.0
 
     def strategy(self) -> Any:
         if not self.lobby:
             return GossipStrategy(start_method="fork")
         least = max(1, self.workers // 2)
-        elastic = Elastic(lobby=self.lobby, workers=(least, self.workers), dead_after=self.dead_after, host=self.host)
+        elastic = Elastic(
+            lobby=self.lobby,
+            workers=(least, self.workers),
+            dead_after=self.dead_after,
+            host=self.host,
+            asynchronous=Asynchronous() if self.asynchronous else None,
+        )
         return GossipStrategy(elastic=elastic)
 
 
@@ -92,7 +103,7 @@ class Tell(Callback):
         self._name += "" if self._job.lobby else f"-{trainer.global_rank}"
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        time.sleep(self._job.sleep)
+        time.sleep(self._job.sleep * (self._job.slow if self._name == FIRST else 1.0))
         self.tell("step", step=trainer.global_step)
 
 

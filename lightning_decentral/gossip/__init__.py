@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.elastic.elastic import Elastic as Elastic
     from lightning_decentral.gossip.elastic.strategy import ElasticGossipStrategy as ElasticGossipStrategy
     from lightning_decentral.gossip.fabric import FabricGossipStrategy as FabricGossipStrategy
+    from lightning_decentral.gossip.plan.asynchronous import Asynchronous as Asynchronous
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
     from lightning_decentral.gossip.plan.stability import largest_stable_rate as largest_stable_rate
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.plan.weights import spectral_gap as spectral_gap
     from lightning_decentral.gossip.report import Report as Report
     from lightning_decentral.gossip.strategy import GossipStrategy as GossipStrategy
+    from lightning_decentral.gossip.wire.elastic.simulation import simulate_asynchronous as simulate_asynchronous
     from lightning_decentral.gossip.wire.island import AllReduce as AllReduce
     from lightning_decentral.gossip.wire.island import FullyShard as FullyShard
     from lightning_decentral.gossip.wire.island import Island as Island

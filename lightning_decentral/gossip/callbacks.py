@@ -149,8 +149,8 @@ class MixingMonitor(_EveryNSteps):
     gossip/consensus_target     relative distance above which `ConsensusControl` mixes more
     gossip/consensus_measured   that distance as it was told last
 
-    A value is logged where rule and codec have it. In elastic runs also gossip/members, gossip/view, gossip/joins,
-    gossip/losses, gossip/leaves, gossip/participation and gossip/stall_seconds. No communication.
+    Logged where a rule or codec has them. Elastic runs: gossip/members, gossip/view, gossip/joins, gossip/losses,
+    gossip/leaves, gossip/participation, gossip/stall_seconds; asynchronous: gossip/age, gossip/left_out_rounds, too.
     """
 
     def __init__(self, *, every_n_steps: int = 10) -> None:

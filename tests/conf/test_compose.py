@@ -11,7 +11,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
-from lightning_decentral.gossip import Elastic, ElasticGossipStrategy
+from lightning_decentral.gossip import Asynchronous, Elastic, ElasticGossipStrategy
 from tests.conf.groups import CONF, choices, nodes, parameters, unowned
 
 GROUPS = [
@@ -147,6 +147,12 @@ def test_gossip_can_be_made_elastic():
     made = instantiate(strategy, _convert_="all")
     assert isinstance(made, ElasticGossipStrategy)
     assert made.elastic == Elastic(workers=(1, 4))
+
+
+def test_elastic_rounds_can_be_asynchronous():
+    words = "strategy=gossip", "strategy/elastic=elastic", "+strategy/elastic/asynchronous=asynchronous"
+    made = instantiate(composed(*words, "strategy.elastic.asynchronous.behind=9").strategy, _convert_="all")
+    assert made.elastic.asynchronous == Asynchronous(behind=9)
 
 
 @pytest.mark.parametrize("rate", sorted(choices("strategy/combine/rate")))

@@ -25,6 +25,7 @@ GROUPS: dict[str, tuple[tuple[ModuleType, ...], type | tuple[type, ...]]] = {
     "strategy/codec": ((gossip,), gossip.Codec),
     "strategy/island": ((gossip,), gossip.Island),
     "strategy/elastic": ((gossip,), (gossip.Elastic,)),
+    "strategy/elastic/asynchronous": ((gossip,), (gossip.Asynchronous,)),
     "strategy/slicing": ((pipeline,), pipeline.Slicing),
     "strategy/schedule": ((pipeline,), pipeline.Schedule),
     "strategy/partition": ((pipeline,), pipeline.Partition),

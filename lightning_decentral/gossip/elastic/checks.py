@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -36,6 +37,9 @@ def elastic_rule(
     if reason := combine.tied():
         raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
     assert isinstance(combine, Combine)
+    if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
+        given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
+        raise ValueError(f"{given} doesn't go with asynchronous rounds, in which what has come is mixed: leave it out")
     if len(topology.fragments) > 1:
         raise ValueError(f"{topology!r} doesn't go with elastic: its fragments have rounds of their own")
     most, one = elastic.workers[1], topology.placed(1)

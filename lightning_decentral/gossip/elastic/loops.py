@@ -131,6 +131,33 @@ def go_to(trainer: Trainer, calendar: Calendar, round: int) -> None:
     _catch_up(trainer, steps, step, epochs, epoch)
 
 
+def last_to_leave_for(trainer: Trainer, calendar: Calendar, round: int) -> int:
+    """The last round that may be gone on in from this one: behind it all validate, or the epoch ends."""
+    _, begun = calendar.place(round)
+    check, batches = trainer.val_check_batch, calendar.batches
+    interval = int(check) if check is not None and 0 < check < batches else batches
+    ends = min(batches, -(-(begun + 1) // interval) * interval)
+    return round + (ends - begun - 1) // calendar.accumulated
+
+
+def leave_out(trainer: Trainer, calendar: Calendar, round: int, rounds: int) -> None:
+    """So many rounds before this one, in the same epoch, are counted as if they had been; its first batch is drawn."""
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    batches, steps = rounds * calendar.accumulated, loop.global_step
+    for counts in (loop.batch_progress.current, loop.batch_progress.total):
+        for name in COUNTS:
+            setattr(counts, name, getattr(counts, name) + batches)
+    fetcher: Any = fit._data_fetcher
+    fetcher.fetched += batches
+    if fetcher.length is not None:
+        fetcher.done = loop.batch_progress.is_last_batch = fetcher.fetched >= fetcher.length
+    taken = loop.automatic_optimization.optim_progress.optimizer.step.total
+    taken.ready, taken.completed = taken.ready + rounds, taken.completed + rounds
+    loop._batches_that_stepped += rounds
+    epoch = calendar.place(round)[0]
+    _catch_up(trainer, steps, steps + rounds, epoch, epoch)
+
+
 def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) -> None:
     for config in trainer.lr_scheduler_configs:
         before, now = (steps, step) if config.interval == "step" else (epochs, epoch)

@@ -38,6 +38,7 @@ class ElasticMember:
         calendar: None before the first view.
         live: whether what it computes, it computes with the others.
         seed: of the order of the examples, the same for all; None: this worker's own.
+        left_out: rounds that it was late for, and didn't take part in.
     """
 
     def __init__(self, elastic: Elastic, seconds: float) -> None:
@@ -49,6 +50,8 @@ class ElasticMember:
         self.calendar: Calendar | None = None
         self.live = False
         self.seed: int | None = None
+        self.left_out = 0
+        self._exchange: ElasticExchange | None = None
         self._elastic, self._seconds = elastic, seconds
         self._views: dict[int, View] = {}
         self._began, self._met = 0.0, 0
@@ -84,8 +87,14 @@ class ElasticMember:
         calendar = dict(vars(self.calendar)) if self.calendar else None
         return {"views": views, "calendar": calendar, "seed": self.seed}
 
-    def begin(self, copy: Callable[[], Any]) -> None:
-        """The next round.
+    def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
+        """The next round, or where nobody waits and this worker is late, a later one.
+
+        Args:
+            until: the last that it may go on in.
+
+        Returns:
+            How many were left out.
 
         Raises:
             RuntimeError: this worker was away for so long that it can't go on.
@@ -94,20 +103,31 @@ class ElasticMember:
         if self._began:
             self._watch.took(now - self._began)
         try:
-            self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds)
+            self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds, min(self._next(), until))
         except TimeoutError as error:
             raise _away(error) from None
-        if self.round >= 0 and round != self.round + 1:
+        left_out = round - self.round - 1 if self.round >= 0 else 0
+        if left_out and round > until:
             raise RuntimeError(
                 f"the others are in round {round}, this worker in {self.round + 1}: start it again, it joins as a "
                 "new one"
             )
+        self.left_out += left_out
         self.entered = self.view if self.view != before else None
         self.round = self.next_round = round
         self.worker.assembly.begins((round, -1))
         self._began, self._met = time.monotonic(), 0
         self._hear_of(self.view)
         self._watch.began(len(self.present()), max(len(view.members) for view in self._so_far()))
+        return left_out
+
+    def _next(self) -> int:
+        """The round in which it goes on: its own, where rounds wait."""
+        order = self._elastic.asynchronous
+        if order is None or self.view is None:
+            return 0
+        begun = self.worker.mesh.begun
+        return order.next_round(self.round + 1, max((begun.get(name, 0) for name in self.present()), default=0))
 
     def attendance(self) -> dict[str, float]:
         """Who takes part, by the names under which it is logged."""
@@ -122,7 +142,11 @@ class ElasticMember:
             "leaves": float(left),
             "participation": self._watch.participation,
             "stall_seconds": self._watch.stall,
+            **(self._late() if self._elastic.asynchronous else {}),
         }
+
+    def _late(self) -> dict[str, float]:
+        return {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
 
     def _so_far(self) -> list[View]:
         assert self.view is not None
@@ -216,6 +240,7 @@ class ElasticMember:
     def enter(self, exchange: ElasticExchange) -> None:
         """Its rounds are over the view in force from now on."""
         assert self.view is not None
+        self._exchange = exchange
         exchange.enter(self.view, self.round)
 
     def leave(self) -> None:

@@ -31,6 +31,8 @@ from lightning_decentral.gossip.elastic.loops import (
     count_logged,
     dealt,
     go_to,
+    last_to_leave_for,
+    leave_out,
     nobody,
     plain,
     refuse_unplanned,
@@ -139,7 +141,8 @@ class ElasticGossipStrategy(WatchedProcess):
         if self._planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
         self._member = ElasticMember(at_its_lobby(self.elastic), self._attendance.timeout.total_seconds())
-        self._exchange = ElasticExchange(self.topology.placed(1), self.weights, self._member.worker, self.codec)
+        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
+        self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
         value = self._member.healed()
         self._rank_as(0 if value is None else 1)
         if value is None:
@@ -200,7 +203,11 @@ class ElasticGossipStrategy(WatchedProcess):
     def _begin(self) -> None:
         assert self._member is not None
         assert self._exchange is not None
-        self._member.begin(self._copy)
+        trainer, calendar, round = self._module.trainer, self._member.calendar, self._member.round + 1
+        goes_on = calendar if self._member.live and self.elastic.asynchronous else None
+        left_out = self._member.begin(self._copy, last_to_leave_for(trainer, goes_on, round) if goes_on else 0)
+        if left_out and goes_on:
+            leave_out(trainer, goes_on, self._member.round, left_out)
         self._member.enter(self._exchange)
         self._rank_as(self._member.place)
         state = self._member.agreed(partial(agreed_states, self._module.trainer))

@@ -56,7 +56,9 @@ class WatchedProcess(OneProcess):
             "a silent worker": f"is dead after {self.elastic.dead_after:g} s",
             "topology": repr(self.topology),
             "rule": f"{self.combine!r}, {self.weights!r}",
-            "order": ORDERS.get(self.delay, f"landed {self.delay} updates later"),
+            "order": f"{self.elastic.asynchronous!r}: nobody waits"
+            if self.elastic.asynchronous
+            else ORDERS.get(self.delay, f"landed {self.delay} updates later"),
             "evaluated": "the mean of the members" if self.evaluate == "mean" else "each worker's own model",
             "a worker with NaN": f"takes its neighbours' parameters, {self.heals} times at most"
             if self.heals

@@ -186,7 +186,7 @@ class PeerExchange(Exchange[PeerMessages]):
             self._mixed(part, heard, sane)
         if self.coder.estimates:
             self.coder.remember(heard, dict(zip(heard, sane[1:], strict=True)), part.first)
-        row = self.neighbours(part.step).row
+        row = self._row(part)
         return part.message[0], [tensors[0] for tensors in heard.values()], [row[j] for j in heard], sane
 
     def landed(self, part: PeerMessages) -> list[Tensor]:
@@ -208,7 +208,7 @@ class PeerExchange(Exchange[PeerMessages]):
         sent: Sequence[Tensor] = part.message
         instead = sent
         if self._verdicts.complaint:
-            sent = instead = self._stand_ins(self._mean_of_sound(self.neighbours(part.step).row, sent, heard, healthy))
+            sent = instead = self._stand_ins(self._mean_of_sound(self._row(part), sent, heard, healthy))
         elif self.device.type != "cuda" and not all(map(bool, healthy.values())):
             # A device isn't asked: there the own message stands in, and a rule for which that's wrong ends when the
             # sender does, whose state the message has spoiled by then.
@@ -218,11 +218,15 @@ class PeerExchange(Exchange[PeerMessages]):
         if self.coder.estimates:
             # Before they are mixed, which is done in what was heard.
             self.coder.remember(heard, healthy, part.first)
-        mixed = self._mix(self.neighbours(part.step).row, sent, heard)
+        mixed = self._mix(self._row(part), sent, heard)
         self._left(part)
         if self._verdicts.complaint:
             self._verdicts.refuse_own(sent, mixed)
         return mixed
+
+    def _row(self, part: PeerMessages) -> Mapping[int, float]:
+        """{j: w_ij} of what is mixed, this worker included."""
+        return self.neighbours(part.step).row
 
     def _left(self, part: PeerMessages) -> None:
         """Until what was sent has left."""

@@ -5,7 +5,8 @@
 
 What a neighbour that ended would have said is this member's own: its weight stays here until the next view. With
 symmetric weights the mean of those that go on is kept: a pair hears each other or, where one of them is lost or in
-another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit.
+another view, neither does. Over a view that stays, rounds are those of `PeerExchange`, to the bit. With an `order`
+nobody waits: `asynchronous`.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.link import Buffers, Coder
+from lightning_decentral.gossip.plan.asynchronous import Asynchronous
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights
+from lightning_decentral.gossip.wire.elastic.asynchronous import AsynchronousExchange
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
@@ -58,6 +61,7 @@ class ElasticExchange(Exchange[PeerMessages]):
 
     Args:
         codec: one that keeps nothing, as the ends of a link have no past in common.
+        order: in which nobody waits; None: a round waits for those who live and are in its view.
     """
 
     topology: Topology
@@ -65,6 +69,7 @@ class ElasticExchange(Exchange[PeerMessages]):
     worker: ElasticWorker
     codec: Codec = Plain()  # noqa: RUF009 - a frozen value
     pool: Pool = field(default_factory=Pool)
+    order: Asynchronous | None = None
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,8 +84,10 @@ class ElasticExchange(Exchange[PeerMessages]):
         """This view is in force from this round on. Rounds rise, and may leave some out."""
         if self._views[-1:] == [view]:
             return
+        self.worker.mesh.awaited = self.order is None
         links = Links(self.worker, view, self._lose)
-        exchange = ForgivingExchange(self.topology, self.weights, links, CPU, self.codec, self.pool)
+        plan = self.topology, self.weights, links, CPU, self.codec, self.pool
+        exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         for admitted in self._admitted:
             exchange.admit(*admitted)
         self.coder = exchange.coder
@@ -97,6 +104,12 @@ class ElasticExchange(Exchange[PeerMessages]):
     def lost(self) -> int:
         """Tensors so far that didn't come."""
         return self._left_out
+
+    @property
+    def age(self) -> float:
+        """Mean rounds by which what was mixed last was late; 0 where a round waits."""
+        exchange = self._since[-1][1] if self._since else None
+        return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
 
     def _of(self, step: int) -> tuple[PeerExchange, Links]:
         return next((exchange, links) for round, exchange, links in reversed(self._since) if round <= step)

@@ -4,6 +4,7 @@ CPU tensors, point to point. Rounds are told apart by their number: who is in an
 waited for.
 """
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,20 @@ class Arriving:
         return self.came
 
 
-class Links(Transport):
+class Post(Transport):
+    """Messages of which only the newest count, and for which nobody waits."""
+
+    @abstractmethod
+    def post(self, sends: Sequence[Message]) -> int:
+        """A copy of all of a round's messages goes to those members that have been sent what they were sent before;
+        others get a later round. Returns the bytes."""
+
+    @abstractmethod
+    def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
+        """{rank: (round, its messages)} of those of whom a whole round has come that wasn't taken yet."""
+
+
+class Links(Post):
     """Sends and receives among the members of a view. There are no collectives.
 
     Args:
@@ -70,6 +84,21 @@ class Links(Transport):
         leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
         arriving: list[Pending] = [self._receive(m, slot) for m, slot in _numbered(receives)]
         return leaving, arriving
+
+    def post(self, sends: Sequence[Message]) -> int:
+        free = {m.peer for m in sends if self._worker.mesh.idle(self._view.members[m.peer])}
+        leaving = [(m, slot) for m, slot in _numbered(sends) if m.peer in free]
+        for message, slot in leaving:
+            self._send(Message(message.peer, message.tensor.clone(), message.tag), slot)
+        return sum(m.tensor.numel() * m.tensor.element_size() for m, _ in leaving)
+
+    def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
+        found = {
+            rank: self._worker.mesh.newest(name, self._view.key, slots)
+            for rank, name in enumerate(self._view.members)
+            if rank != self.rank
+        }
+        return {rank: round for rank, round in found.items() if round is not None}
 
     def _send(self, message: Message, slot: int) -> Pending:
         to = self._view.members[message.peer]

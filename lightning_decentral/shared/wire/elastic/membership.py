@@ -63,12 +63,13 @@ class Membership:
         for act in acts:
             self._do(act)
 
-    def begin(self, pace: float, seconds: float) -> tuple[View, int]:
+    def begin(self, pace: float, seconds: float, at_least: int = 0) -> tuple[View, int]:
         """The next round and its view, as soon as a round may begin.
 
         Args:
             pace: seconds since the last one began; 0: unknown.
             seconds: to wait at most.
+            at_least: the rounds before this one are left out.
 
         Raises:
             TimeoutError: with why it waits.
@@ -77,10 +78,11 @@ class Membership:
         with self.changed:
             while True:
                 now, state = time.monotonic(), self._state
-                view = state.view_of(state.mine.round)
+                round = max(state.mine.round, at_least)
+                view = state.view_of(round)
                 if view is not None and not state.waits(now):
-                    self._state = state.begins(state.mine.round, pace)
-                    return view, state.mine.round
+                    self._state = state.begins(round, pace)
+                    return view, round
                 if now > end or state.out:
                     raise TimeoutError(state.waits(now))
                 self.changed.wait(min(state.times.beat, max(0.0, end - now)))

@@ -9,6 +9,7 @@ A member whose connection has ended is lost until it connects again; what it sen
 
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,6 +52,10 @@ class Mesh:
         host: the address at which others reach this machine.
         serve: what is done for connections that want something else than rounds, by what they want.
         changed: notified when something has come.
+
+    Attributes:
+        awaited: whether messages wait until they are taken; otherwise the two newest of each sender are kept.
+        begun: {sender: the newest round that was heard from it}
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class Mesh:
         self.name, self.changed = name, changed
         self.lost: set[str] = set()
         self.round = 0
+        self.awaited = True
+        self.begun: dict[str, int] = {}
         self._serve = {**serve, "rounds": self._hear}
         self._listening = socket.create_server((host, 0), backlog=128)
         self.place = f"{host}:{self._listening.getsockname()[1]}"
@@ -92,16 +99,43 @@ class Mesh:
                 self.changed.wait(0.5)  # `expected` also depends on time
             return self._inbox.pop(slot)
 
+    def newest(self, sender: str, key: int, slots: int) -> tuple[int, list[bytearray]] | None:
+        """(round, its messages) of the newest round in that view of which all `slots` have come. Once: it is taken, and
+        what is older is dropped. None: nothing has come."""
+        with self.changed:
+            rounds = sorted({s.round for s in self._inbox if (s.sender, s.key) == (sender, key)}, reverse=True)
+            for round in rounds:
+                whole = [Slot(sender, key, round, slot) for slot in range(slots)]
+                if all(slot in self._inbox for slot in whole):
+                    taken = [self._inbox[slot] for slot in whole]
+                    self._drop(sender, (key, round + 1))
+                    return round, taken
+        return None
+
+    def idle(self, to: str) -> bool:
+        """Whether all that was queued for that member has left."""
+        line = self._lines.get(to)
+        return line is None or line.idle
+
     def begins(self, round: int) -> None:
         """From now on messages are of this round; what nobody took long ago is dropped."""
         with self.changed:
             self.round = round
-            self._inbox = {s: found for s, found in self._inbox.items() if s.round >= round - KEPT_ROUNDS}
+            if self.awaited:
+                self._inbox = {s: found for s, found in self._inbox.items() if s.round >= round - KEPT_ROUNDS}
+
+    def _drop(self, sender: str, before: tuple[int, int]) -> None:
+        """What came from it before this (key, round)."""
+        for slot in [s for s in self._inbox if s.sender == sender and (s.key, s.round) < before]:
+            del self._inbox[slot]
 
     def lose(self, name: str) -> None:
         """Nothing more comes from it until it connects."""
         with self.changed:
             self.lost.add(name)
+            self.begun.pop(name, None)
+            if not self.awaited:
+                self._drop(name, (sys.maxsize, 0))
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -142,11 +176,19 @@ class Mesh:
                 slot = Slot(sender, *(int(found[name]) for name in ("key", "round", "slot")))
                 payload = receive_bytes(connection, int(found["bytes"]))
                 with self.changed:
-                    self._inbox[slot] = payload
+                    self._put(slot, payload)
                     self.changed.notify_all()
         finally:
             if self._newest.get(sender) is connection:
                 self.lose(sender)
+
+    def _put(self, slot: Slot, payload: bytearray) -> None:
+        self._inbox[slot] = payload
+        self.begun[slot.sender] = max(slot.round, self.begun.get(slot.sender, 0))
+        if not self.awaited:
+            # The newest may be coming in, and the one before is the newest that is whole.
+            kept = sorted({(s.key, s.round) for s in self._inbox if s.sender == slot.sender})[-2:]
+            self._drop(slot.sender, kept[0])
 
 
 class Line(threading.Thread):
@@ -156,10 +198,16 @@ class Line(threading.Thread):
         super().__init__(name=f"lightning_decentral-to-{to}", daemon=True)
         self.place, self._mesh, self._to = place, mesh, to
         self._queue: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
+        self._last: Sent | None = None
         self._connection: socket.socket | None = None
         self.start()
 
+    @property
+    def idle(self) -> bool:
+        return self._last is None or self._last.done()
+
     def put(self, sent: Sent | None) -> None:
+        self._last = sent
         self._queue.put(sent)
 
     def run(self) -> None:

@@ -58,8 +58,9 @@ class ElasticWorker:
                 raise TimeoutError(self.membership.state.paused or "no member has healed this worker")
         return self._value
 
-    def begin(self, pace: float, copy: Callable[[], Any], seconds: float) -> tuple[View, int]:
-        """The next round, and who takes part. The caller is between two steps: newcomers get a `copy` of that.
+    def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
+        """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
+        get a `copy` of that.
 
         Raises:
             TimeoutError: as `Membership.begin`.
@@ -68,7 +69,7 @@ class ElasticWorker:
         while True:
             self._donor.between_steps(copy)  # also while it waits: for the newcomer, perhaps
             try:
-                view, round = self.membership.begin(pace, self.membership.state.times.beat)
+                view, round = self.membership.begin(pace, self.membership.state.times.beat, at_least)
             except TimeoutError:
                 if self.membership.state.out or time.monotonic() > end:
                     raise

@@ -1,7 +1,8 @@
 """Messages among members: told apart by view, round and slot; what doesn't come any more is given up."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -79,3 +80,38 @@ def test_who_has_ended_before_anything_was_sent_is_lost(pair: tuple[Mesh, Mesh])
     a.close()
     sent(b, a, 5)
     assert b.take(Slot("a", 1, 5, 0), always) is None
+
+
+def test_where_nobody_waits_the_newest_whole_round_counts_once(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    b.awaited = False
+    for round in (3, 4, 5):
+        for slot in range(2):
+            sent(a, b, round, slot, text=f"{round} {slot}".encode())
+    sent(a, b, 6, 0)  # the rest is on its way
+    eventually(lambda: b.begun == {"a": 6})
+    assert {slot.round for slot in b._inbox} == {5, 6}
+    assert b.newest("a", 2, 2) is None
+    assert b.newest("a", 1, 2) == (5, [b"5 0", b"5 1"])
+    assert b.newest("a", 1, 2) is None
+    sent(a, b, 6, 1)
+    eventually(lambda: len(b._inbox) == 2)
+    assert b.newest("a", 1, 2) == (6, [b"text", b"text"])
+    assert not b._inbox
+
+
+def test_where_nobody_waits_nothing_is_kept_of_who_is_lost(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    b.awaited = False
+    sent(a, b, 5)
+    eventually(lambda: bool(b._inbox))
+    b.lose("a")
+    assert not b._inbox
+    assert not b.begun
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
