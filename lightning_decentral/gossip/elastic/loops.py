@@ -1,6 +1,7 @@
 """An elastic worker in Lightning's loops: a newcomer's counters and schedules, the examples that each is dealt."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DistributedSampler, Sampler
 
@@ -23,10 +25,10 @@ from lightning_decentral.shared.wire.plain import pack as packed
 COUNTS = ("ready", "started", "processed", "completed")
 
 
-def calendar_of(trainer: Trainer, dataloader: Any, members: int) -> Calendar:
-    """Of a run that begins now, or goes on from a checkpoint, with so many members."""
+def calendar_of(trainer: Trainer, dataloader: Any, weights: int) -> Calendar:
+    """Of a run that begins now, or goes on from a checkpoint, with members of so much weight together."""
     accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
-    batches = batches_of(trainer, dataloader, members)
+    batches = batches_of(trainer, dataloader, weights)
     epoch: Any = loop.epoch_progress.current
     batch = loop.epoch_loop.batch_progress
     # Saved where an epoch's last batch was over, it may or may not have been counted.
@@ -35,12 +37,12 @@ def calendar_of(trainer: Trainer, dataloader: Any, members: int) -> Calendar:
     return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step)
 
 
-def batches_of(trainer: Trainer, dataloader: Any, members: int) -> int:
+def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
     """Of an epoch, as limit_train_batches leaves them."""
     found = sized_len(dataloader)
     batches = UNBOUNDED if found is None else found
     if dealable(dataloader):
-        batches = -(-len(dataloader.dataset) // (members * dataloader.batch_size))
+        batches = -(-len(dataloader.dataset) // (weights * dataloader.batch_size))
     limit = trainer.limit_train_batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * (1.0 if limit is None else limit))
 
@@ -75,20 +77,27 @@ def seed_of(dataloader: Any) -> int:
 
 
 def dealt(
-    trainer: Trainer, dataloader: Any, batches: int, dealing: Callable[[Dealing], Callable[[], Iterator[Any]]]
+    trainer: Trainer,
+    dataloader: Any,
+    batches: int,
+    dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],
+    weight: int = 1,
 ) -> Any:
     """The same loader, whose examples are dealt among the members; any other is left as it is.
 
     Args:
         batches: of an epoch.
         dealing: of whom it gets each batch's places.
+        weight: its batches have so many times the examples.
     """
     if not dealable(dataloader):
         return dataloader
     before, batch = dataloader.sampler, dataloader.batch_size
     made = Dealing(len(dataloader.dataset), batch, before.shuffle, before.seed)
-    sampler = ElasticSampler(_unlimited(trainer, batches) * batch, dealing(made))
-    return _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
+    sampler = ElasticSampler(_unlimited(trainer, batches) * batch * weight, dealing(made))
+    found: Any = _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
+    found.batch_sampler.batch_size = batch * weight
+    return found
 
 
 def nobody(dealing: Dealing) -> Callable[[], Iterator[Any]]:
@@ -108,6 +117,19 @@ class ElasticSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         for places in self._ticks():
             yield from places.tolist()
+
+
+@contextmanager
+def scaled(optimizer: Optimizer, share: float) -> Iterator[None]:
+    """Its updates are so many times as large, whatever it makes of gradients: they are multiples of the rate."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * share if share != 1 else rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def go_to(trainer: Trainer, calendar: Calendar, round: int) -> None:

@@ -17,7 +17,7 @@ from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
 from lightning_decentral.shared.plan.elastic.dealing import Dealing
-from lightning_decentral.shared.plan.elastic.view import Times, View
+from lightning_decentral.shared.plan.elastic.view import Times, View, weight_of
 from lightning_decentral.shared.plan.elastic.watch import Watch, came_and_went
 from lightning_decentral.shared.wire.elastic.frames import address
 from lightning_decentral.shared.wire.elastic.starter import title
@@ -43,7 +43,7 @@ class ElasticMember:
 
     def __init__(self, elastic: Elastic, seconds: float) -> None:
         host = elastic.host or own_address(elastic.lobby)
-        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), title(os.environ))
+        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), title(os.environ), elastic.weight)
         self.round, self.next_round = -1, 0
         self.view: View | None = None
         self.entered: View | None = None
@@ -193,6 +193,21 @@ class ElasticMember:
     def place(self) -> int:
         """Among the members, the oldest that is heard first."""
         return self.present().index(self.worker.name) if self.view else 0
+
+    @property
+    def share(self) -> float:
+        """w_i / mean_j w_j over the members: what an update of this worker counts in the mean."""
+        return self._elastic.weight * len(self._weights) / sum(self._weights)
+
+    @property
+    def founders(self) -> int:
+        """The weight of those that began the run."""
+        assert self.view is not None
+        return self.view.founders * sum(self._weights) // len(self._weights)
+
+    @property
+    def _weights(self) -> list[int]:
+        return [weight_of(name) for name in self.view.members] if self.view else [self._elastic.weight]
 
     def present(self) -> list[str]:
         """The members that are heard, the oldest first."""

@@ -37,6 +37,7 @@ from lightning_decentral.gossip.elastic.loops import (
     plain,
     refuse_unplanned,
     restored,
+    scaled,
     seed_of,
 )
 from lightning_decentral.gossip.elastic.member import ElasticMember
@@ -191,14 +192,13 @@ class ElasticGossipStrategy(WatchedProcess):
             member.seed = seed_of(dataloader) if member.seed is None else member.seed
             self._begin()
             if member.calendar is None:
-                assert member.view is not None
-                founders = self.planned_workers if self._planned else member.view.founders
-                member.calendar = calendar_of(trainer, dataloader, founders)
+                weights = self.planned_workers if self._planned else member.founders
+                member.calendar = calendar_of(trainer, dataloader, weights)
             refuse_unplanned(self._planned, member.calendar)
             if member.round or member.calendar.before or trainer.fit_loop.restarting:
                 go_to(trainer, member.calendar, member.round)
         assert member.calendar is not None
-        return dealt(trainer, dataloader, member.calendar.batches, member.deals)
+        return dealt(trainer, dataloader, member.calendar.batches, member.deals, self.elastic.weight)
 
     def _begin(self) -> None:
         assert self._member is not None
@@ -231,7 +231,9 @@ class ElasticGossipStrategy(WatchedProcess):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._member is not None
+        with scaled(optimizer, self._member.share):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.mean_model.apart = True
         self.advance(optimizer)
         return output

@@ -1,7 +1,7 @@
 """Who trains with which examples, where members come and go: passes over all of them, dealt tick by tick.
 
     a pass     a permutation of the examples, by (seed, number of the pass)
-    a tick     every member of the view in force takes the next `batch` of what is left
+    a tick     every member of the view in force takes the next `batch` of what is left, times its weight
     a change   what those that are lost were dealt in this pass is dealt again, behind what is left
 
 So every example of a pass is dealt to exactly one of those that are there when it ends, but for the last tick's: it is
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_decentral.shared.plan.elastic.view import weight_of
 
 Indices = NDArray[np.int64]
 
@@ -41,7 +43,7 @@ class Dealing:
 
     Args:
         examples: how many there are.
-        batch: that a member takes in a tick.
+        batch: that a member of weight 1 takes in a tick.
         shuffle: whether a pass is a permutation; otherwise it is in order.
         views: {first tick: members}; none before the first.
     """
@@ -61,7 +63,7 @@ class Dealing:
             self._passes = [self._begun(p.number, p.start) for p in self._passes if p.start <= tick]
 
     def share(self, tick: int, name: str) -> Indices:
-        """[batch]: what this member takes; fewer examples than that are repeated. Ticks from the first view on.
+        """[batch * weight]: what this member takes; fewer examples are repeated. Ticks from the first view on.
 
         Raises:
             KeyError: it is no member then.
@@ -69,8 +71,12 @@ class Dealing:
         now, members = self._pass_of(tick), self._members(tick)
         if name not in members:
             raise KeyError(name)
-        offset = (tick - now.since) * len(members) * self.batch + members.index(name) * self.batch
-        return now.left[np.arange(offset, offset + self.batch) % len(now.left)]
+        offset = (tick - now.since) * self._all(members) + self._all(members[: members.index(name)])
+        return now.left[np.arange(offset, offset + self._all([name])) % len(now.left)]
+
+    def _all(self, members: Sequence[str]) -> int:
+        """What these take in a tick."""
+        return self.batch * sum(map(weight_of, members))
 
     def _members(self, tick: int) -> tuple[str, ...]:
         return self.views[max(first for first in self.views if first <= tick)]
@@ -97,14 +103,14 @@ class Dealing:
         return end if (end := self._last(now)) <= tick else None
 
     def _last(self, now: Pass) -> int:
-        return now.since + -(-len(now.left) // (len(self._members(now.since)) * self.batch))
+        return now.since + -(-len(now.left) // self._all(self._members(now.since)))
 
     def _change(self, now: Pass, tick: int) -> None:
         before, after = self._members(now.since), self._members(tick)
-        taken, now.left = np.split(now.left, [(tick - now.since) * len(before) * self.batch])
-        rows = taken.reshape(-1, len(before), self.batch)
-        for place, name in enumerate(before):
-            now.dealt.setdefault(name, []).append(rows[:, place].ravel())
+        taken, now.left = np.split(now.left, [(tick - now.since) * self._all(before)])
+        rows = np.split(taken.reshape(-1, self._all(before)), np.cumsum([self._all([n]) for n in before])[:-1], axis=1)
+        for name, of in zip(before, rows, strict=True):
+            now.dealt.setdefault(name, []).append(of.ravel())
         lost = [now.dealt.pop(name) for name in list(now.dealt) if name not in after]
         now.left = np.concatenate([now.left, *(part for parts in lost for part in parts)])
         now.since = tick

@@ -14,6 +14,23 @@ from dataclasses import dataclass
 from lightning_decentral.shared.plan.arguments import checked
 
 
+def name_of(title: str, token: str, weight: int, place: str) -> str:
+    """Of one start of one worker: "title token *weight @place". Whoever knows a view knows what its members take of the
+    examples, and how to reach them."""
+    return f"{title}{token}{f'*{weight}' if weight > 1 else ''}@{place}"
+
+
+def place_of(name: str) -> str:
+    """Where a member is reached."""
+    return name.partition("@")[2]
+
+
+def weight_of(name: str) -> int:
+    """How many times the examples of one of weight 1 it takes."""
+    _, starred, weight = name.partition("@")[0].rpartition("*")
+    return int(weight) if starred and weight.isdigit() else 1
+
+
 @dataclass(frozen=True)
 class View:
     """The members from `first_round` on, the oldest first: a member's place is its rank.

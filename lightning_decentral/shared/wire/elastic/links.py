@@ -13,10 +13,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.plan.elastic.view import View
+from lightning_decentral.shared.plan.elastic.view import View, place_of
 from lightning_decentral.shared.wire.elastic.frames import raw_bytes
 from lightning_decentral.shared.wire.elastic.mesh import Mesh, Slot
-from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, place_of
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_decentral.shared.plan.elastic.messages import Beat, beat, plain
-from lightning_decentral.shared.plan.elastic.view import Times, View
+from lightning_decentral.shared.plan.elastic.view import Times, View, name_of, place_of
 from lightning_decentral.shared.wire.elastic.assembly import Assembly
 from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive
 from lightning_decentral.shared.wire.elastic.healing import Donor, fetched
@@ -26,16 +26,15 @@ from lightning_decentral.shared.wire.elastic.mesh import Mesh
 class ElasticWorker:
     """One start of one worker: a name that nobody else has or had.
 
-    A member's name ends with where it is reached, so that whoever knows a view can reach its members.
-
     Args:
         lobby: "host:port".
         host: the address at which other workers reach this machine.
         times: until the lobby says others.
         title: what its name begins with.
+        weight: of its batches, in its name.
     """
 
-    def __init__(self, lobby: str, host: str, times: Times | None = None, title: str = "") -> None:
+    def __init__(self, lobby: str, host: str, times: Times | None = None, title: str = "", weight: int = 1) -> None:
         self._donor = Donor(self._given)
         changed = threading.Condition()
         self.assembly = Assembly("", place_of)
@@ -45,7 +44,7 @@ class ElasticWorker:
             "meet": self.assembly.serve,
         }
         self.mesh = Mesh(host, "", served, changed)
-        name = f"{title}{secrets.token_hex(4)}@{self.mesh.place}"
+        name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)
         self.name = self.mesh.name = self.assembly.name = name
         self.membership = Membership(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
         self._value: Any = None
@@ -130,8 +129,3 @@ def _ask(to: str, said: Beat) -> None:
             connection.sendall(frame(plain(said)))
 
     threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()
-
-
-def place_of(name: str) -> str:
-    """Where a member is reached."""
-    return name.partition("@")[2]

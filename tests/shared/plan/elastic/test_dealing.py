@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_decentral.shared.plan.elastic.calendar import Calendar, rounds_before
 from lightning_decentral.shared.plan.elastic.dealing import Dealing
+from lightning_decentral.shared.plan.elastic.view import name_of, place_of, weight_of
 
-NAMES = "abcdef"
+NAMES = "a", "b", "c*2@h:1", "d*3@h:2", "e", "f"
 
 
 def test_with_constant_members_a_pass_has_every_example_once() -> None:
@@ -21,6 +22,15 @@ def test_with_constant_members_a_pass_has_every_example_once() -> None:
     )
     assert sorted(first) == sorted(second) == list(range(24))
     assert first != second
+
+
+def test_a_member_takes_its_weight_of_every_tick() -> None:
+    dealing = Dealing(examples=36, batch=2, seed=3)
+    members = [name_of("", "a", 1, "h:1"), name_of("w-", "b", 2, "h:2"), name_of("", "c", 3, "h:3")]
+    dealing.enter(0, members)
+    taken = {name: [dealing.share(tick, name) for tick in range(3)] for name in members}
+    assert [{len(of) for of in taken[name]} for name in members] == [{2}, {4}, {6}]
+    assert sorted(i for of in taken.values() for some in of for i in some) == list(range(36))
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sets(st.sampled_from(NAMES), min_size=1)), min_size=1, max_size=6))
@@ -50,7 +60,7 @@ def test_what_a_lost_member_was_dealt_is_dealt_again(changes: list[tuple[int, se
 def assert_passed(taken: dict[str, list[int]], members: tuple[str, ...]) -> None:
     counted = Counter(i for name in members for i in taken.get(name, []))
     assert set(counted) == set(range(97))
-    assert sum(counted.values()) - 97 < 2 * len(members)  # the last tick's were filled up
+    assert sum(counted.values()) - 97 < 2 * sum(map(weight_of, members))  # the last tick's were filled up
 
 
 def test_who_hears_of_a_view_late_deals_as_the_others_from_then_on() -> None:
@@ -87,3 +97,9 @@ def test_the_calendar_counts_epochs_whole() -> None:
     assert [calendar.place(r) for r in range(4)] == [(1, 2), (1, 4), (2, 0), (2, 2)]
     assert [calendar.tick(r) for r in range(3)] == [7, 9, 10]
     assert calendar.step(3) == 10
+
+
+@pytest.mark.parametrize(("title", "weight"), [("", 1), ("w3-", 1), ("w*-", 1), ("", 2), ("a*7@b", 12)])
+def test_a_name_says_its_weight_and_its_place(title: str, weight: int) -> None:
+    name = name_of(title.replace("@", ""), "3f2a", weight, "10.0.0.1:400")
+    assert (weight_of(name), place_of(name)) == (weight, "10.0.0.1:400")
