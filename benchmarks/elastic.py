@@ -18,8 +18,8 @@ uneven  the same steps where all workers are even, and where those of one are `-
         for neighbours, and asynchronous ones
 sizes   the oldest are killed, all at once, or others started, until there are so many; `--sizes 4 8` replaces half of 8
 
-With `--asynchronous` nobody waits. A step sleeps for `--sleep` seconds, as an accelerator would compute: otherwise
-workers would share the cores.
+With `--asynchronous` nobody waits; with `--peer` torchft does it instead (`elastic_torchft.py`). A step sleeps for
+`--sleep` seconds, as an accelerator would compute: otherwise workers would share the cores.
 """
 
 import argparse
@@ -59,6 +59,7 @@ def kills(job: Job, place: Here, number: int, seed: int) -> list[Row]:
             survivors, began = list(run.alive), time.monotonic()
             newcomer = run.start()
             run.until(lambda name=newcomer: len(run.said(name, "step")) > 5)  # type: ignore[misc]
+            run.until(lambda at=at: all(run.said(name, "step")[-1]["at"] > at + 1 for name in run.alive))  # type: ignore[misc]
             first, second = (step["at"] for step in run.said(newcomer, "step")[:2])
             beyond = [beyond_a_step(took(run.said(name, "step")), at) for name in survivors]
             found.append({"beyond": beyond, "joined": first - (second - first) - began})
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="of the part of that name")
     parser.add_argument("--rate", help="of links between hosts, as 200mbit, which the storm cuts; needs root")
     parser.add_argument("--asynchronous", action="store_true", help="nobody waits")
+    parser.add_argument("--peer", choices=["torchft-ddp", "torchft-localsgd"], default="")
     parser.add_argument("--slow", type=float, default=3.0, help="of the part uneven")
     parser.add_argument("--restart", type=float, default=5.0)
     parser.add_argument("--sleep", type=float, default=0.03)
@@ -241,7 +243,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, hosts as made_hosts:
         place = Hosts(made_hosts) if made_hosts else Here()
         job, seed = Job(Path(folder), told.workers, -1, told.sleep, told.dead_after), told.seed
-        job = replace(job, asynchronous=told.asynchronous)
+        job = replace(job, asynchronous=told.asynchronous, peer=told.peer)
         long = replace(job, steps=told.storm_steps)
         made: dict[str, Callable[[], Any]] = {
             "kills": lambda: kills(replace(job, folder=fresh(job)), place, told.kills, seed),

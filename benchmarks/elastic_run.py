@@ -70,6 +70,7 @@ class Run:
 
     def __init__(self, job: Job, place: Here) -> None:
         self._lobby: Any = None
+        self._train: Callable[[int, Job, str], None] = train
         self.job, self.place = job, place
         self.alive: dict[str, Any] = {}
         self.hosts: dict[str, int] = {}
@@ -79,7 +80,11 @@ class Run:
         ready, says = FORK.Pipe(duplex=False)
         bounds = Bounds(max(1, self.job.workers // 2), self.job.workers)
         host = self.place.address(0)
-        args = serve, bounds, Times(self.job.dead_after), host, 0, says.send
+        args: tuple[Any, ...] = serve, bounds, Times(self.job.dead_after), host, 0, says.send
+        if self.job.peer:
+            import elastic_torchft  # an extra, whose threads mustn't be forked
+
+            args, self._train = (elastic_torchft.lighthouse, self.job, host, says.send), elastic_torchft.train
         self._lobby = FORK.Process(target=self._at, args=(0, *args), daemon=True)
         self._lobby.start()
         self.job = replace(self.job, lobby=f"{host}:{ready.recv()}")
@@ -93,7 +98,7 @@ class Run:
         taken = {self.hosts[other] for other in self.alive}
         self.hosts[name] = host = min(set(range(1, len(taken) + 2)) - taken)
         job = replace(self.job, host=self.place.address(host))
-        self.alive[name] = FORK.Process(target=self._at, args=(host, train, os.getpid(), job, name))
+        self.alive[name] = FORK.Process(target=self._at, args=(host, self._train, os.getpid(), job, name))
         self.alive[name].start()
         return name
 

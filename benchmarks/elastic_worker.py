@@ -30,6 +30,7 @@ class Job:
         host: of this worker, where others reach it.
         asynchronous: whether nobody waits.
         slow: times as long as the others' are the steps of the first worker that is started.
+        peer: who does it instead, of `PEERS`.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Job:
     host: str = "127.0.0.1"
     asynchronous: bool = False
     slow: float = 1.0
+    peer: str = ""
 
     def strategy(self) -> Any:
         if not self.lobby:
@@ -109,10 +111,7 @@ class Tell(Callback):
 
 def train(parent: int, job: Job, name: str) -> None:
     """Until the run ends, or its parent."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    output = os.open(job.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1), os.dup2(output, 2)
-    torch.set_num_threads(1)
+    begin(parent, job, name)
     module, tell = Student(), Tell(job, name)
     quiet = {f"enable_{what}": False for what in ("checkpointing", "progress_bar", "model_summary")}
     trainer = Trainer(
@@ -128,6 +127,14 @@ def train(parent: int, job: Job, name: str) -> None:
     trainer.fit(module)
     with torch.no_grad():
         tell.tell("end", loss=float(module.loss(examples(3, HELD_OUT))))
+
+
+def begin(parent: int, job: Job, name: str) -> None:
+    """This process ends with its parent, and writes to a file."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    output = os.open(job.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1), os.dup2(output, 2)
+    torch.set_num_threads(1)
 
 
 def _end_with(parent: int) -> None:

@@ -1,5 +1,6 @@
 """Pipeline layout: which worker is which stage of which pipeline, and the process groups between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,22 +56,19 @@ class StageGroups:
     def __init__(self, wire: Wire, layout: StageLayout, device: torch.device) -> None:
         self._wire, self._layout, self._device = wire, layout, device
         self.edges: dict[tuple[Kind, int], Edge] = {}
-        workers = range(layout.workers)
-        over: Transport | None = None
-        # Every worker makes all groups, also those that it isn't in.
-        for first in workers[:: layout.stages]:
-            group = workers[first : first + layout.stages]
-            over = wire.group(group) or over
-            for lower in range(layout.stages - 1):
-                self._join(Kind.FORWARD, lower, group[lower : lower + 2])
-                self._join(Kind.BACKWARD, lower, group[lower : lower + 2])
+        firsts = range(0, layout.workers, layout.stages)
+        over = wire.group([range(first, first + layout.stages) for first in firsts])
         assert over is not None
         self.over: Transport = over
+        for lower in range(layout.stages - 1):
+            pairs = [range(first + lower, first + lower + 2) for first in firsts]
+            self._join(Kind.FORWARD, lower, pairs)
+            self._join(Kind.BACKWARD, lower, pairs)
         self.replicas = self.replica_group()
 
-    def _join(self, kind: Kind, lower: int, pair: range) -> None:
-        """The edge of this direction between stage `lower` and the next. Collective."""
-        over = self._wire.group(pair)
+    def _join(self, kind: Kind, lower: int, pairs: Sequence[range]) -> None:
+        """The edges of this direction between stage `lower` and the next, one for each pipeline. Collective."""
+        over = self._wire.group(pairs)
         if over is None:
             return
         peer = 1 - over.rank
@@ -80,5 +78,6 @@ class StageGroups:
     def replica_group(self) -> Transport:
         """A new group of the workers that are this stage. Collective."""
         workers = range(self._layout.workers)
-        groups = [self._wire.group(workers[stage :: self._layout.stages]) for stage in range(self._layout.stages)]
-        return next(own for own in groups if own is not None)
+        own = self._wire.group([workers[stage :: self._layout.stages] for stage in range(self._layout.stages)])
+        assert own is not None
+        return own

@@ -91,9 +91,8 @@ class Meter:
 
     def costs(self, probes: Sequence[Probe]) -> list[LinkCost]:
         """One line for every operation and probe; for an exchange one for every number of neighbours."""
-        groups = dict.fromkeys(group for probe in probes for group in probe.groups)
-        joined = {ranks: self.wire.group(ranks) for ranks in groups}
-        mine = [next((t for r in probe.groups if (t := joined[r]) is not None), None) for probe in probes]
+        joined = {groups: self.wire.group(groups) for groups in dict.fromkeys(probe.groups for probe in probes)}
+        mine = [joined[probe.groups] for probe in probes]
         return [
             self._cost(name, probe, over, peers)
             for probe, over in zip(probes, mine, strict=True)

@@ -106,11 +106,12 @@ def programs(schedule: Schedule, stages: int, microbatches: int, slices: int, na
 
 def _program(actions: Any, rank: int, stages: int, slices: int, name: Name) -> Program:
     program: Program = []
-    made: list[Sequence[int]] = []
+    made: list[Sequence[Sequence[int]]] = []
 
-    def group(workers: Sequence[int]) -> Transport | None:
-        made.append(workers)
-        return Recorder(name(workers, len(made) - 1), workers, rank, program) if rank in workers else None
+    def group(groups: Sequence[Sequence[int]]) -> Transport | None:
+        own = next((workers for workers in groups if rank in workers), None)
+        made.append(groups)
+        return Recorder(name(own, len(made) - 1), own, rank, program) if own else None
 
     wire: Any = SimpleNamespace(group=group)
     edges = StageGroups(wire, StageLayout(stages, stages, stages), torch.device("cpu")).edges

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.transport import Call, GlooTransport, Message, Transport
+from lightning_decentral.shared.wire.transport import GlooTransport, Message, Transport
 from tests import simulated
 from tests.simulated.streams import Engine, Event, Stream
 from tests.simulated.tensors import Simulated
@@ -102,7 +102,9 @@ class QueuedTransport(Transport):
         inner, key = _inner(message.tensor), (self._name, message.peer, self.rank)
         return self._until(lambda: self._network.has(key), lambda: inner.copy_(self._network.take(key)))
 
-    def _until(self, ready: Callable[[], bool], run: Callable[[], object]) -> tuple[Call, Callable[[], bool]]:
+    def _until(
+        self, ready: Callable[[], bool], run: Callable[[], object]
+    ) -> tuple[Callable[[], None], Callable[[], bool]]:
         """For `Stream.then`."""
         return lambda: None if self._aborted.is_set() else run(), lambda: self._aborted.is_set() or ready()
 
@@ -172,11 +174,11 @@ class Make:
         """One more, of all workers."""
         return QueuedTransport(self._network, self.hosts.rank, self.hosts.size, next(self._numbers), self.aborted)
 
-    def group(self, ranks: Sequence[int] | None) -> QueuedTransport | None:
-        """One of these workers; None for the others."""
-        members = list(range(self.hosts.size) if ranks is None else ranks)
-        number = next(self._numbers)
-        if self.hosts.rank not in members:
+    def group(self, groups: Sequence[Sequence[int]] | None) -> QueuedTransport | None:
+        """Of these, which share no worker, this one's; None where it is in none."""
+        number, rank = next(self._numbers), self.hosts.rank
+        members = next((list(ranks) for ranks in groups or [range(self.hosts.size)] if rank in ranks), [])
+        if not members:
             return None
         place = members.index(self.hosts.rank), len(members)
         return QueuedTransport(self._network, *place, (number, *members), self.aborted)

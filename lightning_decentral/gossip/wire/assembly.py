@@ -17,6 +17,7 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.wire.transport import Transport
 
 # One round with delay 1, from top to bottom; time goes to the right:
 #
@@ -54,14 +55,18 @@ def assembled(
     pool = Pool()  # what one exchange has landed serves the next one's round
 
     def by_peers() -> Exchange[Any]:
-        over = member.peers(range(workers))
+        over = member.peers([range(workers)])
         assert over is not None
         return PeerExchange(topology, weights, over, device, codec, pool)
 
     def by_cliques(steps: Sequence[Partition]) -> Exchange[Any]:
-        # Groups of all cliques, also of those without this worker: making one is collective.
-        groups = {c: member.peers(c) for c in dict.fromkeys(c for step in steps for c in step) if len(c) > 1}
-        own = {c: over for c, over in groups.items() if over is not None}
+        # All cliques of a step at once, also those without this worker: making them is collective.
+        made, own = set[tuple[int, ...]](), dict[tuple[int, ...], Transport]()
+        for step in steps:
+            if new := [clique for clique in step if len(clique) > 1 and clique not in made]:
+                made.update(new)
+                over = member.peers(new)
+                own |= {clique: over for clique in new if over is not None and worker in clique}
         return CliqueExchange(steps, own, worker, device, pool)
 
     # An all-reduce adds up inside the network, which encoded messages can't do.

@@ -1,6 +1,6 @@
 """A device's part in its island: whom it exchanges with, what it does with its gradients, what it holds."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,12 +16,12 @@ from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 InPlace = Callable[[Sequence[Tensor]], None]
 Meet = Callable[[Callable[[], Any]], Any]
-Group = Callable[[Sequence[int] | None], Transport | None]
+Group = Callable[[Disjoint], Transport | None]
 
 
 class IslandMember:
@@ -43,10 +43,12 @@ class IslandMember:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def peers(self, workers: Sequence[int]) -> Transport | None:
-        """A new group of the devices at this one's place in these islands; None outside. Every device calls it."""
+    def peers(self, groups: Disjoint) -> Transport | None:
+        """A new group of the devices at this one's place in the islands of its group, of several that share none; None
+        where it is in none. Every device calls it, once for all groups."""
         assert self._wire is not None
-        return _mine(self._wire.group, [[w * self.devices + p for w in workers] for p in range(self.devices)])
+        places = range(self.devices)
+        return self._wire.group([[w * self.devices + p for w in workers] for workers in groups for p in places])
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
         """What a mixer of whole buckets talks to, given an exchange between the peers."""
@@ -148,7 +150,7 @@ class Sharding(IslandMember):
         super().__init__(wire, devices, meet)
         self.shards, self._compute = devices, compute
         self._device, self._inside = device, _inside(wire.group, wire.world.size, devices)
-        across = self.peers(range(wire.world.size // devices))
+        across = self.peers([range(wire.world.size // devices)])
         assert across is not None
         self._across = across
         self._sharded: Sharded | None = None
@@ -214,12 +216,6 @@ class Sharding(IslandMember):
 
 
 def _inside(make: Group, size: int, devices: int) -> Transport:
-    made = _mine(make, [range(i, i + devices) for i in range(0, size, devices)])
+    made = make([range(i, i + devices) for i in range(0, size, devices)])
     assert made is not None
     return made
-
-
-def _mine(make: Group, groups: Iterable[Sequence[int]]) -> Transport | None:
-    """New groups, which every device makes, and of these the one that this device belongs to."""
-    made = [make(group) for group in groups]
-    return next((group for group in made if group is not None), None)

@@ -19,7 +19,7 @@ from lightning_decentral.partial.wire.contributor_buckets import ContributorBuck
 from lightning_decentral.shared.wire.gradients import Launcher
 from lightning_decentral.shared.wire.transport import Transport
 
-Group = Callable[[Sequence[int] | None], Transport | None]
+Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
 
 
 def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
@@ -55,7 +55,7 @@ class Reducer:
 
     Args:
         segments: parameters of each segment from the bottom.
-        group: makes a group of workers; every worker calls it at the same point.
+        group: makes groups of workers; every worker calls it at the same point.
         bucket_bytes: gradients that travel together, at most, unless one parameter is larger; by default
             `bucket_bytes_of` them.
 
@@ -155,7 +155,7 @@ class Groups:
     def prepare(self, contributors: Sequence[tuple[int, ...]]) -> None:
         for ranks in contributors:
             if 1 < len(ranks) < self._size and ranks not in self._made:
-                self._made[ranks] = self._group(ranks)
+                self._made[ranks] = self._group([ranks])
 
     def of(self, ranks: tuple[int, ...]) -> Transport:
         """Of these workers, to which this one belongs."""

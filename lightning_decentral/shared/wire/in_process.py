@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_decentral.shared.wire.pending import PeerLost, Pending
-from lightning_decentral.shared.wire.transport import Message, Transport, Wire
+from lightning_decentral.shared.wire.transport import Disjoint, Message, Transport, Wire
 
 
 @dataclass
@@ -172,9 +172,11 @@ def in_process_wire(boxes: Mailboxes, rank: int, size: int) -> Wire:
     """What one of so many workers talks over. As everywhere, all make groups in the same order."""
     numbers = count()
 
-    def group(ranks: Sequence[int] | None) -> Transport | None:
-        number, members = next(numbers), list(range(size) if ranks is None else ranks)
-        return InProcessTransport(boxes, number, members.index(rank), len(members)) if rank in members else None
+    def group(groups: Disjoint | None) -> Transport | None:
+        number = next(numbers)
+        members = next((list(ranks) for ranks in groups or [range(size)] if rank in ranks), [])
+        name = number, *members
+        return InProcessTransport(boxes, name, members.index(rank), len(members)) if members else None
 
     world, flags, roll = (InProcessTransport(boxes, name, rank, size) for name in ("world", "flags", "roll"))
     return Wire(world, flags, roll, None, group, group, boxes.close, boxes.close)

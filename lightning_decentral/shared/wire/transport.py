@@ -1,7 +1,4 @@
-"""Transport over gloo and NCCL: groups, batched send and receive, collectives; the one door to torch.distributed.
-
-Gloo and NCCL want peers addressed differently; whoever holds a `Transport` sees neither.
-"""
+"""Transport over gloo and NCCL, alike to who holds it: groups, messages, sums; the one door to torch.distributed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +18,7 @@ from lightning_decentral.shared.wire.pending import Naming, Pending, StagedCopy,
 _stores: Any = dist  # whose types leave them out
 LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
 """Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
-Call = Callable[[], None]
+Disjoint = Sequence[Sequence[int]]
 
 
 class Message(NamedTuple):
@@ -87,9 +84,8 @@ class Transport(ABC):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """tensor <- the source's tensor, in place."""
-        options = _root(dist.BroadcastOptions(), source)
         heard = "the others" if source == self.rank else f"worker {self._workers[source]}"
-        return Work(self.group.broadcast([tensor], options), heard, self._own)
+        return Work(self.group.broadcast([tensor], _root(dist.BroadcastOptions(), source)), heard, self._own)
 
     def greet(self, timeout: timedelta) -> bool:
         """Whether this worker hears every other one of a new group. Collective; on some it may fail alone."""
@@ -241,28 +237,33 @@ class Wire:
     """The roll call at the end of an epoch; CPU tensors."""
     store: Any
     """The key-value store of the group."""
-    group: Callable[[Sequence[int] | None], Transport | None]
-    """A new group of these workers (None: all) for gossip; None on those outside. Collective: every worker calls it."""
-    hosts: Callable[[Sequence[int] | None], Transport | None]
+    group: Callable[[Disjoint | None], Transport | None]
+    """New groups, which share no worker (None: all in one), for gossip. This worker's own; None where it is in none.
+    Collective: every worker calls it, once for all of them."""
+    hosts: Callable[[Disjoint | None], Transport | None]
     """The same for CPU tensors, by gloo."""
-    close: Call
+    close: Callable[[], None]
     """Give back the groups, their threads and connections. On every worker, with nothing under way."""
-    abandon: Call
+    abandon: Callable[[], None]
     """The same alone, messages under way or not: returns at once. NCCL's groups stay until the process ends."""
 
 
-def new_group(ranks: Sequence[int] | None, backend: str | None, timeout: timedelta | None) -> Any:
-    """A group of these workers (None: all) of the world; None on those outside. Collective: every worker calls it."""
+def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta | None) -> Any:
+    """This worker's of these groups of the world, which share no worker (None: all in one); None where it is in none.
+    Collective: every worker calls it."""
+    each = [None] if groups is None else [list(ranks) for ranks in groups]
     with Naming("the others", dist.get_rank()):
-        made = dist.new_group(None if ranks is None else list(ranks), timeout, backend)
-    return None if made is dist.GroupMember.NON_GROUP_MEMBER else made
+        if groups and backend in (None, "nccl") and _stores.group.WORLD.bound_device_id is not None:
+            return _stores.split_group(None, each, timeout)  # NCCL, bound to its device, would split once for each
+        made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
+    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def tcp_store(address: str, port: int, timeout: timedelta, listening: int | None) -> Any:
     """The key-value store at this place; this process has it where it gives the descriptor of a listening socket."""
     own: Any = {"is_master": True, "master_listen_fd": listening, "use_libuv": LIBUV_LISTENS}
-    settings = {"timeout": timeout, "wait_for_workers": False, **({} if listening is None else own)}
-    return _stores.TCPStore(address, port, **settings)
+    own = {} if listening is None else own
+    return _stores.TCPStore(address, port, timeout=timeout, wait_for_workers=False, **own)
 
 
 def prefixed(store: Any, name: str) -> Any:
@@ -273,15 +274,13 @@ def prefixed(store: Any, name: str) -> Any:
 def own_connection(name: str) -> Any:
     """A connection to the world's store with keys of its own, for one thread: a blocked one holds up no other."""
     store = _stores.distributed_c10d._get_default_store()
-    with suppress(AttributeError):  # an older torch has one connection for all threads
-        store = store.clone()
-    return prefixed(store, name)
+    return prefixed(store.clone() if hasattr(store, "clone") else store, name)  # an older torch has one for all threads
 
 
 def abort_nccl() -> None:
     """End what kernels of this process wait for: all its communicators by NCCL, of no use afterwards."""
-    groups = [*_stores.distributed_c10d._world.pg_backend_config.items()]
-    found = [group._get_backend(torch.device("cuda")) for group, backends in groups if "nccl" in backends]
+    groups = _stores.distributed_c10d._world.pg_backend_config.items()
+    found = [group._get_backend(torch.device("cuda")) for group, backends in [*groups] if "nccl" in backends]
     if found:
         found[0]._group_start()  # together: one communicator's end may wait for another's (pytorch#119797)
         for backend in found:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Codec, Gossip, Int8, Own, Plain
-from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, OnePeerExponential
+from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Complete, Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import mixing_matrix
@@ -45,18 +45,18 @@ class Alike(Transport):
 
 def exchange_of(topology: Topology, workers: int) -> Any:
     member: Any = SimpleNamespace(
-        peers=lambda group: Alike(len(group)) if 0 in group else None, exchange=lambda exchange: exchange
+        peers=lambda groups: next((Alike(len(g)) for g in groups if 0 in g), None), exchange=lambda exchange: exchange
     )
     return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0)
 
 
-def groups_of(topology: Topology, workers: int, worker: int, codec: Codec) -> list[tuple[int, ...]]:
-    """In the order in which this worker makes them."""
-    made: list[tuple[int, ...]] = []
+def groups_of(topology: Topology, workers: int, worker: int, codec: Codec) -> list[list[tuple[int, ...]]]:
+    """Those of each call, in the order in which this worker makes them."""
+    made: list[list[tuple[int, ...]]] = []
 
-    def peers(group: Sequence[int]) -> Transport | None:
-        made.append(tuple(group))
-        return Alike(len(group)) if worker in group else None
+    def peers(groups: Sequence[Sequence[int]]) -> Transport | None:
+        made.append([tuple(group) for group in groups])
+        return next((Alike(len(group)) for group in groups if worker in group), None)
 
     member: Any = SimpleNamespace(peers=peers, exchange=lambda exchange: exchange)
     assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0)
@@ -78,13 +78,24 @@ def test_all_workers_make_the_same_groups_in_one_order(topology: Topology, worke
     one where a step's cliques, of more than two, are all-reduced."""
     made = groups_of(topology, workers, 0, Plain())
     assert all(groups_of(topology, workers, worker, Plain()) == made for worker in range(1, workers))
-    assert groups_of(topology, workers, 0, Int8()) == [everyone := tuple(range(workers))]
+    assert groups_of(topology, workers, 0, Int8()) == [[everyone := tuple(range(workers))]]
+    assert all(len({j for group in call for j in group}) == sum(map(len, call)) for call in made)  # none is in two
+    each = [group for call in made for group in call]
     steps = [cliques_of(topology, workers, step) for step in range(topology.period(workers))]
     reduced = [cliques for cliques in steps if cliques and any(len(clique) > 2 for clique in cliques)]
     if reduced and all(cliques is not None for cliques in steps):  # then pairs are groups, too
-        assert sorted(made) == sorted(set().union(*(cliques or () for cliques in steps)))
+        assert sorted(each) == sorted(set().union(*(cliques or () for cliques in steps)))
     else:
-        assert sorted(made) == sorted([*set().union(*reduced), everyone])
+        assert sorted(each) == sorted([*set().union(*reduced), everyone])
+
+
+@pytest.mark.parametrize(("topology", "calls"), [(Hypercube(), 1), (BaseGraph(max_degree=2), 6)], ids=repr)
+def test_groups_are_made_by_the_step_however_many_workers_there_are(topology: Topology, calls: int) -> None:
+    """Hundreds of cliques of 3 are made in a few calls; pairs are peers, in one group."""
+    workers = 3**6 if calls > 1 else 512
+    made = groups_of(topology, workers, 0, Plain())
+    assert len(made) == calls
+    assert sum(map(len, made)) == (calls * workers // 3 if calls > 1 else 1)
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def step(group: Any, stores: Any, assignment: DepthAssignment, log: list[Any], b
     """One backward of a chain, cut for this worker; (mean gradients, bytes by the reducer's own count)."""
     rank, size = group.rank(), group.size()
 
-    def make(ranks: Sequence[int] | None) -> Transport | None:
-        members = list(range(size)) if ranks is None else list(ranks)
+    def make(groups: Sequence[Sequence[int]] | None) -> Transport | None:
+        (members,) = groups or [list(range(size))]  # one at a time, as groups of contributors overlap
         if rank not in members:
             return None
         store = dist.PrefixStore(f"{members}", stores)
@@ -182,7 +182,7 @@ def test_buckets_leave_while_backward_still_runs() -> None:
                         order.append("leaves")
                 return self._inner.all_reduce(tensor)
 
-        def make(ranks: Sequence[int] | None) -> Transport:
+        def make(groups: Any) -> Transport:
             return Noted(transport(dist.ProcessGroupGloo(store, group.rank(), group.size()), CPU), log)
 
         block_bytes = 4 * sum(p.numel() for p in blocks[0].parameters())

@@ -6,7 +6,7 @@ they were heard.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from lightning_decentral.shared.wire.pending import Opened, PeerLost
 from lightning_decentral.shared.wire.transport import (
+    Disjoint,
     GlooTransport,
     Transport,
     Wire,
@@ -37,7 +38,8 @@ def greeting_timeout(timeout: timedelta | None) -> timedelta:
 
 
 def heard_by_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
-    """A group in which every member hears every other; None on those outside. Collective over all workers.
+    """A group in which every member hears every other, or several at once; None on those outside. Collective over all
+    workers.
 
     Raises:
         PeerLost: strangers came between, each time; on all workers.
@@ -76,9 +78,9 @@ def connect(
     """
     made_here = Opened()
 
-    def new(ranks: Sequence[int] | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
+    def new(groups: Disjoint | None, by: str | None, over: Callable[[Any], Transport]) -> Transport | None:
         def make() -> Transport | None:
-            made = new_group(ranks, by, timeout)
+            made = new_group(groups, by, timeout)
             return None if made is None else over(made)
 
         own = heard_by_all(make, timeout, agree)
@@ -86,8 +88,8 @@ def connect(
             made_here.add(own)
         return own
 
-    def group(ranks: Sequence[int] | None) -> Transport | None:
-        made = new(ranks, backend, lambda group: transport(group, device))
+    def group(groups: Disjoint | None) -> Transport | None:
+        made = new(groups, backend, lambda group: transport(group, device))
         if made is not None and made.queued:
             made.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
         return made
