@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy, Router
-from lightning_decentral.pipeline.compute.causal.documents import documents_of, separated
+from lightning_decentral.pipeline.compute.causal.masks import documents_of, masked
 from lightning_decentral.pipeline.compute.causal.refusals import original, refuse_unsliceable
 from lightning_decentral.pipeline.compute.causal.ropes import reach
 from lightning_decentral.pipeline.compute.causal.stand_ins import Given, Hollow, Out, Silent, take_out, take_out_result
@@ -38,12 +38,16 @@ class CausalModel(Pipelined):
         module: the `...ForCausalLM` itself.
         anatomy: where its parts are.
         refused: kinds of call that it can't be sliced for, and why.
+        aligned: causal biases take the place of masks.
     """
 
     sliceable = True
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy, refused: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, anatomy: Anatomy, refused: Mapping[str, str] | None = None, aligned: bool = False
+    ) -> None:
         super().__init__(module)
+        self.aligned = aligned
         self._anatomy, self._refused = anatomy, refused or {}
         self._inner: Any = module.get_submodule(anatomy.inner)
         self._config: Any = vars(module)["config"]
@@ -187,7 +191,8 @@ class CausalModel(Pipelined):
             "past_key_values": memory.at(start, stop),
             "use_cache": True,
         }
-        with separated(None if documents is None else documents[:, :stop]), self._routing_seen(call, place) as seen:
+        documents = None if documents is None else documents[:, :stop]
+        with masked(documents, self.aligned), self._routing_seen(call, place) as seen:
             output = self._run(place, {**begin, **given})
         self._check_memory(place, memory)
         if not routed:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_decentral.pipeline.compute.causal.anatomy import Anatomy
-from lightning_decentral.pipeline.compute.causal.documents import SEPARABLE
 from lightning_decentral.pipeline.compute.causal.flex import FLEX, trains
+from lightning_decentral.pipeline.compute.causal.masks import SEPARABLE
 
 REMEDY = "compile its blocks instead: for block in model.{blocks}: block.compile()"
 

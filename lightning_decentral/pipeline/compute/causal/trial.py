@@ -40,10 +40,12 @@ class Verdict:
     Args:
         anatomy: None where the model can't be cut at all.
         refused: by the kind of call, or "" for all, why not.
+        aligned: whether it is the same with causal biases in the place of masks; asked for a device's kernels.
     """
 
     anatomy: Anatomy | None
     refused: Mapping[str, str]
+    aligned: bool = False
 
 
 _known: dict[tuple[type, str], Verdict] = {}
@@ -68,20 +70,20 @@ def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
             "pipeline_stages() of the LightningModule and use microbatches, or use another strategy"
         )
     refuse_compiled(module, verdict.anatomy)
-    return CausalModel(module, verdict.anatomy, verdict.refused)
+    return CausalModel(module, verdict.anatomy, verdict.refused, verdict.aligned)
 
 
 def judged(kind: type, config: Any, device: torch.device = HOST) -> Verdict:
     """Of models of this class and configuration; tried once in a process."""
     with _lock, tried_at(config, device) as place:
-        key = kind, f"{config.to_json_string(use_diff=False)} {config._attn_implementation} {place.type}"
+        key = kind, f"{config.to_json_string(use_diff=False)} {config._attn_implementation} {place.type} {device.type}"
         if key not in _known:
             with isolated(place):
-                _known[key] = _try(kind, config, place)
+                _known[key] = _try(kind, config, place, device.type == "cuda" and config._attn_implementation == "sdpa")
         return _known[key]
 
 
-def _try(kind: type, config: Any, place: torch.device) -> Verdict:
+def _try(kind: type, config: Any, place: torch.device, aligned: bool) -> Verdict:
     """Everything that a copy says is an answer: what it raises is why it can't be cut."""
     try:
         copy = small_copy(kind, config).to(place)
@@ -90,11 +92,13 @@ def _try(kind: type, config: Any, place: torch.device) -> Verdict:
         anatomy = dissect(copy, lambda memory: copy(past_key_values=memory, **ask), LENGTH)
     except Exception as error:
         return Verdict(None, {"": _words(error)})
-    why = _differs(copy, anatomy, _calls(copy, ids)[""])
+    calls = _calls(copy, ids)
+    aligned = aligned and _differs(copy, anatomy, calls[""], aligned=True) is None
+    why = None if aligned else _differs(copy, anatomy, calls[""])
     if why is not None:
         return Verdict(None, {"": why})
-    found = {form: _differs(copy, anatomy, calls) for form, calls in _calls(copy, ids).items() if form}
-    return Verdict(anatomy, {form: why for form, why in found.items() if why is not None})
+    found = {form: _differs(copy, anatomy, of, aligned) for form, of in calls.items() if form}
+    return Verdict(anatomy, {form: why for form, why in found.items() if why is not None}, aligned)
 
 
 def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:
@@ -122,11 +126,11 @@ def _routing(copy: Any) -> dict[str, bool]:
     return {name: True for name in ("output_router_logits",) if name in vars(copy.config)}
 
 
-def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]]) -> str | None:
+def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], aligned: bool = False) -> str | None:
     """In words, or None."""
     try:
         for call in calls:
-            why = compared(whole(copy, call), cut(copy, anatomy, call))
+            why = compared(whole(copy, call), cut(copy, anatomy, call, aligned))
             if why is not None:
                 return why
     except Exception as error:
@@ -153,14 +157,14 @@ def _taken(copy: nn.Module) -> Gradients:
     return found
 
 
-def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
+def cut(copy: nn.Module, anatomy: Anatomy, call: Mapping[str, Any], aligned: bool = False) -> tuple[Tensor, Gradients]:
     """The same in three stages and three slices; gradients of what stands on several stages are summed."""
     model = CausalModel(copy, anatomy)
     read = model.read((), {**call, "use_cache": False})
     count = len(model.blocks)
     bounds = [*sorted({0, count // 2, max(1, count - 1)}), count] if count > 1 else [0, 1]
     places = [StagePlace(a, b, a == 0, b == count) for a, b in pairwise(bounds)]
-    models = [CausalModel(deepcopy(copy), anatomy) for _ in places]
+    models = [CausalModel(deepcopy(copy), anatomy, aligned=aligned) for _ in places]
     for own, place in zip(models, places, strict=True):
         own.keep(place)
     stages = [Stage(own, place, [read], SLICES, Keep()) for own, place in zip(models, places, strict=True)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_decentral.pipeline.compute.causal.documents import documents_of
+from lightning_decentral.pipeline.compute.causal.masks import documents_of
 from tests.pipeline.causal import apart, batch
 from tests.pipeline.compute.causal.families import FAMILIES, SMALL, family
 from tests.pipeline.compute.causal.stages import random, staged, whole

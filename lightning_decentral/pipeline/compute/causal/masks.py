@@ -1,0 +1,97 @@
+"""Masks of slices: packed sequences kept apart, and a bias in the place of a mask, which flash kernels take.
+
+    position_ids  0 1 2 0 1 0 1 2 3        documents  0 0 0 1 1 2 2 2 2
+
+Packed are several documents in one row of a batch, which a token may not see beyond its own. `transformers` separates
+them where it builds a mask without a cache; slices have one, so here it's done for them.
+
+A slice of s tokens behind c others asks for a mask [s, c + s], with which torch leaves its flash kernels. Where nothing
+else is masked, torch's causal bias, aligned at the lower right, says the same: token i sees keys 0 ... c + i.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+from lightning_decentral.pipeline.compute.causal.flex import FLEX
+
+SEPARABLE = ("eager", "sdpa", FLEX)
+"""Kinds of attention whose masks are built from a function of two places."""
+_current: ContextVar[Tensor | None] = ContextVar("documents", default=None)
+_aligned: ContextVar[bool] = ContextVar("aligned", default=False)
+
+
+def documents_of(position_ids: Tensor) -> Tensor | None:
+    """[batch, length]: the number of each token's document in its row; None where every row is one."""
+    steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
+    numbers = (steps != 1).cumsum(-1)
+    return numbers if bool(numbers.any()) else None
+
+
+@contextmanager
+def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:
+    """Within, masks that `transformers` builds in this thread are those of a slice.
+
+    Args:
+        documents: [batch or 1, tokens up to the slice's end], to be kept apart.
+        aligned: a causal bias takes the place of a mask, where it says the same.
+    """
+    if documents is not None or aligned:
+        _install()
+    before, whether = _current.set(documents), _aligned.set(aligned)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+        _aligned.reset(whether)
+
+
+def _install() -> None:
+    """Through the register that `transformers` has for masks: once, and without effect elsewhere."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    for kind in SEPARABLE:
+        build = ALL_MASK_ATTENTION_FUNCTIONS[kind]
+        if not isinstance(build, _OfSlices):
+            AttentionMaskInterface.register(kind, _OfSlices(kind, build))
+
+
+class _OfSlices:
+    """Builds the mask that another function builds, without pairs of different documents; or a bias instead."""
+
+    def __init__(self, kind: str, build: Callable[..., Any]) -> None:
+        self._kind, self._build = kind, build
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        documents = _current.get()
+        if documents is None:
+            bias = lower_right(options) if self._kind == "sdpa" and _aligned.get() else None
+            return self._build(*args, **options) if bias is None else bias
+        allowed, rows = options["mask_function"], documents.expand(options["batch_size"], -1)
+
+        def same(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            inside: Tensor = rows[batch, query] == rows[batch, key]
+            return torch.logical_and(inside, allowed(batch, head, query, key))
+
+        return self._build(*args, **{**options, "mask_function": same, "allow_is_causal_skip": False})
+
+
+def lower_right(options: Mapping[str, Any]) -> CausalBias | None:
+    """The bias that says what a mask with these options of `transformers` would; None: there is none.
+
+    Only what the host knows is asked: a question to the device would make it wait.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    queries, keys, before = (options.get(name) for name in ("q_length", "kv_length", "q_offset"))
+    if not (isinstance(queries, int) and isinstance(keys, int) and isinstance(before, int)):
+        return None  # another version's arguments
+    plain = options.get("mask_function") is causal_mask_function and options.get("allow_is_causal_skip", True)
+    limited = options.get("attention_mask") is not None or options.get("local_size") is not None
+    ends = before + queries == keys and options.get("kv_offset", 0) == 0
+    return causal_lower_right(queries, keys) if plain and ends and not limited and 1 < queries < keys else None
