@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
-from torchft.ddp import PureDistributedDataParallel  # the other's hook raises where an all-reduce fails, in 0.2.0
 from torchft.local_sgd import LocalSGD
 
 os.environ.setdefault("RUST_LOG", "error")
@@ -77,6 +76,15 @@ class Group:
         )
 
 
+def average(manager: Manager, net: nn.Module) -> None:
+    """One bucket, managed. torchft's own DistributedDataParallel raises in 0.2.0 where an all-reduce fails."""
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.view(-1) for gradient in gradients])
+    manager.allreduce(flat).wait()
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
 def train(parent: int, job: Job, name: str) -> None:
     """Until the run ends, or its parent."""
     begin(parent, job, name)
@@ -85,7 +93,6 @@ def train(parent: int, job: Job, name: str) -> None:
     group = Group(job, name, module.net, plain)
     manager = group.manager
     ddp = job.peer == "torchft-ddp"
-    net: Any = PureDistributedDataParallel(manager, module.net) if ddp else module.net
     optimizer: Any = Optimizer(manager, plain) if ddp else plain
     every, taken = 1 if ddp else LOCAL, 0
     loader = DataLoader(TensorDataset(examples(2, EXAMPLES)), BATCH, shuffle=True)
@@ -96,7 +103,9 @@ def train(parent: int, job: Job, name: str) -> None:
                 optimizer.zero_grad()
                 with torch.no_grad():
                     y = module.teacher(x)
-                (net(x) - y).square().mean().backward()
+                (module.net(x) - y).square().mean().backward()
+                if ddp:
+                    average(manager, module.net)
                 optimizer.step()
                 time.sleep(job.sleep * (job.slow if name == "w0" else 1.0))
                 taken += 1

@@ -19,12 +19,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence, new_board
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
+from lightning_decentral.shared.wire.meeting.rescue import Rescue
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
-from lightning_decentral.shared.wire.transport import Wire, connected, own_connection
+from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection
 
 GOODBYE_SECONDS = 10.0
 """Worker 0, and the store with it, stays so long for the others to end, too."""
@@ -38,6 +40,30 @@ STAGES = {
 
 
 TIMEOUT = timedelta(minutes=5)
+
+
+class Watched(Uncoordinated):
+    """Of set-up, and of a validation or test of its own, where nobody stops or ends together: a device that waits for a
+    lost worker is freed, as in a fit.
+
+    Args:
+        queued: whether waits are the device's.
+        seconds: that a worker waits for another.
+    """
+
+    def __init__(self, queued: bool, presence: Presence, seconds: float) -> None:
+        self._backlog = Backlog(queued)
+        self._rescue = Rescue(presence, self._backlog.since, abort_nccl, seconds)
+
+    def meet(self, call: Callable[[], Result]) -> Result:
+        self._rescue.check()
+        found = call()
+        self._backlog.mark()
+        self._rescue.check()
+        return found
+
+    def close(self) -> None:
+        self._rescue.close()
 
 
 class Attending(Protocol):
@@ -148,6 +174,8 @@ class Attendance:
             # After the last fit there is no board.
             agree = bool if self._notices is None else partial(self._notices.agree, timeout=self.timeout)
             self.wire = connect(self._of.root_device, self.timeout, agree=agree)
+            if self._presence is not None:
+                self._together = Watched(self.wire.world.queued, self._presence, self.timeout.total_seconds())
         return self.wire
 
     def leave_groups(self, alone: bool) -> None:
@@ -176,6 +204,7 @@ class Attendance:
         notices, presence = self._notices, self._presence
         place = notices.rank, notices.size, self.timeout.total_seconds()
         stop = StopAgreement(self._store, notices.read, *place, presence.wake)
+        self._together.close()  # set-up was watched
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
         self._together = Coordination(self.wire, trainer, optimizers, of, stop, presence, name)
         self._fits += 1
@@ -218,6 +247,7 @@ class Attendance:
 
     def close(self, alone: bool) -> None:
         """The end of the meeting; unless an exception has taken this worker away, worker 0 waits for the others."""
+        self._together.close()
         if self._presence is not None and self._notices is not None:
             self._presence.close()
             if not alone:

@@ -253,7 +253,8 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
     Collective: every worker calls it."""
     each = [None] if groups is None else [list(ranks) for ranks in groups]
     with Naming("the others", dist.get_rank()):
-        if groups and backend in (None, "nccl") and _stores.group.WORLD.bound_device_id is not None:
+        bound = _stores.group.WORLD.bound_device_id if groups and backend in (None, "nccl") else None
+        if bound and _stores.group.WORLD._get_backend(bound).supports_splitting:
             return _stores.split_group(None, each, timeout)  # NCCL, bound to its device, would split once for each
         made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)

@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_decentral.shared.wire.transport import GlooTransport, NcclTransport, StagedTransport, transport
+from lightning_decentral.shared.wire.transport import (
+    GlooTransport,
+    NcclTransport,
+    StagedTransport,
+    new_group,
+    transport,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -38,3 +45,30 @@ def test_other_backends_are_refused(name: str) -> None:
 def test_nccl_that_does_messages_one_by_one_is_refused() -> None:
     with pytest.raises(ValueError, match="unset TORCH_DISTRIBUTED_DEBUG=DETAIL"):
         transport(group("nccl", coalesces=False), CUDA)
+
+
+@pytest.mark.parametrize(("bound", "splits", "calls"), [
+    (torch.device("cuda:1"), True, ["split [[0, 2], [1, 3]]"]),
+    (torch.device("cuda:1"), False, ["new [0, 2]", "new [1, 3]"]),
+    (None, True, ["new [0, 2]", "new [1, 3]"]),
+])  # fmt: skip
+def test_groups_of_a_bound_device_are_split_off_at_once(
+    monkeypatch: pytest.MonkeyPatch, bound: Any, splits: bool, calls: list[str]
+) -> None:
+    """Else each NCCL group is a split of the world's communicator that all take part in."""
+    said: list[str] = []
+    world = SimpleNamespace(bound_device_id=bound, _get_backend=lambda _: SimpleNamespace(supports_splitting=splits))
+
+    def new(ranks: Any, *_: Any) -> Any:
+        said.append(f"new {ranks}")
+        return "mine" if 1 in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    def split(parent: Any, ranks: Any, *_: Any) -> Any:
+        said.append(f"split {ranks}")
+        return "mine"
+
+    there = {"group": SimpleNamespace(WORLD=world), "split_group": split, "new_group": new, "get_rank": lambda: 1}
+    for name, value in there.items():
+        monkeypatch.setattr(dist, name, value, raising=False)
+    assert new_group([range(0, 4, 2), [1, 3]], None, None) == "mine"
+    assert said == calls

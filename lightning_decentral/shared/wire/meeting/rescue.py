@@ -28,7 +28,7 @@ END_SECONDS = 30.0
 
 
 class Rescue:
-    """One worker's, of one fit.
+    """One worker's, of one fit, validation or test.
 
     Args:
         behind: since when the device has been behind, by the monotonic clock; None where it isn't.
@@ -60,8 +60,9 @@ class Rescue:
             raise PeerLost(self._lost)
 
     def close(self) -> None:
-        self._closed.set()
-        self._presence.forget(self._look)
+        if not self._closed.is_set():
+            self._closed.set()
+            self._presence.forget(self._look)
 
     def _look(self) -> bool:
         behind = self._seconds()

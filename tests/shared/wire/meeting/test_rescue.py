@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lightning_decentral.shared import meeting
 from lightning_decentral.shared.compute.device import AsyncRead, Backlog
 from lightning_decentral.shared.wire.meeting import notices, rescue
 from lightning_decentral.shared.wire.meeting.notices import Ending, Notices, Presence
@@ -88,6 +89,39 @@ def test_the_host_comes_back_after_the_timeout_where_all_live() -> None:
             time.sleep(0.02)
 
     assert "all live" in of_two(beats, timeout=0.3)
+
+
+def test_a_validation_of_its_own_is_watched_like_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of Lightning's that waits for others ends with the loss, and no other begins."""
+    monkeypatch.setattr(rescue.os, "_exit", ended.append)
+    store = Store()
+
+    def worker(make: Make, engine: Engine) -> list[str]:
+        board, found = Notices(store, make.hosts.rank, 2), list[str]()
+        if make.hosts.rank:
+            make()
+            board.end(Ending("ValueError: no luck", "validation", False))
+            return found
+        monkeypatch.setattr(meeting, "abort_nccl", make.aborted.set)
+        heard, presence = torch.zeros(4, device=CUDA), Presence(board, lambda: "validation")
+        watching = meeting.Watched(True, presence, 60.0)
+
+        def mean() -> None:
+            _, (receive,) = make().exchange([], [Message(1, heard, 0)])
+            receive.wait()
+
+        watching.meet(mean)
+        AsyncRead(heard).read()  # as a metric does that is logged
+        for _ in range(2):
+            with pytest.raises(PeerLost) as lost:
+                watching.meet(lambda: found.append("called"))
+            found.append(str(lost.value))
+        watching.close()
+        presence.close()
+        return found
+
+    said = "worker 0 lost the others: worker 1 ended: ValueError: no luck (in validation)"
+    assert device_world(2, worker)[0] == [said, said]
 
 
 def test_an_error_of_what_the_freed_device_left_is_that_loss() -> None:
