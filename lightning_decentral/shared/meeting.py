@@ -43,8 +43,9 @@ TIMEOUT = timedelta(minutes=5)
 
 
 class Watched(Uncoordinated):
-    """Of set-up, and of a validation or test of its own, where nobody stops or ends together: a device that waits for a
-    lost worker is freed, as in a fit.
+    """Where nobody stops or ends together: in set-up, and in a validation or test by itself.
+
+    A device that waits for a lost worker is freed, as in a fit.
 
     Args:
         queued: whether waits are the device's.
