@@ -29,6 +29,8 @@ from lightning_decentral.shared.compute.hardware import duration
 
 ROOT = Path(__file__).parent.parent
 CASES = ("gossip", "int8", "compressed", "allreduce", "partial_backprop", "token_pipeline")
+SHARDED = ("fully_shard",)
+"""By NCCL alone: gloo scatters no sums of a device."""
 
 
 class Row(NamedTuple):
@@ -198,7 +200,7 @@ def devices(device: torch.device) -> Iterator[Row]:
         yield Row("strategies by NCCL", f"needs two devices, here is {count}")
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    for case in CASES:
+    for case in (*CASES, *SHARDED):
         yield Row(f"{case}, {min(count, 4)} workers", trained(case, device, min(count, 4), backend), "ok")
     yield Row(
         "a worker is killed: the others end", trained("gossip", device, 2, backend, kill=True), "within 15 s, by name"

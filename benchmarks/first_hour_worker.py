@@ -23,7 +23,7 @@ from lightning_decentral import (
     SpilledStrategy,
     TokenPipelineStrategy,
 )
-from lightning_decentral.gossip import AllReduce, Int8
+from lightning_decentral.gossip import AllReduce, FullyShard, Int8
 from lightning_decentral.pipeline import Uniform
 from lightning_decentral.spilled import OnDevice, OnHost
 
@@ -81,6 +81,7 @@ def trainer_of(case: str, device: str, backend: str, folder: str, steps: int, ex
         "int8": lambda: GossipStrategy(codec=Int8(), **ddp),
         "compressed": lambda: CompressedStrategy(codec=Int8(), **ddp),
         "allreduce": lambda: GossipStrategy(island=AllReduce(2), **ddp),
+        "fully_shard": lambda: GossipStrategy(island=FullyShard(2), **ddp),
         "partial_backprop": lambda: PartialBackpropStrategy(**ddp),
         "token_pipeline": lambda: TokenPipelineStrategy(stages=2, slicing=Uniform(4), microbatches=2, **ddp),
     }

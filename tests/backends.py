@@ -6,7 +6,7 @@ nccl    processes, one CUDA device each                                   (marke
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,6 +53,20 @@ BACKENDS = [
     pytest.param(Backend("nccl", "cuda"), marks=pytest.mark.multigpu),
 ]
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+
+def everywhere(names: str, cases: Sequence[Any], elsewhere: Callable[..., bool]) -> pytest.MarkDecorator:
+    """`backend` and these names: all cases on the CPU, on devices those in which one may differ from it."""
+    chosen = [case for case in cases if elsewhere(*case)]
+    assert chosen
+    pairs = [(backend, case) for backend in BACKENDS for case in (cases if backend is BACKENDS[0] else chosen)]
+    found = [
+        pytest.param(*backend.values, *case, marks=backend.marks) if hasattr(backend, "marks") else (backend, *case)
+        for backend, case in pairs
+    ]
+    return pytest.mark.parametrize(f"backend,{names}", found, ids=lambda of: getattr(of, "name", str(of)))
+
+
 trainer_backends = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 
 

@@ -1,6 +1,7 @@
 """Islands of several devices (FSDP) under Lightning: what they can't do, how they are saved and restored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule
@@ -11,9 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.wire.island import FullyShard, Island
-from lightning_decentral.gossip.wire.island_member import IslandMember
+from lightning_decentral.gossip.wire.island_member import IslandMember, inside
 from lightning_decentral.shared.checkpoint.replica import WholeModel
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 if TYPE_CHECKING:
     from lightning_decentral.optim.muon import Muon
@@ -78,19 +80,26 @@ class Device(Protocol):
 class IslandModel(WholeModel):
     """How a device of an island holds its worker's model: whole, or a shard of it."""
 
-    def __init__(self, island: Island, device: Device) -> None:
-        self._island, self._device = island, device
+    def __init__(self, island: Island, device: Device, join_groups: Callable[[], Wire | None]) -> None:
+        self._island, self._device, self._join_groups = island, device, join_groups
         self.layout = "" if island.devices == 1 else f"{type(island).__name__}({island.devices})"
         self._shards: Mapping[str, Tensor] | None = None
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        if self._device.alone and self._device.member.shards > 1:
+        sharded = self._island.shards > 1
+        if self._device.alone and sharded:
             raise RuntimeError(f"a device of {self._island!r} can't save the model without the others")
-        gathered: dict[str, Any] = mapped(self._gathered, tree)
+        over = self._inside() if sharded and self._device.member.shards == 1 else None
+        gathered: dict[str, Any] = mapped(partial(self._gathered, over), tree)
         return gathered
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        full = full_tensor(tensor)
+    def _inside(self) -> Transport | None:
+        """This island's devices, after the fit: the model is whole then, what optimizers keep is still in shards."""
+        wire = self._join_groups()
+        return None if wire is None else inside(wire.group, wire.world.size, self._island.devices)
+
+    def _gathered(self, over: Transport | None, tensor: Tensor) -> Tensor:
+        full = full_tensor(tensor, over)
         # All devices gather, worker 0 alone keeps wholes.
         return full.cpu() if self._device.is_global_zero else full[:0]
 

@@ -110,7 +110,7 @@ class GossipStrategy(ReplicaStrategy):
         self.member = IslandMember(None, 1, self.meet)
         self._mixers = Mixers(self._making)
         self._matrices = WholeMatrices([], self.member)
-        self.checkpoints.held = IslandModel(self.island, self)
+        self.checkpoints.held = IslandModel(self.island, self, self._attendance.join_groups)
 
     @property
     def workers(self) -> int:

@@ -40,6 +40,9 @@ STAGES = {
 
 
 TIMEOUT = timedelta(minutes=5)
+BLOCKS = {"NCCL_MAX_P2P_NCHANNELS": "8"}
+"""What NCCL reads where the user says nothing: of each send it would make up to 32 blocks, which have a multiprocessor
+of the device each, also while a neighbour is late (nccl#1656, nccl#1598)."""
 
 
 class Watched(Uncoordinated):
@@ -138,6 +141,8 @@ class Attendance:
         if size > 1 and of.root_device.type == "mps":
             # Headers of messages, weights and norms: in float32 a sum over many workers wouldn't be exact.
             raise ValueError("workers count in float64, which mps devices don't have: train with accelerator='cpu'")
+        if of.root_device.type == "cuda":
+            os.environ.update({name: value for name, value in BLOCKS.items() if name not in os.environ})
         if size > 1 and not connected():
             try:
                 place = environment.main_address, environment.main_port, rank, size

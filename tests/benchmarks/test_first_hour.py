@@ -7,7 +7,7 @@ from unittest import mock
 import first_hour
 import pytest
 import torch
-from first_hour_parts import PARTS, Row, pytested, trained
+from first_hour_parts import CASES, PARTS, SHARDED, Row, pytested, trained
 
 CPU = torch.device("cpu")
 
@@ -32,8 +32,17 @@ def test_a_part_goes_its_way_on_the_host(part: str) -> None:
         assert [row.predicted for row in rows[1::2]] == ["under 0.15 a bucket"] * 6
 
 
-def test_two_workers_train_save_and_go_on() -> None:
-    assert trained("gossip", CPU, 2, "gloo", one_device=True).startswith("ok, ")
+ON_A_DEVICE = [pytest.param(case, "cuda", "gloo", marks=pytest.mark.gpu) for case in CASES]
+ON_DEVICES = [pytest.param(case, "cuda", "nccl", marks=pytest.mark.multigpu) for case in (*CASES, *SHARDED)]
+
+
+@pytest.mark.parametrize(
+    ("case", "device", "backend"),
+    [("gossip", "cpu", "gloo"), ("fully_shard", "cpu", "gloo"), *ON_A_DEVICE, *ON_DEVICES],
+)
+def test_two_workers_train_save_and_go_on(case: str, device: str, backend: str) -> None:
+    """With their validation; by gloo on one device together, by NCCL on one each."""
+    assert trained(case, torch.device(device), 2, backend, one_device=backend == "gloo").startswith("ok, ")
 
 
 def test_a_worker_that_fails_says_why() -> None:

@@ -1,5 +1,6 @@
 """A training whose storages travel between its steps equals one whose never do."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,17 +14,18 @@ def network() -> nn.Module:
     return net
 
 
-def trained(travels: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-    net = network()
+def trained(travels: bool, device: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    net = network().to(device)
     optimizer = torch.optim.Adam(net.parameters())
     sizes = []
     torch.manual_seed(1)
     for _ in range(4):
-        net(torch.randn(3, 4)).square().sum().backward()
+        net(torch.randn(3, 4).to(device)).square().sum().backward()
         if travels:
-            residence = Residence(net, [optimizer], torch.device("cpu"))
-            before = residence.kept_bytes
+            residence = Residence(net, [optimizer], torch.device(device))
+            before, held = residence.kept_bytes, allocated(device)
             residence.leave()
+            assert held - allocated(device) >= (before if device == "cuda:0" else 0)
             sizes += [before, residence.kept_bytes]
             residence.leave()  # who is away stays so
             residence.enter()
@@ -33,8 +35,14 @@ def trained(travels: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
     return net.state_dict(), sizes
 
 
-def test_leaving_and_entering_changes_nothing() -> None:
-    (plain, _), (moved, sizes) = trained(False), trained(True)
+def allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda:0" else 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_leaving_and_entering_changes_nothing(device: str) -> None:
+    """And while a training is away, its device's memory is free."""
+    (plain, _), (moved, sizes) = trained(False, device), trained(True, device)
     assert all(torch.equal(plain[name], moved[name]) for name in plain)
     assert set(sizes[1::2]) == {0}
 

@@ -110,11 +110,11 @@ class Averaging(IslandMember):
     ) -> None:
         super().__init__(wire, devices, meet)
         size = wire.world.size
-        self._device, self._gathering = device, _inside(wire.group, size, devices)
+        self._device, self._gathering = device, inside(wire.group, size, devices)
         self.heals = not self._gathering.queued
         # A group of their own: gradients mustn't queue behind a gather of parameters.
-        average = mean_by(codec, partial(_inside, wire.group, size, devices), device)
-        self._gradients = GradientAverage(average, _inside(wire.hosts, size, devices), meet, bucket_bytes)
+        average = mean_by(codec, partial(inside, wire.group, size, devices), device)
+        self._gradients = GradientAverage(average, inside(wire.hosts, size, devices), meet, bucket_bytes)
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
         return GatherExchange(peers, self._gathering, self._device)
@@ -149,7 +149,7 @@ class Sharding(IslandMember):
     def __init__(self, wire: Wire, devices: int, device: torch.device, meet: Meet, compute: torch.dtype | None) -> None:
         super().__init__(wire, devices, meet)
         self.shards, self._compute = devices, compute
-        self._device, self._inside = device, _inside(wire.group, wire.world.size, devices)
+        self._device, self._inside = device, inside(wire.group, wire.world.size, devices)
         across = self.peers([range(wire.world.size // devices)])
         assert across is not None
         self._across = across
@@ -215,7 +215,8 @@ class Sharding(IslandMember):
                 local(tensor).copy_(shards[name])
 
 
-def _inside(make: Group, size: int, devices: int) -> Transport:
+def inside(make: Group, size: int, devices: int) -> Transport:
+    """A new group of the devices of this one's island. Collective."""
     made = make([range(i, i + devices) for i in range(0, size, devices)])
     assert made is not None
     return made

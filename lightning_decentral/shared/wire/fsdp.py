@@ -51,7 +51,7 @@ class Sharded:
     _before: dict[nn.Module, tuple[type, set[str], dict[str, set[int]]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        mesh = DeviceMesh.from_group(self.over.group, self.device.type)
+        mesh = _mesh(self.over, self.device.type)
         self._before = {m: (type(m), set(m.__dict__), _hook_ids(m)) for m in self.module.modules()}
         # Autocast takes a weight that is bf16 already as it is, so that no copy is kept until the backward. Inputs are
         # left to it.
@@ -88,6 +88,12 @@ class Sharded:
                 part._parameters[name] = whole[id(parameter)]
         for part, before in self._before.items():
             _restore(part, *before, self._added[part])
+
+
+def _mesh(over: Transport, device: str) -> DeviceMesh:
+    # A name of its own: DTensor remembers what it makes of equal meshes, and would give tensors that of an earlier fit,
+    # whose group is no more.
+    return DeviceMesh.from_group(over.group, device, mesh_dim_names=(f"island {over.group.group_name}",))
 
 
 def _hook_ids(module: nn.Module) -> dict[str, set[int]]:
@@ -151,9 +157,19 @@ def like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole; collective where the tensor is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def full_tensor(tensor: Tensor, over: Transport | None = None) -> Tensor:
+    """The whole; collective where the tensor is sharded.
+
+    Args:
+        over: the devices that hold the shards, where the group over which they were made is no more.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if over is not None:
+        mesh = _mesh(over, tensor.device_mesh.device_type)
+        shape, stride, shard = tensor.shape, tensor.stride(), tensor.to_local()
+        tensor = DTensor.from_local(shard, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return tensor.full_tensor()
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
