@@ -62,7 +62,9 @@ class Cost(NamedTuple):
 
 
 class Uncounted(LoopbackTransport):
-    """The wire is measured by itself."""
+    """The wire is measured by itself; its waits are the current stream's, as NCCL's are."""
+
+    queued = True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         with _disable_current_modes():

@@ -1,4 +1,7 @@
-"""Communication overlap: a round is encoded, sent, awaited, decoded and mixed on threads beside the training."""
+"""Communication overlap: a round is encoded, sent, awaited and decoded beside the training, and mixed on the host.
+
+On the host by threads; on a device, which queues a round's work by itself, codes have a stream of their own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,17 +13,26 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Exchange, Started, Traffic
+from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started, Traffic
+from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
-from lightning_decentral.shared.compute.device import Future, WorkerThread
+from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
 
 Result = TypeVar("Result")
 
 
 def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
     """The same exchange beside the training, where there is something beside which it could be done. At delay 0 a round
-    lands where it's launched, and a device queues the work of a round by itself."""
-    return OverlapExchange(exchange) if delay and device.type == "cpu" else exchange
+    lands where it's launched. On a device messages as they are cost a copy and a correction, both in the training's way
+    wherever they are queued; by gloo the host waits for them, which it does at the landing."""
+    if not delay:
+        return exchange
+    if device.type == "cpu":
+        return OverlapExchange(exchange)
+    if isinstance(exchange, PeerExchange) and exchange.coder.encodes and exchange.transport.queued:
+        return StreamExchange(exchange, device)
+    return exchange
 
 
 class OverlapExchange(Exchange["Overlapped"]):
@@ -144,3 +156,80 @@ class Overlapped(Started):
     def arrive(self, departed: "Future[None]") -> list[Tensor]:
         departed.result()
         return self.started.result().land()
+
+
+class StreamExchange(Exchange["OnStream"]):
+    """A device's exchange of codes, on a second stream but for the copy of the parameters and the correction.
+
+        training  copy |        forward, backward, update        | correct x
+        beside         | encode, send, wait, decode, judge |
+
+    All that codes remember, and the buffers of messages, are touched on this stream alone.
+
+    Args:
+        inner: of codes, its waits those of the current stream.
+    """
+
+    def __init__(self, inner: PeerExchange, device: torch.device) -> None:
+        self.inner = inner
+        self.pool, self.coder, self.neighbours = inner.pool, inner.coder, inner.neighbours
+        self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
+
+    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+        self.inner.admit(buckets, matrices, combine)
+
+    def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "OnStream":
+        # For the message, and for the last readers of the buffers that went back to the pool.
+        self._stream.wait_stream(cuda.current_stream(self._stream.device))
+        with cuda.on(self._stream):
+            started = self.inner.start(message, step, first)
+            encoded = self._stream.record_event()
+        for tensor in message:  # the caller's, which may drop it before it is encoded
+            tensor.record_stream(self._stream)
+        return OnStream(self, started, encoded, started.corrects)
+
+    def depart(self, started: Sequence["OnStream"], step: int) -> None:
+        with cuda.on(self._stream):
+            self.inner.depart([part.inner for part in started], step)
+            for part in started:
+                part.inner.arrive()
+                part.arrived = self._stream.record_event()
+
+    def landing(self, part: "OnStream") -> PeerMessages:
+        """The caller's stream waits for it."""
+        caller = cuda.current_stream(self._stream.device)
+        assert part.arrived is not None, "land only what has departed"
+        assert part.inner.arrived is not None
+        self._waited.during([partial(caller.wait_event, part.arrived)])
+        heard, sane = part.inner.arrived
+        # This stream's memory: not to be given away before the caller has read it.
+        for tensor in (part.inner.said, sane, *(t for tensors in heard.values() for t in tensors)):
+            tensor.record_stream(caller)
+        return part.inner
+
+    def traffic(self) -> Traffic:
+        # The inner exchange's waits are this stream's: hidden.
+        return replace(self.inner.traffic(), wait_seconds=self._waited.seconds())
+
+
+@dataclass
+class OnStream(Started):
+    """Buckets between start and landing."""
+
+    exchange: StreamExchange
+    inner: PeerMessages
+    encoded: cuda.Event
+    corrects: bool
+    arrived: cuda.Event | None = None
+
+    def settle(self) -> None:
+        cuda.current_stream(self.inner.exchange.device).wait_event(self.encoded)
+
+    def land(self) -> list[Tensor]:
+        return self.exchange.landing(self).land()
+
+    def correct(self, x: Tensor, rate: float) -> None:
+        self.exchange.landing(self).correct(x, rate)
+
+    def keep(self) -> Landed:
+        return self.exchange.landing(self).keep()

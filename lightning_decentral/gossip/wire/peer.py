@@ -45,6 +45,7 @@ class PeerMessages(Started):
     packets: Mapping[int, Buffers]
     buffers: Mapping[int, Buffers]
     corrects: bool = False
+    arrived: tuple[Mapping[int, Buffers], Tensor] | None = None
     outgoing: Sequence[Pending] = ()
     incoming: Sequence[Pending] = ()
     departed: float = 0.0
@@ -79,6 +80,10 @@ class PeerMessages(Started):
 
     def keep(self) -> Landed:
         return self.exchange.keep(self)
+
+    def arrive(self) -> None:
+        """Wait for what was sent to this worker, decode and judge it, before it lands: on a stream beside that one."""
+        self.arrived = self.exchange.arrived(self)
 
 
 @dataclass
@@ -184,23 +189,28 @@ class PeerExchange(Exchange[PeerMessages]):
         """What a correction is made of; `Sick` where this worker's own message wasn't sound."""
         if self._verdicts.complaint:
             self._mixed(part, heard, sane)
-        if self.coder.estimates:
-            self.coder.remember(heard, dict(zip(heard, sane[1:], strict=True)), part.first)
         row = self._row(part)
         return part.message[0], [tensors[0] for tensors in heard.values()], [row[j] for j in heard], sane
 
     def landed(self, part: PeerMessages) -> list[Tensor]:
         return self._mixed(part, *self._accepted(part))
 
-    def _accepted(self, part: PeerMessages) -> tuple[dict[int, Buffers], Tensor]:
+    def _accepted(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
+        heard, sane = part.arrived or self.arrived(part)
+        # A worker that took another number of steps would pair rounds wrongly without a sign.
+        self._verdicts.hear(part.step, [self.transport.rank, *heard], part.said, sane)
+        return heard, sane
+
+    def arrived(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
         """({source: what it said}, what is sound: this worker's own message, then each source's)"""
         self._tally.land(part.incoming, part.departed, part.first)
         heard = self._heard(part)
         for j in heard if self.coder.encodes else ():  # decoded here, perhaps from another estimate
             scales_in(part.headers[j]).copy_(scale(heard[j]))
         sane = judged(part.said)
-        # A worker that took another number of steps would pair rounds wrongly without a sign.
-        self._verdicts.hear(part.step, [self.transport.rank, *heard], part.said, sane)
+        if self.coder.estimates:
+            # Before they are mixed, which is done in what was heard.
+            self.coder.remember(heard, dict(zip(heard, sane[1:], strict=True)), part.first)
         return heard, sane
 
     def _mixed(self, part: PeerMessages, heard: Mapping[int, Buffers], sane: Tensor) -> list[Tensor]:
@@ -215,9 +225,6 @@ class PeerExchange(Exchange[PeerMessages]):
             instead = self._stand_ins(sent)
         for j, tensors in heard.items():
             refuse(tensors, instead, healthy[j])
-        if self.coder.estimates:
-            # Before they are mixed, which is done in what was heard.
-            self.coder.remember(heard, healthy, part.first)
         mixed = self._mix(self._row(part), sent, heard)
         self._left(part)
         if self._verdicts.complaint:

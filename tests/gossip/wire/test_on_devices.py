@@ -54,6 +54,7 @@ from tests.world import world
 pytestmark = pytest.mark.threads
 STEPS = 6
 PLACES = (0, 5, 16, DIM)
+PLAIN = Plain()
 Build = Callable[[Make], Exchange]
 
 
@@ -130,25 +131,42 @@ def test_cliques_of_devices_equal_the_simulation(delay: int) -> None:
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("codec", [Int8(block=16), DifferenceCompression(TopK(fraction=0.5, block=16))], ids=str)
-def test_devices_that_encode_equal_the_simulation(codec: Codec) -> None:
+CODECS: list[Codec] = [Int8(block=16), DifferenceCompression(TopK(fraction=0.5, block=16))]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_devices_that_encode_equal_the_simulation(codec: Codec, delay: int, seed: int) -> None:
+    """Codes have a stream of their own from delay 1 on."""
     x0 = torch.zeros(3, DIM, dtype=torch.float64) if codec.remembers else start(3, DIM)
-    rule = Gossip(rate=0.4)
-    expected = simulate(Ring(), rule, gradient, x0, STEPS, 0.1, 1, codec=codec)
+    rule = Gossip(rate=0.2)
+    expected = simulate(Ring(), rule, gradient, x0, STEPS, 0.1, delay, codec=codec)
     # In one bucket, as the simulation has it: noise is drawn by bucket.
-    measured = run(x0, rule, 1, partial(peers, Ring(), rule, 1, codec), seed=5, places=(0, DIM))
+    measured = run(x0, rule, delay, partial(peers, Ring(), rule, delay, codec), seed, places=(0, DIM))
     torch.testing.assert_close(measured, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*refused a message")
+@pytest.mark.parametrize("call", ["wait_stream", "wait_event"])
+def test_codes_on_a_stream_that_waits_for_less_are_seen(call: str) -> None:
+    """That stream for what is to be sent, the training's for what was heard."""
+    seen = pytest.raises((AssertionError, RuntimeError, FloatingPointError))
+    with mock.patch.object(Stream, call), seen:
+        for seed in range(3):
+            test_devices_that_encode_equal_the_simulation(CODECS[0], 1, seed)
 
 
 # ---- an island's second stream: every wait of it is needed ------------------------------------------------------
 
 
-def island(delay: int, seed: int) -> tuple[Tensor, list[str]]:
+def island(delay: int, seed: int, codec: Codec = PLAIN, beside: bool = False) -> tuple[Tensor, list[str]]:
     """Parameters before and after each of six steps of one device of an island of two, and what its host waited for."""
     with simulated.device(seed) as engine:
         half = torch.linspace(-1, 1, 32, dtype=torch.float64)
         row, path, waits = Row(torch.cat([half, half]).to(CUDA)), [], list[str]()
-        peers = PeerExchange(Complete(), MetropolisHastings(), Mirror(), CUDA)
+        peers: Exchange = PeerExchange(Complete(), MetropolisHastings(), Mirror(), CUDA, codec)
+        peers = overlapped(peers, CUDA, delay) if beside else peers
         gossip = mixer.Mixer([row], Gossip(rate=0.3), GatherExchange(peers, Twin(CUDA), CUDA), delay)
         for _ in range(STEPS):
             before = len(engine.waits)
@@ -179,6 +197,14 @@ def wrong(seeds: range = range(6)) -> int:
 
 def test_an_island_lands_where_its_rule_says_in_any_schedule() -> None:
     assert wrong() == 0
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_an_islands_codes_have_a_stream_beside_its_own(delay: int) -> None:
+    for seed in range(4):
+        (path, waits), (expected, _) = (island(delay, seed, Int8(block=16), beside) for beside in (True, False))
+        assert torch.equal(path, expected)
+        assert not [wait for wait in waits if "quantize" not in wait]
 
 
 @pytest.mark.filterwarnings("ignore:.*refused a message")

@@ -54,7 +54,7 @@ class AsynchronousExchange(PeerExchange):
         for part in started:
             part.departed = perf_counter()
 
-    def _accepted(self, part: PeerMessages) -> tuple[dict[int, Buffers], Tensor]:
+    def _accepted(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
         if not part.first:
             self._take(part.step)
         begins = sum(len(sizes) for first, sizes in self._sizes.items() if first < part.first)

@@ -8,6 +8,7 @@ the highest view, or `dead_after`, and goes on from there.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from lightning_decentral.shared.plan.elastic.messages import Beat, Word
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
@@ -151,10 +152,13 @@ class Lobby:
 
     def _first_round(self, now: float) -> int:
         """So far ahead that all hear of it before they are there, who have gone on since they were heard."""
+        guests = [guest for name, guest in self.guests.items() if name in self.members]
+        # Of all: they wait for each other, and one that thinks a moment's pace its own would be far ahead.
+        pace = median([guest.beat.pace for guest in guests if guest.beat.pace] or [0.0])
         ahead, times = [self.view.first_round + 1 if self.view else 1], self.times
-        for beat, at in ((guest.beat, guest.at) for name, guest in self.guests.items() if name in self.members):
-            since = times.rounds_in(min(now - at, times.beat), beat.pace)
-            ahead.append(beat.round + since + times.rounds_ahead(beat.pace))
+        for guest in guests:
+            since = times.rounds_in(min(now - guest.at, times.beat), pace)
+            ahead.append(guest.beat.round + since + times.rounds_ahead(pace))
         return max(ahead)
 
     def _allowed(self, wanted: tuple[str, ...], now: float) -> bool:

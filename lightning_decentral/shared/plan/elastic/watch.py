@@ -27,8 +27,11 @@ class Watch:
 
     @property
     def pace(self) -> float:
-        """Seconds that a round takes now, whatever a single one waited for; 0: unknown."""
-        return median(islice(reversed(self._seconds), PACED)) if self._seconds else 0.0
+        """Seconds that a round takes now, whatever a single one waited for; 0: unknown, as there were too few."""
+        # No median: on slow links some rounds wait for several, and most take next to nothing. A view that begins as
+        # many of these later would seem far ahead to everybody.
+        last = sorted(islice(reversed(self._seconds), PACED))
+        return fmean(last[:-1]) if len(last) == PACED else 0.0
 
     @property
     def stall(self) -> float:

@@ -80,6 +80,15 @@ def test_parameters_of_another_run_are_not_taken() -> None:
     assert hall.words["x"].out
 
 
+def test_a_view_begins_by_the_pace_of_most_members() -> None:
+    """On slow links one has had a few quick rounds: what it would make in a second is far ahead of what all can."""
+    hall = running()
+    hall.wait(1.6, *(replace(member(name), pace=pace) for name, pace in zip("abc", (0.1, 0.001, 0.12), strict=True)))
+    view = hall.lobby.view
+    assert view is not None
+    assert view.first_round < 20 + 2 * TIMES.rounds_ahead(0.1)
+
+
 def test_more_than_half_go_on_without_the_dead_at_a_round_ahead() -> None:
     hall = running()
     hall.wait(1.6, *map(member, "abc"))

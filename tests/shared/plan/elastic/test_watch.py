@@ -11,7 +11,7 @@ def test_one_long_round_is_a_stall_and_no_pace() -> None:
     assert (watch.pace, watch.stall, watch.participation) == (0.0, 0.0, 1.0)
     for seconds in [0.5] * 20 + [8.0] + [0.25] * (PACED // 2 + 1):
         watch.took(seconds)
-    assert watch.pace == 0.25  # of the last few
+    assert watch.pace == (4 * 0.25 + 2 * 0.5) / 6  # of the last seven but the longest
     assert watch.stall == 8.0 - 0.5  # of all that are remembered
     for _ in range(REMEMBERED):
         watch.took(1.0)
@@ -36,3 +36,11 @@ def test_who_came_and_went_is_counted_from_view_to_view() -> None:
     assert came_and_went(views[:1]) == (0, 0, 0)
     said = [*views[:-1], replace(views[-1], left=tuple(set(views[-1].before) - set(views[-1].members))[:1])]
     assert came_and_went(said) == (3, 2, 1)
+
+
+def test_rounds_that_wait_in_turn_have_about_the_pace_of_their_mean() -> None:
+    """As on links of 10 Mb/s: a median would be a fortieth of it, and a view that begins in a second far ahead."""
+    watch, seconds = Watch(), [0.01, 0.01, 1.18]
+    for round in range(30):
+        watch.took(seconds[round % 3])
+        assert watch.pace == 0 if round < PACED - 1 else 0.4 / 2.5 < watch.pace < 0.4 * 1.5
