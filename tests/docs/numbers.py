@@ -147,6 +147,14 @@ def rehearse() -> Iterator[str]:
     yield f"takes {foretold['whole']['minutes']:.1f} minutes"
 
 
+def pipelines() -> Iterator[str]:
+    found = result("slice-launches")["rows"].values()
+    (gpt, gpt_compiled), (llama, llama_compiled) = (
+        [row[name]["launches"] for name in ("as they are", "compiled")] for row in found
+    )
+    yield f"for each slice {gpt_compiled} where GPT-2's block needs {gpt}, and {llama_compiled} for Llama's {llama} ("
+
+
 FROM_RESULTS = {
     "docs/codecs.md": codecs,
     "docs/gossip.md": gossip,
@@ -156,4 +164,5 @@ FROM_RESULTS = {
     "docs/rules.md": rules,
     "docs/scheduling.md": scheduling,
     "docs/sweeps.md": sweeps,
+    "docs/token-pipeline.md": pipelines,
 }

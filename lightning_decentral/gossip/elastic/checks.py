@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
@@ -61,3 +63,16 @@ def refuse_remembering(codec: Codec, combine: Combine) -> None:
             f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour heard before, and "
             "neighbours change; use Int8() or BFloat16()"
         )
+
+
+def refuse_process(devices: int, device: torch.device, automatic: bool) -> None:
+    """ValueError for a process that can't be a worker."""
+    if devices != 1:
+        raise ValueError(
+            f"an elastic worker is one device, this Trainer has {devices}: start a process with Trainer(devices=1) for "
+            "each worker"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"elastic runs train on CPUs and CUDA devices, not on {device}: give accelerator='cpu'")
+    if not automatic:
+        raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times
-from lightning_decentral.shared.wire.elastic.starter import LOBBY, STARTER, OwnLobby, Starter, follow
+from lightning_decentral.shared.wire.elastic.starter import LOBBY, SEAT, STARTER, OwnLobby, Starter, follow
 
 
 class ElasticLauncher(_SubprocessScriptLauncher):
@@ -70,6 +70,11 @@ def starts_workers(elastic: Elastic, environment: Mapping[str, str]) -> bool:
 def started(environment: Mapping[str, str]) -> bool:
     """Whether a starter has started this process."""
     return STARTER in environment
+
+
+def seat(environment: Mapping[str, str]) -> int:
+    """Which of the machine's devices is this worker's; a lost one's is the next one's."""
+    return int(environment.get(SEAT, "0"))
 
 
 def refuse_unstarted(elastic: Elastic, cluster: ClusterEnvironment, workers: int, nodes: int, method: str) -> None:

@@ -194,8 +194,8 @@ def count_logged(trainer: Trainer, step: int) -> None:
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
-    """Those that can be sent, as they are now."""
-    cloned = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().clone())
+    """Those that can be sent, as they are now, on the host."""
+    cloned = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
     return {name: state for name, state in cloned.items() if plain(name, state)}
 
 

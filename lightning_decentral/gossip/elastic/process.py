@@ -13,6 +13,7 @@ from lightning_decentral.gossip.elastic.launcher import (
     FollowingLauncher,
     refuse_restarting_all,
     refuse_unstarted,
+    seat,
     started,
     starts_workers,
 )
@@ -33,7 +34,7 @@ class OneProcess(ReplicaStrategy):
         refuse_restarting_all(cluster)
         if started(os.environ):
             self._beside = len(devices)
-            self.parallel_devices = devices[:1]  # the others are for those that were started beside it
+            self.parallel_devices = [devices[seat(os.environ) % len(devices)]]  # the others' are those beside it
             self._launcher = FollowingLauncher(cluster, 1, 1)
         elif starts_workers(self.elastic, os.environ):
             refuse_unstarted(self.elastic, cluster, len(devices), self.num_nodes, str(method))

@@ -20,7 +20,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
-from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
+from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_process, refuse_remembering
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.loops import (
@@ -49,10 +49,10 @@ from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, healing
-from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.gathered import first_of, means_of, reduced, stacked
+from lightning_decentral.shared.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate
@@ -65,7 +65,8 @@ class ElasticGossipStrategy(WatchedProcess):
     """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
 
     A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
-    member that trains on, and takes part from the next view. One optimizer, automatic optimization, on the CPU.
+    member that trains on, and takes part from the next view. One optimizer, automatic optimization, one CPU or CUDA
+    device; rounds are the host's.
 
     Args:
         elastic: where workers meet.
@@ -121,15 +122,8 @@ class ElasticGossipStrategy(WatchedProcess):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
-        if self.num_nodes * self.num_processes != 1:
-            raise ValueError(
-                f"an elastic worker is one device, this Trainer has {self.num_nodes * self.num_processes}: start a "
-                "process with Trainer(devices=1) for each worker"
-            )
-        if self.root_device.type != "cpu":
-            raise ValueError(f"elastic runs train on the CPU so far, not on {self.root_device}: give accelerator='cpu'")
-        if fitting and not self._module.automatic_optimization:
-            raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
+        alone = self.num_nodes * self.num_processes
+        refuse_process(alone, self.root_device, not fitting or self._module.automatic_optimization)
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""
@@ -170,7 +164,9 @@ class ElasticGossipStrategy(WatchedProcess):
         self._mixers = Mixers(self._making)
 
     def _making(self) -> Making:
-        return Making(self._made, partial(pack, bucket_bytes=self.bucket_bytes))
+        # Rounds are the host's: what others hear comes from its sockets.
+        make = Bucket if self.root_device.type == "cpu" else HostBucket
+        return Making(self._made, partial(pack, bucket_bytes=self.bucket_bytes, make=make))
 
     def _made(self) -> list[Mixer]:
         assert self._exchange is not None
@@ -260,8 +256,11 @@ class ElasticGossipStrategy(WatchedProcess):
     # ---- what Lightning does once for all ---------------------------------------------------------------------------
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """`made` of what the members of the moment give, the oldest first; of this worker's outside of training."""
-        return made([value]) if self._member is None else self._member.together(value, made)
+        """`made` of what the members of the moment give, the oldest first; of this worker's outside of training. What
+        lies on a device travels from the host, and is there again."""
+        given = moved(value, torch.device("cpu"))
+        found = made([given]) if self._member is None else self._member.together(given, made)
+        return moved(found, self.root_device) if on_device(value) else found
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         means = self.together([tensor.detach() for tensor in tensors], means_of)

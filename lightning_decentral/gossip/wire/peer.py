@@ -29,6 +29,8 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 ROUNDING = 1e-12
 """Of a sum of weights."""
+Arrived = tuple[Mapping[int, Buffers], Tensor]
+"""({source: what it said}, what is sound: this worker's own message, then each source's)"""
 HEADER = 3
 """Numbers before a message: its round, the elements of all buckets, its largest magnitude."""
 
@@ -45,7 +47,7 @@ class PeerMessages(Started):
     packets: Mapping[int, Buffers]
     buffers: Mapping[int, Buffers]
     corrects: bool = False
-    arrived: tuple[Mapping[int, Buffers], Tensor] | None = None
+    arrived: Arrived | None = None
     outgoing: Sequence[Pending] = ()
     incoming: Sequence[Pending] = ()
     departed: float = 0.0
@@ -62,8 +64,7 @@ class PeerMessages(Started):
 
     def sends(self) -> list[Message]:
         """A header, then the payload."""
-        own = self.header
-        return [Message(k, t, tag) for k, packet in self.packets.items() for tag, t in enumerate([own, *packet])]
+        return [Message(k, t, tag) for k, sent in self.packets.items() for tag, t in enumerate([self.header, *sent])]
 
     def receives(self) -> list[Message]:
         # In the order of the senders' `sends`: NCCL pairs by order, gloo by tag.
@@ -82,7 +83,7 @@ class PeerMessages(Started):
         return self.exchange.keep(self)
 
     def arrive(self) -> None:
-        """Wait for what was sent to this worker, decode and judge it, before it lands: on a stream beside that one."""
+        """Before it lands: on a stream beside that one."""
         self.arrived = self.exchange.arrived(self)
 
 
@@ -195,21 +196,20 @@ class PeerExchange(Exchange[PeerMessages]):
     def landed(self, part: PeerMessages) -> list[Tensor]:
         return self._mixed(part, *self._accepted(part))
 
-    def _accepted(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
+    def _accepted(self, part: PeerMessages) -> Arrived:
         heard, sane = part.arrived or self.arrived(part)
         # A worker that took another number of steps would pair rounds wrongly without a sign.
         self._verdicts.hear(part.step, [self.transport.rank, *heard], part.said, sane)
         return heard, sane
 
-    def arrived(self, part: PeerMessages) -> tuple[Mapping[int, Buffers], Tensor]:
-        """({source: what it said}, what is sound: this worker's own message, then each source's)"""
+    def arrived(self, part: PeerMessages) -> Arrived:
+        """Wait for what was sent to this worker, decode and judge it; on the current stream."""
         self._tally.land(part.incoming, part.departed, part.first)
         heard = self._heard(part)
         for j in heard if self.coder.encodes else ():  # decoded here, perhaps from another estimate
             scales_in(part.headers[j]).copy_(scale(heard[j]))
         sane = judged(part.said)
-        if self.coder.estimates:
-            # Before they are mixed, which is done in what was heard.
+        if self.coder.estimates:  # before they are mixed, which is done in what was heard
             self.coder.remember(heard, dict(zip(heard, sane[1:], strict=True)), part.first)
         return heard, sane
 
@@ -242,7 +242,6 @@ class PeerExchange(Exchange[PeerMessages]):
         self.coder.release(part.packets)
 
     def _heard(self, part: PeerMessages) -> dict[int, Buffers]:
-        """{source: what it said}"""
         return self.coder.decode(part.buffers, part.message, part.first)
 
     def _stand_ins(self, messages: Sequence[Tensor]) -> list[Tensor]:

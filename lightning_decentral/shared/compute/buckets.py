@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_decentral.shared.compute import cuda
+
 ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
 MOST_BUCKET_BYTES = 256 * 2**20
 LEAST_BUCKET_BYTES = 2 * 2**20
@@ -51,7 +53,7 @@ class Bucket:
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._grain = step * parts
         whole = -(-max(1, sum(sizes)) // self._grain) * self._grain
-        self.flat = torch.zeros(whole, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.held = self.flat = torch.zeros(whole, dtype=parameters[0].dtype, device=parameters[0].device)
         self.adopt()
 
     def elements(self, parameter: nn.Parameter) -> int:
@@ -75,9 +77,9 @@ class Bucket:
         """Make every parameter a view of the bucket, keeping its value; those that are already cost a pointer
         comparison."""
         for parameter, offset in zip(self.parameters, self._offsets, strict=True):
-            if parameter.data_ptr() == self.flat.data_ptr() + offset * self.flat.element_size():
+            if parameter.data_ptr() == self.held.data_ptr() + offset * self.held.element_size():
                 continue
-            view = _view_like(self.flat, offset, parameter)
+            view = _view_like(self.held, offset, parameter)
             view.copy_(parameter)
             parameter.data = view
 
@@ -109,6 +111,27 @@ class Bucket:
         memory."""
         for parameter in self.parameters:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+
+class HostBucket(Bucket):
+    """`flat` is a copy on the host of the device's `held`, whose views the parameters are: `adopt` reads, `store`
+    writes."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
+        super().__init__(parameters, parts)
+        self.flat = cuda.host_like(self.held).copy_(self.held)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """The host waits for the update, and for the copy."""
+        super().adopt()
+        if self.flat is not self.held:  # not yet while the bucket is made
+            self.flat.copy_(self.held)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        # Read until the next `adopt`, which is queued behind it and awaited.
+        self.held.copy_(self.flat, non_blocking=True)
 
 
 class BucketSpan:

@@ -1,10 +1,11 @@
-"""One result of what several workers have given: means, sums, the first one's. Short, and without messages."""
+"""One result of what several workers have given: means, sums, the first one's. Without messages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -46,3 +47,13 @@ def reduced(operation: str, given: Sequence[Tensor]) -> Tensor:
 def stacked(given: Sequence[Tensor]) -> Tensor:
     """[workers, ...]"""
     return torch.stack(list(given))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same, its tensors there."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def on_device(value: Any) -> bool:
+    """Whether one of its tensors isn't on the host."""
+    return any(leaf.device.type != "cpu" for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

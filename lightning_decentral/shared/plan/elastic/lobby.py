@@ -287,6 +287,7 @@ class Lobby:
             agreed=self.agreed,
             gone=tuple(n for n in self.members if self.settled and self._dead(n, now)),
             entered={n: self.guests[n].beat.entered for n in self.members if n in self.guests},
+            round=max((self.guests[n].beat.round for n in self.members if n in self.guests), default=0),
             donor=(donor, self.guests[donor].beat.place) if donor else None,
             founder=self.founder(now) == name,
             out=self.out(name),

@@ -57,6 +57,7 @@ class Member:
     Args:
         mine: the next beat, but for its count.
         agreed: the number of the highest view that may come into force.
+        reached: the newest round that a member is known to have come to.
         views: those of `mine.entered` that are or will be in force, by number.
         told_at: when the last beat was sent that the lobby has answered: it takes this worker for alive from then on,
             however late its answer came.
@@ -74,6 +75,7 @@ class Member:
     times: Times
     least: int = 1
     agreed: int = 0
+    reached: int = 0
     views: Mapping[int, View] = field(default_factory=dict)
     told_at: float = float("-inf")
     asked: Mapping[int, float] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class Member:
             paused=word.paused,
             times=Times(word.dead_after),
             least=word.least,
+            reached=max(self.reached, word.round),
         )._knowing(word.view, word.agreed)
         state, acts = state._entries(word.entered)._healing(word)
         news = (state.mine.coming, state.mine.view) != (self.mine.coming, self.mine.view) or acts
@@ -115,7 +118,7 @@ class Member:
         """By another member's beat: it lives, and may know a later view. It is answered by who hears the lobby."""
         if self.out:
             return self, []
-        theirs, state = beat.view, self._awake(now)
+        theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.round))
         if now - state.woke > self.times.beat:
             state = replace(state, met_at={**self.met_at, beat.sender: now})
         if theirs and self.mine.view and theirs.number > _number(self.mine.view):
@@ -230,9 +233,9 @@ class Member:
         before = tuple(pair for pair in mine.entered if pair[1] < first)
         over = sum(since <= mine.round for _, since in before)
         # A newcomer begins where the others are by then; and who is far behind skips the rounds between: others were
-        # alone and ran ahead, who would have to wait for it. A view is some rounds ahead for all, and neighbours are
-        # some rounds apart.
-        behind = first - mine.round - self.times.rounds_ahead(mine.pace) - APART
+        # alone and ran ahead, who would have to wait for it. Those that are known to be there: a view that was planned
+        # while rounds were quick may be far ahead for all.
+        behind = min(first, self.reached) - mine.round - APART
         skips = mine.view is None or behind * mine.pace > self.times.dead_after
         gap = ((0, mine.round),) if skips and mine.view else ()
         entered = (*before[max(0, over - HISTORY) :], *gap, (view.number, first))

@@ -61,6 +61,7 @@ class Word:
         agreed: the number of the highest view that may come into force.
         gone: members that are silent, or have left.
         entered: {member: the same of it}
+        round: the newest that one of them has come to, as far as the lobby has heard.
         donor: (name, place) to fetch from; empty: nobody.
         founder: this worker's own parameters are those the run begins with.
         out: the run went on without it: it comes back as a newcomer.
@@ -74,6 +75,7 @@ class Word:
     agreed: int
     gone: tuple[str, ...]
     entered: Mapping[str, History]
+    round: int
     donor: tuple[str, str] | None
     founder: bool
     out: bool

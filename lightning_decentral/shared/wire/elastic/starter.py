@@ -5,8 +5,8 @@
     ended by SIGTERM              left: somebody took it away, and nobody takes its place
     no member is left             nobody is started again, and who waits to become one is ended
 
-A worker's environment says where it meets the others, the so-manieth that was started it is, and by which process: its
-workers end with that.
+A worker's environment says where it meets the others, the so-manieth that was started it is, in whose place among those
+of this machine, and by which process: its workers end with that.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from lightning_decentral.shared.plan.elastic.view import Bounds, Times
 from lightning_decentral.shared.wire.elastic.lobby import LobbyServer
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 
-LOBBY, WORKER, STARTER = (f"LIGHTNING_DECENTRAL_{word}" for word in ("LOBBY", "WORKER", "STARTER"))
+LOBBY, WORKER, SEAT, STARTER = (f"LIGHTNING_DECENTRAL_{word}" for word in ("LOBBY", "WORKER", "SEAT", "STARTER"))
 LOOK_SECONDS, FOLLOW_SECONDS = 0.1, 1.0
 HASTY_SECONDS, LONGEST_PAUSE = 30.0, 60.0
 TERMINATED = -signal.SIGTERM, 128 + signal.SIGTERM
@@ -62,6 +62,7 @@ class Started:
 
     process: "subprocess.Popen[bytes]"
     at: float
+    seat: int
     told_to_end: float = float("inf")
 
 
@@ -141,9 +142,12 @@ class Starter:
     def _start(self, now: float) -> None:
         number, self._count = self._count, self._count + 1
         words, folder = self._command(number)
-        own = {WORKER: str(number), STARTER: str(os.getpid()), "LOCAL_RANK": str(number)}  # Lightning reads the last
-        process = subprocess.Popen(words, env={**os.environ, **self._environment, **own}, cwd=folder)
-        self._running[number] = Started(process, now)
+        taken = {worker.seat for worker in self._running.values()}
+        seat = min(set(range(len(taken) + 1)) - taken)
+        own = {WORKER: number, SEAT: seat, STARTER: os.getpid(), "LOCAL_RANK": number}  # Lightning reads the last
+        names = {name: str(value) for name, value in own.items()}
+        process = subprocess.Popen(words, env={**os.environ, **self._environment, **names}, cwd=folder)
+        self._running[number] = Started(process, now, seat)
 
     def _ended(self, number: int, worker: Started, code: int, members: Collection[int] | None) -> None:
         now, self._well = time.monotonic(), self._well or code == 0

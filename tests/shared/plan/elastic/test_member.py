@@ -11,7 +11,7 @@ from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
 TIMES = Times(1.0)
 FOUR = View(3, ("a", "b", "c", "d"), 10, ("a", "b", "c", "d"), "a", 4)
 THREE = View(4, ("a", "b", "c"), 30, FOUR.members, "a", 4)
-WORD = Word(0, FOUR, 3, (), {}, None, False, False, "", 3, 1.0)
+WORD = Word(0, FOUR, 3, (), {}, 0, None, False, False, "", 3, 1.0)
 
 
 def of_four(now: float = 0.0) -> Member:
@@ -64,7 +64,7 @@ def test_who_hears_of_a_view_late_enters_it_late() -> None:
 
 def test_who_is_far_behind_skips_the_rounds_between() -> None:
     ahead = replace(THREE, first_round=100)
-    state, _ = of_four().begins(20, 0.1).told(replace(WORD, view=ahead, agreed=4), 0.2)
+    state, _ = of_four().begins(20, 0.1).told(replace(WORD, view=ahead, agreed=4, round=98), 0.2)
     assert [state.view_of(round) for round in (20, 21, 99, 100)] == [FOUR, None, None, ahead]
     assert state.mine.round == 100
     other, _ = replace(of_four(), mine=replace(of_four().mine, sender="c")).told(
@@ -73,12 +73,20 @@ def test_who_is_far_behind_skips_the_rounds_between() -> None:
     assert [other.expects(FOUR, round, "a") for round in (20, 21)] == [True, False]
 
 
+def test_a_view_far_ahead_is_none_of_those_that_others_have_come_to() -> None:
+    """It was planned while rounds were quick, and they are slow now, for all."""
+    ahead = replace(THREE, first_round=100)
+    state, _ = of_four().begins(20, 3.0).told(replace(WORD, view=ahead, agreed=4, round=23), 0.2)
+    assert state.mine.round == 21
+    assert [state.view_of(round) for round in (21, 99, 100)] == [FOUR, FOUR, ahead]
+
+
 @pytest.mark.parametrize("pace", [0.01, 0.2, 3.0])
 def test_who_is_in_step_with_the_others_skips_none(pace: float) -> None:
     """Also where rounds are longer than `dead_after`, and a neighbour is some rounds ahead."""
     state = of_four().begins(19, pace)
     first = 20 + TIMES.rounds_ahead(pace) + 2
-    state, _ = state.told(replace(WORD, heard=1, view=replace(THREE, first_round=first), agreed=4), 0.1)
+    state, _ = state.told(replace(WORD, heard=1, view=replace(THREE, first_round=first), agreed=4, round=22), 0.1)
     assert state.mine.round == 20
     assert state.view_of(20) == FOUR
     assert state.view_of(first) == replace(THREE, first_round=first)

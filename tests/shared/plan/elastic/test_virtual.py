@@ -26,7 +26,7 @@ def test_a_schedule_is_replayed_by_its_seed() -> None:
 def test_waiting_for_the_dead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Member, "expects", lambda self, view, round, peer: True)
     with pytest.raises(AssertionError, match="has waited"):
-        schedule(6)
+        schedule(2)
 
 
 def test_without_faults_nothing_is_refused() -> None:
@@ -35,3 +35,24 @@ def test_without_faults_nothing_is_refused() -> None:
     ends_well(world)
     assert world.mixed
     assert not world.refused
+
+
+@pytest.mark.parametrize(("seed", "slow_from"), [(0, 5.25), (3, 5.1), (6, 5.4), (7, 5.15), (8, 5.25)])
+def test_rounds_that_become_slow_end_nobody(seed: int, slow_from: float) -> None:
+    """A view that was planned by quick rounds is far ahead of all, then: it begins late, and nobody skips rounds for it
+    as if the others had come there."""
+    world = World(seed, Bounds(2, 4), size=3)
+    world.net.run(3 * DEAD)
+    founders = [worker for worker in world.workers.values() if worker.alive]
+    for until, pace in ((5.0, 0.01), (slow_from, 0.01), (60.0, 0.9)):
+        if until == slow_from:
+            world.start()
+        for worker in founders:
+            worker.pace = pace
+        world.net.run(until * DEAD)
+    for name in ("w0", "w1", "w2"):
+        rounds = sorted(round for of, round in world.launched if of == name)
+        assert rounds == [*range(rounds[0], rounds[-1] + 1)], "some were skipped"
+    view = world.workers["w0"].state.mine.view
+    assert view is not None
+    assert len(view.members) == 4
