@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -64,9 +65,13 @@ class Script:
         return (124, f"killed after {seconds} s\n{printed}") if status is None else (status, printed)
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def _ask(*question: object) -> Any:
-    server().send(question)
-    return server().recv()
+    with _ONE_AT_A_TIME:
+        server().send(question)
+        return server().recv()
 
 
 @cache

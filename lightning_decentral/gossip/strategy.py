@@ -1,13 +1,12 @@
 """`Trainer(strategy="gossip")`: decentralized data-parallel training. `wire/assembly` draws a whole round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -15,7 +14,8 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.elastic import elastic_if_asked
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, refuse_unsharded, sharded_state
+from lightning_decentral.gossip.island_strategy import IslandStrategy
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, sharded_state
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -29,17 +29,16 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.replica import Evaluate
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
 
 
 @elastic_if_asked
 @checked
-class GossipStrategy(ReplicaStrategy):
+class GossipStrategy(IslandStrategy):
     """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
 
     `optimizer_step` is the user's update, then one round: land what was launched `delay` updates ago, launch the next.
@@ -141,14 +140,6 @@ class GossipStrategy(ReplicaStrategy):
         self.topology = self.topology.placed(self.workers_per_node)
         self.combine = self.combine.placed(self.topology.fragments[0], self.workers)
 
-    def arrange(self) -> None:
-        if self.wire is not None:
-            callbacks = callbacks_of(self._module.trainer)
-            refuse_unsharded(self.island, self._module, callbacks, self.precision_plugin)
-            # Before the optimizers exist: FSDP gives the module other parameters.
-            self.member = self.island.join(self.wire, self.root_device, self.meet)
-            self.member.arrange(self._module)
-
     def prepare(self, wire: Wire | None) -> None:
         self.island.refuse(self.optimizers)
         self._mixers, self.health.left_out = Mixers(self._making), 0
@@ -165,45 +156,7 @@ class GossipStrategy(ReplicaStrategy):
         # Not by `mean_of`, which counts as one of Lightning's collectives: this one is a round.
         return self.member.mean_of_buckets(tensors, partial(mean, over=self.wire.world))
 
-    # ---- a step: the island's gradients, the user's update, one round -----------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self.member.train(self._module, *self._calls("training_step", args, kwargs))
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self.member.evaluate(*self._calls("validation_step", args, kwargs))
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self.member.evaluate(*self._calls("test_step", args, kwargs))
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self.member.evaluate(*self._calls("predict_step", args, kwargs))
-
-    def _calls(self, name: str, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """A step of the module by itself, and inside the module's own call."""
-        module = self._module
-        return (
-            lambda: getattr(module, name)(*args, **kwargs),
-            lambda: self._forward_redirection(module, module, name, *args, **kwargs),
-        )
-
-    def block_backward_sync(self) -> Any:
-        return self.member.blocked()
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        # Under manual optimization the devices of an island have averaged gradients in the backward.
-        whole = (lambda: self.member.averaging(closure)) if self._module.automatic_optimization else closure
-        return super().optimizer_step(optimizer, whole, model, **kwargs)
+    # ---- a step: the island's gradients and the user's update (`IslandStrategy`), one round -------------------------
 
     def advance(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)

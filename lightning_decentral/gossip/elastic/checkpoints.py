@@ -22,6 +22,9 @@ class ElasticCheckpoints(Checkpoints):
     The optimizers' states in it are the oldest's.
     """
 
+    resuming = False
+    """Whether a device restored what no other has."""
+
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         states = {key: self._mean_model.own(checkpoint[key]) for key in MODELS if key in checkpoint}
         drifts = self._mean_model.apart

@@ -11,12 +11,11 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.island import Solo
+from lightning_decentral.gossip.wire.island import AllReduce, Island, Solo
 from lightning_decentral.shared.compute.codec.codec import Codec
 
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "states": (None, {}),
-    "island": (None, Solo()),
     "exact_steps": (0,),
 }
 """{option of GossipStrategy: the values that it may have in an elastic run}"""
@@ -65,14 +64,18 @@ def refuse_remembering(codec: Codec, combine: Combine) -> None:
         )
 
 
-def refuse_process(devices: int, device: torch.device, automatic: bool) -> None:
-    """ValueError for a process that can't be a worker."""
-    if devices != 1:
+def refuse_island(island: Island) -> None:
+    """ValueError for one whose devices don't all have the whole model."""
+    if not isinstance(island, Solo | AllReduce):
+        raise ValueError(f"island={island!r} doesn't go with elastic yet: use AllReduce({island.devices})")
+
+
+def refuse_process(island: Island, devices: int, device: torch.device) -> None:
+    """ValueError for a Trainer that can't be one worker."""
+    if devices != island.devices:
         raise ValueError(
-            f"an elastic worker is one device, this Trainer has {devices}: start a process with Trainer(devices=1) for "
-            "each worker"
+            f"an elastic worker is {island!r}, this Trainer has {devices} devices: start a process with "
+            f"Trainer(devices={island.devices}) for each worker, or give island=AllReduce({devices})"
         )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"elastic runs train on CPUs and CUDA devices, not on {device}: give accelerator='cpu'")
-    if not automatic:
-        raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")

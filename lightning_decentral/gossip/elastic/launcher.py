@@ -15,6 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _basic_subp
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times
 from lightning_decentral.shared.wire.elastic.starter import LOBBY, SEAT, STARTER, OwnLobby, Starter, follow
 
@@ -77,9 +78,16 @@ def seat(environment: Mapping[str, str]) -> int:
     return int(environment.get(SEAT, "0"))
 
 
-def refuse_unstarted(elastic: Elastic, cluster: ClusterEnvironment, workers: int, nodes: int, method: str) -> None:
+def refuse_unstarted(
+    elastic: Elastic, island: Island, cluster: ClusterEnvironment, workers: int, nodes: int, method: str
+) -> None:
     """ValueError where this process can't start the workers of a run without a lobby."""
     least, most = elastic.workers
+    if island.devices > 1:
+        raise ValueError(
+            f"workers of {island!r} meet at a lobby: run `lightning-decentral lobby --workers 2:16`, and for each a "
+            f"torchrun --nnodes=1 --nproc-per-node={island.devices} with Elastic(lobby='HOST:29400')"
+        )
     if cluster.creates_processes_externally or nodes > 1:
         raise ValueError(
             "Elastic() without a lobby is for one machine, whose workers this process starts: run `lightning-decentral "
@@ -93,10 +101,10 @@ def refuse_unstarted(elastic: Elastic, cluster: ClusterEnvironment, workers: int
         )
 
 
-def refuse_restarting_all(cluster: ClusterEnvironment) -> None:
-    """ValueError under a torchrun with several workers."""
-    if TorchElasticEnvironment.detect() and cluster.world_size() > 1:
+def refuse_restarting_all(cluster: ClusterEnvironment, devices: int) -> None:
+    """ValueError under a torchrun with several workers; of one worker's devices it restarts all, as it should."""
+    if TorchElasticEnvironment.detect() and cluster.world_size() > devices:
         raise ValueError(
             f"this torchrun has {cluster.world_size()} workers and restarts all of them when one is lost: start each "
-            "elastic worker by a torchrun of its own, --nnodes=1 --nproc-per-node=1 --max-restarts=100"
+            f"elastic worker by a torchrun of its own, --nnodes=1 --nproc-per-node={devices} --max-restarts=100"
         )

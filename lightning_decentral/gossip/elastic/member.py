@@ -7,7 +7,6 @@ member.together(value, made)       the same for all members: `made` of what each
 """
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,10 +15,10 @@ from typing import Any
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
-from lightning_decentral.shared.plan.elastic.dealing import Dealing
+from lightning_decentral.shared.plan.elastic.dealing import Dealing, Indices
 from lightning_decentral.shared.plan.elastic.view import Times, View, weight_of
 from lightning_decentral.shared.plan.elastic.watch import Watch, came_and_went
-from lightning_decentral.shared.wire.elastic.frames import address
+from lightning_decentral.shared.wire.elastic.frames import own_address
 from lightning_decentral.shared.wire.elastic.starter import title
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 
@@ -29,6 +28,7 @@ class ElasticMember:
 
     Args:
         seconds: how long it waits for others, anywhere.
+        devices: of this worker, each of which takes batches.
 
     Attributes:
         round: that began last; -1: none.
@@ -41,9 +41,18 @@ class ElasticMember:
         left_out: rounds that it was late for, and didn't take part in.
     """
 
-    def __init__(self, elastic: Elastic, seconds: float) -> None:
+    worker: ElasticWorker
+    leads = True
+    """Whether this device talks to other members."""
+
+    def __init__(self, elastic: Elastic, seconds: float, devices: int = 1) -> None:
+        self._hold(elastic, seconds, devices)
         host = elastic.host or own_address(elastic.lobby)
-        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), title(os.environ), elastic.weight)
+        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), title(os.environ), self._weight)
+
+    def _hold(self, elastic: Elastic, seconds: float, devices: int) -> None:
+        """What it knows."""
+        self._weight = elastic.weight * devices
         self.round, self.next_round = -1, 0
         self.view: View | None = None
         self.entered: View | None = None
@@ -72,17 +81,18 @@ class ElasticMember:
         least, told = self._elastic.workers[0], self.worker.membership.state.least
         if told != least:
             raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
+        self._know(value)
+        return value
+
+    def _know(self, value: Any) -> None:
         if value is not None:
-            known = [View(**{**v, **{k: tuple(v[k]) for k in ("members", "before", "left")}}) for v in value["views"]]
-            self._views = {view.number: view for view in known}
+            self._views = {view["number"]: view_of(view) for view in value["views"]}
             self.calendar = Calendar(**value["calendar"]) if value["calendar"] else None
             self.seed = value["seed"]
-        return value
 
     def given(self) -> dict[str, Any]:
         """Of what a newcomer needs, what isn't Lightning's."""
-        for view in dict(self.worker.membership.state.views).values():
-            self._hear_of(view)
+        self._listen()
         views = [dict(vars(view)) for view in self._views.values()]
         calendar = dict(vars(self.calendar)) if self.calendar else None
         return {"views": views, "calendar": calendar, "seed": self.seed}
@@ -197,7 +207,7 @@ class ElasticMember:
     @property
     def share(self) -> float:
         """w_i / mean_j w_j over the members: what an update of this worker counts in the mean."""
-        return self._elastic.weight * len(self._weights) / sum(self._weights)
+        return self._weight * len(self._weights) / sum(self._weights)
 
     @property
     def founders(self) -> int:
@@ -207,7 +217,7 @@ class ElasticMember:
 
     @property
     def _weights(self) -> list[int]:
-        return [weight_of(name) for name in self.view.members] if self.view else [self._elastic.weight]
+        return [weight_of(name) for name in self.view.members] if self.view else [self._weight]
 
     def present(self) -> list[str]:
         """The members that are heard, the oldest first."""
@@ -216,7 +226,8 @@ class ElasticMember:
         return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """`made` of what the members of this moment have given, the oldest first: the same for all of them.
+        """`made` of what the members of this moment have given, the oldest first: the same for all of them. Of each
+        device of a member, one after the other.
 
         Raises:
             RuntimeError: this worker was away meanwhile, and the others have another result.
@@ -230,6 +241,10 @@ class ElasticMember:
         except TimeoutError as error:
             raise _away(error) from None
         return result
+
+    def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """The same of the members' first devices alone."""
+        return self.together(value, made)
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -247,10 +262,18 @@ class ElasticMember:
         while last < 0 or (last + 1) % calendar.batches:
             # Loaders with processes of their own draw ahead of the rounds.
             tick = max(last + 1, calendar.tick(self.next_round))
-            for view in dict(self.worker.membership.state.views).values():
-                self._hear_of(view)
-            yield dealing.share(tick, self.worker.name)
+            self._listen()
+            yield self._own(dealing.share(tick, self.worker.name))
             last = tick
+
+    def _listen(self) -> None:
+        """Views that are known by now, though not all are in force."""
+        for view in dict(self.worker.membership.state.views).values():
+            self._hear_of(view)
+
+    def _own(self, places: Indices) -> Indices:
+        """This device's part of a batch."""
+        return places
 
     def enter(self, exchange: ElasticExchange) -> None:
         """Its rounds are over the view in force from now on."""
@@ -268,11 +291,6 @@ def _away(error: TimeoutError) -> RuntimeError:
     return RuntimeError(f"{error}: start this worker again, it joins as a new one")
 
 
-def own_address(lobby: str) -> str:
-    """The one from which this machine reaches the lobby. ValueError for no such place."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(address(lobby))
-        except OSError as error:
-            raise ValueError(f"lobby={lobby!r} can't be reached from here ({error}): give HOST:PORT") from None
-        return str(probe.getsockname()[0])
+def view_of(found: dict[str, Any]) -> View:
+    """From what it was sent as."""
+    return View(**{**found, **{name: tuple(found[name]) for name in ("members", "before", "left")}})

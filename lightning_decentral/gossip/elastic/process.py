@@ -1,11 +1,15 @@
-"""What Lightning sees of an elastic worker: one process with one device, whose rank is that of its age."""
+"""What Lightning sees of an elastic worker: one process, its rank that of its age; and what all compute together."""
 
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.launcher import (
@@ -17,13 +21,17 @@ from lightning_decentral.gossip.elastic.launcher import (
     started,
     starts_workers,
 )
-from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.gossip.elastic.loops import plain
+from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.island_strategy import IslandStrategy
+from lightning_decentral.shared.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
 
 
-class OneProcess(ReplicaStrategy):
-    """There are no groups: who trains together changes."""
+class OneProcess(IslandStrategy):
+    """Of members there are no groups: who trains together changes. An island's devices have theirs."""
 
     elastic: Elastic
+    _member: ElasticMember | None
     _rank: int | None = None
     _beside = 0
 
@@ -31,21 +39,21 @@ class OneProcess(ReplicaStrategy):
         cluster, devices, method = self.cluster_environment, self.parallel_devices, self._start_method
         assert cluster is not None
         assert devices is not None
-        refuse_restarting_all(cluster)
+        refuse_restarting_all(cluster, self.island.devices)
         if started(os.environ):
             self._beside = len(devices)
             self.parallel_devices = [devices[seat(os.environ) % len(devices)]]  # the others' are those beside it
             self._launcher = FollowingLauncher(cluster, 1, 1)
         elif starts_workers(self.elastic, os.environ):
-            refuse_unstarted(self.elastic, cluster, len(devices), self.num_nodes, str(method))
+            refuse_unstarted(self.elastic, self.island, cluster, len(devices), self.num_nodes, str(method))
             self._launcher = ElasticLauncher(cluster, len(devices), 1, self.elastic)
         else:
             super()._configure_launcher()
 
     @property
     def planned_workers(self) -> int:
-        """With so many the run begins if nothing is amiss."""
-        return self._beside or self.elastic.workers[1]
+        """With so many devices the run begins if nothing is amiss."""
+        return (self._beside or self.elastic.workers[1]) * self.island.devices
 
     def set_world_ranks(self) -> None:
         """Until it is known who is the oldest, the one that was started first is taken for it; a starter is nobody."""
@@ -56,13 +64,17 @@ class OneProcess(ReplicaStrategy):
         super().set_world_ranks()
 
     def setup_distributed(self) -> None:
+        if self.island.devices > 1:
+            super().setup_distributed()
+            return
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
 
     @property
     def local_rank(self) -> int:
-        return 0
+        assert self.cluster_environment is not None
+        return self.cluster_environment.local_rank() if self.island.devices > 1 else 0
 
     @property
     def global_rank(self) -> int:
@@ -77,3 +89,45 @@ class OneProcess(ReplicaStrategy):
         self._rank = rank
         of_all: Any = rank_zero_only
         of_all.rank = rank_zero_of_fabric.rank = rank  # type: ignore[attr-defined]
+
+    # ---- what Lightning does once for all ---------------------------------------------------------------------------
+
+    def together(self, value: Any, made: Callable[[Sequence[Any]], Any], of_each: bool = True) -> Any:
+        """`made` of what each device of the members of the moment gives, the oldest first, or each member's first one;
+        of this worker's outside of training. What lies on a device travels from the host, and is there again."""
+        given, member = moved(value, torch.device("cpu")), self._member
+        calls = None if member is None else member.together if of_each else member.of_members
+        found = made([given]) if calls is None else calls(given, made)
+        return moved(found, self.root_device) if on_device(value) else found
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of the members' first devices: those of an island have equal parameters, and buffers as under DDP."""
+        own = [tensor.detach() for tensor in tensors]
+        means = self.together(own, means_of, of_each=False)
+        averaged = [t.is_floating_point() or t.is_complex() for t in tensors]
+        return [
+            m.clone() if is_mean else t.detach().clone() for t, m, is_mean in zip(tensors, means, averaged, strict=True)
+        ]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Nobody waits: what is needed of others is asked for."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The oldest member's; what can't be sent is this worker's own."""
+        return self.together(obj, first_of) if plain("", obj) else obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        value = tensor if isinstance(tensor, Tensor) else torch.tensor(float(tensor))
+        return self.together(value.detach(), partial(reduced, str(reduce_op).lower().rpartition(".")[2])).clone()
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = self.together(value, list)
+        return found
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        rows: Tensor = self.together(tensor.detach(), stacked)
+        return rows
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        given = self.gather(bool(decision))
+        return bool(min(given) if all else max(given))

@@ -10,8 +10,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,8 +20,9 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
-from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_process, refuse_remembering
+from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_island, refuse_process, refuse_remembering
 from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.loops import (
     agreed_states,
@@ -34,7 +35,6 @@ from lightning_decentral.gossip.elastic.loops import (
     last_to_leave_for,
     leave_out,
     nobody,
-    plain,
     refuse_unplanned,
     restored,
     scaled,
@@ -47,15 +47,17 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.gossip.wire.island import Island, Solo
+from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, healing
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, healing, parameters_of
 from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -73,6 +75,7 @@ class ElasticGossipStrategy(WatchedProcess):
         topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
         combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; what others keep belongs to all together.
         codec: one that keeps nothing: `Int8()`, or a smaller type.
+        island: devices that are one worker, by `AllReduce`: it dies, restarts and joins as a whole.
         **ddp: Lightning's own. What else `GossipStrategy` takes is refused.
 
     Raises:
@@ -90,6 +93,7 @@ class ElasticGossipStrategy(WatchedProcess):
         combine: Combine | ConsensusControl | None = None,
         weights: Weights | None = None,
         codec: Codec | None = None,
+        island: Island | None = None,
         delay: int = 1,
         evaluate: Evaluate = "mean",
         timeout: timedelta = TIMEOUT,
@@ -99,7 +103,9 @@ class ElasticGossipStrategy(WatchedProcess):
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
         check_numbers(delay, heals, bucket_bytes)
-        self.elastic = elastic
+        self.elastic, self.island = elastic, island or Solo()
+        refuse_island(self.island)
+        self.member = IslandMember(None, 1, self.meet)
         self.topology = topology or Auto()
         rule = combine or Gossip()
         self.weights, self.codec = weights or rule.weights, codec or Plain()
@@ -122,8 +128,9 @@ class ElasticGossipStrategy(WatchedProcess):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
-        alone = self.num_nodes * self.num_processes
-        refuse_process(alone, self.root_device, not fitting or self._module.automatic_optimization)
+        refuse_process(self.island, self.num_nodes * self.num_processes, self.root_device)
+        if fitting and not self._module.automatic_optimization:
+            raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""
@@ -135,15 +142,16 @@ class ElasticGossipStrategy(WatchedProcess):
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
         if self._planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        self._member = ElasticMember(at_its_lobby(self.elastic), self._attendance.timeout.total_seconds())
+        self._member = member_of(at_its_lobby(self.elastic), self._attendance.timeout.total_seconds(), self.wire)
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
         value = self._member.healed()
-        self._rank_as(0 if value is None else 1)
-        if value is None:
-            self._mixers.adopt(self.optimizers[0])
-        else:
+        self._rank_as(0 if value is None and self._member.leads else 1)
+        if value is not None:
             self._take(trainer, value["trainer"])
+        if self._member.leads and value is None:
+            self._mixers.adopt(self.optimizers[0])
+        elif self._member.leads:
             self._mixers.load_state_dict(value["rule"], self.optimizers)
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -205,7 +213,7 @@ class ElasticGossipStrategy(WatchedProcess):
         if left_out and goes_on:
             leave_out(trainer, goes_on, self._member.round, left_out)
         self._member.enter(self._exchange)
-        self._rank_as(self._member.place)
+        self._rank_as(self._member.place if self._member.leads else 1)
         state = self._member.agreed(partial(agreed_states, self._module.trainer))
         if state is not None:
             restored(self._module.trainer, state)
@@ -228,17 +236,24 @@ class ElasticGossipStrategy(WatchedProcess):
         **kwargs: Any,
     ) -> Any:
         assert self._member is not None
-        with scaled(optimizer, self._member.share):
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._attendance.updating, scaled(optimizer, self._member.share):
+            whole = partial(self.member.averaging, closure)
+            output = DDPStrategy.optimizer_step(self, optimizer, whole, model, **kwargs)
         self.mean_model.apart = True
-        self.advance(optimizer)
+        with self._attendance.waiting:
+            self.advance(optimizer)
+            self._attendance.tick()
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
+        """A round of the first device, whose parameters the others of an island take."""
         assert self._member is not None
-        for of in self._mixers.of(optimizer):
-            of.mixer.round = self._member.round
-        self._mixers.step(optimizer)
+        if self._member.leads:
+            for of in self._mixers.of(optimizer):
+                of.mixer.round = self._member.round
+            self._mixers.step(optimizer)
+        if self.wire is not None:
+            start_from_worker_0(parameters_of(optimizer), self.wire.world, self.root_device)
         self._member.ended()
 
     def settle(self) -> None:
@@ -246,6 +261,8 @@ class ElasticGossipStrategy(WatchedProcess):
 
     def release(self) -> None:
         self._mixers.release()
+        self.member.close(self.alone)
+        self.member = IslandMember(None, 1, self.meet)
 
     def teardown(self) -> None:
         member, self._member = self._member, None
@@ -253,46 +270,7 @@ class ElasticGossipStrategy(WatchedProcess):
             member.leave()
         super().teardown()
 
-    # ---- what Lightning does once for all ---------------------------------------------------------------------------
-
-    def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """`made` of what the members of the moment give, the oldest first; of this worker's outside of training. What
-        lies on a device travels from the host, and is there again."""
-        given = moved(value, torch.device("cpu"))
-        found = made([given]) if self._member is None else self._member.together(given, made)
-        return moved(found, self.root_device) if on_device(value) else found
-
-    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        means = self.together([tensor.detach() for tensor in tensors], means_of)
-        averaged = [t.is_floating_point() or t.is_complex() for t in tensors]
-        return [
-            m.clone() if is_mean else t.detach().clone() for t, m, is_mean in zip(tensors, means, averaged, strict=True)
-        ]
-
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rule's anchors, where it has some."""
         anchors = self._mixers.shown()
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors]
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody waits: what is needed of others is asked for."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The oldest member's; what can't be sent is this worker's own."""
-        return self.together(obj, first_of) if plain("", obj) else obj
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        value = tensor if isinstance(tensor, Tensor) else torch.tensor(float(tensor))
-        return self.together(value.detach(), partial(reduced, str(reduce_op).lower().rpartition(".")[2])).clone()
-
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = self.together(value, list)
-        return found
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        rows: Tensor = self.together(tensor.detach(), stacked)
-        return rows
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        given = self.gather(bool(decision))
-        return bool(min(given) if all else max(given))

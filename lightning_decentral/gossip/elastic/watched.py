@@ -10,7 +10,7 @@ from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.summary import ORDERS
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
-from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, parameters_of
 from lightning_decentral.shared.replica import Evaluate
 
 
@@ -44,7 +44,7 @@ class WatchedProcess(OneProcess):
     @torch.no_grad()
     def consensus(self) -> Consensus:
         """How far the members are apart now. Collective."""
-        own = [bucket.flat for of in self._mixers for bucket in of.buckets]
+        own = [p.detach() for optimizer in self.optimizers for p in parameters_of(optimizer) if p.requires_grad]
         return spread(own, self.mean_of(own), self.mean_of, 1)
 
     def summary(self) -> dict[str, str]:

@@ -129,3 +129,13 @@ def connected(place: str, wants: str, seconds: float) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def own_address(lobby: str) -> str:
+    """The one from which this machine reaches the lobby. ValueError for no such place."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address(lobby))
+        except OSError as error:
+            raise ValueError(f"lobby={lobby!r} can't be reached from here ({error}): give HOST:PORT") from None
+        return str(probe.getsockname()[0])

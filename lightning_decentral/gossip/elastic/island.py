@@ -1,0 +1,150 @@
+"""An elastic member of several devices: the first one is the member, the others do what it says.
+
+What the first hears from the lobby and from other members it tells the others of its island where all of them ask: at
+set-up, before a round, and in what all members compute together. So they are in one round and view, and no device waits
+for another member by itself. Where one of them ends, all do, and the member joins anew as a whole.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.elastic.member import ElasticMember, view_of
+from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.shared.plan.elastic.dealing import Indices
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
+from lightning_decentral.shared.wire.objects import broadcast_world, gather_objects
+from lightning_decentral.shared.wire.transport import Transport, Wire
+
+
+def member_of(elastic: Elastic, seconds: float, wire: Wire | None) -> ElasticMember:
+    """This device's part of a member.
+
+    Args:
+        wire: among the devices of the member; None: it is the only one.
+    """
+    if wire is None:
+        return ElasticMember(elastic, seconds)
+    return (Leading if wire.roll.rank == 0 else Following)(elastic, seconds, wire.roll)
+
+
+class DeviceMember(ElasticMember):
+    """Of one of several devices, which all call the same in the same order."""
+
+    _over: Transport
+
+    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        raise NotImplementedError
+
+    def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        rows = gather_objects(self._over, value)
+        return self._together(rows, lambda given: made([own for row in given for own in row]))
+
+    def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        return self._together(value, made)
+
+    def _listen(self) -> None:
+        """Views are told before a round: so no device knows of one that another doesn't know."""
+
+    def _own(self, places: Indices) -> Indices:
+        parts: list[Indices] = [*places.reshape(self._over.size, -1)]
+        return parts[self._over.rank]
+
+
+class Leading(DeviceMember):
+    """The first device's: the member, which tells the others."""
+
+    def __init__(self, elastic: Elastic, seconds: float, over: Transport) -> None:
+        self._over, self._told = over, 0
+        super().__init__(elastic, seconds, over.size)
+        self._tell(lambda: self.worker.name)
+
+    def _tell(self, call: Callable[[], Any]) -> Any:
+        try:
+            value = call()
+        except Exception as error:
+            broadcast_world({"error": str(error)})  # else they would wait for it
+            raise
+        broadcast_world({"value": value})
+        return value
+
+    def healed(self) -> Any:
+        return self._tell(super().healed)
+
+    def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
+        began = partial(super().begin, copy, until)
+
+        def told() -> dict[str, Any]:
+            left_out = began()
+            ElasticMember._listen(self)
+            assert self.view is not None
+            new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
+            self._told = max(self._views)
+            state = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
+            return {**state, "views": new, "present": self.present(), "left_out": left_out}
+
+        return int(self._tell(told)["left_out"])
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        return self._tell(partial(super().agreed, own))
+
+    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        return self._tell(lambda: ElasticMember.together(self, value, made))
+
+
+class Following(DeviceMember):
+    """Another device's: it knows what the first one says."""
+
+    leads = False
+
+    def __init__(self, elastic: Elastic, seconds: float, over: Transport) -> None:
+        self._over = over
+        self._hold(elastic, seconds, over.size)
+        self._present: list[str] = []
+        there = SimpleNamespace(name=self._hear(), membership=SimpleNamespace(lobby=elastic.lobby))
+        self.worker = cast(ElasticWorker, there)  # of which only this is asked
+
+    def _hear(self) -> Any:
+        said = broadcast_world(None)
+        if "error" in said:
+            raise RuntimeError(f"the first device of this worker ended: {said['error']}")
+        return said["value"]
+
+    def healed(self) -> Any:
+        value = self._hear()
+        self._know(value)
+        return value
+
+    def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
+        told = self._hear()
+        new = {view["number"]: view_of(view) for view in told["views"]}
+        self.view = new.get(told["view"]) or self._views[told["view"]]
+        self.entered = self.view if told["entered"] else None
+        self.round = self.next_round = told["round"]
+        self._present, self._met = told["present"], 0
+        for view in new.values():
+            self._hear_of(view)
+        return int(told["left_out"])
+
+    def _hear_of_missed(self, view: Any) -> None:
+        """The first one has told it."""
+
+    def agreed(self, own: Callable[[], Any]) -> Any:
+        return self._hear()
+
+    def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        return self._hear()
+
+    def present(self) -> list[str]:
+        return self._present
+
+    def attendance(self) -> dict[str, float]:
+        return {}
+
+    def enter(self, exchange: ElasticExchange) -> None:
+        """Its parameters come from the first device."""
+
+    def leave(self) -> None:
+        self.live = False
