@@ -10,10 +10,10 @@ from typing import Any
 import matplotlib
 from pictures import ACCENT, IMAGES, INK, PALE, SAME, named, new_figure
 
+from lightning_decentral.gossip.elastic.picture import Stays, draw_bars
 from lightning_decentral.shared.plan.elastic.view import Bounds
 from tests.shared.plan.elastic.virtual import World
 
-VIEWS = ("#8fb3d9", "#9ccc9c", "#e6b566", "#b79ad1", "#d98c8c", "#7fc4c4", "#c2a27c", "#a9a9d9")
 END, CUT, HEALED = 16.0, 7.0, 8.5
 EVENT = re.compile(r" *([\d.]+) (w\d+) (starts|is in view (\d+)|comes back)")
 
@@ -29,7 +29,7 @@ def run() -> World:
     return world
 
 
-def stretches(world: World) -> dict[str, list[tuple[float, int]]]:
+def changes(world: World) -> dict[str, list[tuple[float, int]]]:
     """Of each worker since when it is in which view, 0 before the first; -1 from its end on."""
     found: dict[str, list[tuple[float, int]]] = {}
     for line in world.log:
@@ -40,18 +40,22 @@ def stretches(world: World) -> dict[str, list[tuple[float, int]]]:
     return found
 
 
+def lasting(each: list[tuple[float, int]]) -> list[tuple[float, float, int]]:
+    ends = [*(begin for begin, _ in each[1:]), END]
+    return [(begin, end, view) for (begin, view), end in zip(each, ends, strict=True)]
+
+
 def alive() -> Any:
-    found = stretches(run())
+    found = {name: lasting(each) for name, each in changes(run()).items()}
     figure = new_figure(9, 2.8)
     axes = figure.subplots()
-    for row, changes in enumerate(found.values()):
-        for (begin, view), (end, _) in zip(changes, [*changes[1:], (END, 0)], strict=True):
-            if view >= 0:
-                axes.barh(row, end - begin, left=begin, height=0.8, color=VIEWS[view - 1] if view else PALE)
-                axes.text((begin + end) / 2, row, f"view {view}" if view else "", ha="center", va="center", fontsize=7)
+    stays: Stays = {name: [one for one in each if one[2] > 0] for name, each in found.items()}
+    draw_bars(axes, stays)
+    for row, each in enumerate(found.values()):
+        for begin, end, _ in [one for one in each if one[2] == 0]:
+            axes.barh(row, end - begin, left=begin, height=0.8, color=PALE)
     axes.axvspan(CUT, HEALED, color=ACCENT, alpha=0.15)
     axes.text(CUT, -0.7, "w4 is cut off", fontsize=7, color=INK)
-    axes.set_yticks(range(len(found)), found)
     axes.set_ylim(len(found) - 0.5, -1)
     named(axes, "w1 is killed, w4 is cut off and comes back as a newcomer, one more is started", "seconds", "")
     return figure

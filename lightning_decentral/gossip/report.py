@@ -1,4 +1,4 @@
-"""The report at a run's end: a table on the screen; beside the checkpoint a CSV, a picture and a JSON.
+"""The report at a run's end: a table on the screen; beside the checkpoint a CSV, pictures and a JSON.
 
 Its bytes are those that were counted on the way; those that are planned stand in `summary`.
 """
@@ -17,12 +17,15 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_decentral.gossip.callbacks import Watched
+from lightning_decentral.gossip.elastic.picture import draw_members
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.loggers import Rows
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.elastic.view import View
 
 UNKNOWN = float("nan")
+PICTURES = ("report.png", "members.png")
 
 
 @runtime_checkable
@@ -35,9 +38,19 @@ class Scored(Protocol):
         """[batch]: one number for each example."""
 
 
+@runtime_checkable
+class Attended(Watched, Protocol):
+    """What a strategy offers whose workers come and go."""
+
+    def views(self) -> Sequence[View]:
+        """Those so far, in order; no communication."""
+
+
 @checked
 class Report(Callback):
     """Writes report.csv, report.png and report.json when training ends, and prints a table after the test.
+
+    Of an elastic run members.png shows who trained together, from which round to which.
 
     The table: test score of the evaluated model, score of each worker's own model over the whole test set, bytes sent,
     seconds waited for the exchange, and below it the consensus distance. Own scores need a datamodule and a module
@@ -68,11 +81,14 @@ class Report(Callback):
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "report.json").write_text(json.dumps(result, indent=2))
             _write_csv(self._rows.rows, self.directory / "report.csv")
-            self._draw()
+            self._draw(trainer.strategy)
 
-    def _draw(self) -> None:
+    def _draw(self, strategy: object) -> None:
+        curves, members = (self.directory / name for name in PICTURES)
         try:
-            draw(self._rows.rows, self.directory / "report.png")
+            draw(self._rows.rows, curves)
+            if isinstance(strategy, Attended):
+                draw_members(strategy.views(), strategy.rounds()[0], members)
         except ModuleNotFoundError:
             print("no report.png: matplotlib is not installed: pip install 'lightning-decentral[plot]'")
 
@@ -149,7 +165,7 @@ def _distance(result: Mapping[str, Any]) -> list[str]:
 def _places(directory: Path, trainer: Trainer) -> list[str]:
     checkpoint = trainer.checkpoint_callback
     path = checkpoint.best_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
-    written = [directory / name for name in ("report.csv", "report.png") if (directory / name).exists()]
+    written = [directory / name for name in ("report.csv", *PICTURES) if (directory / name).exists()]
     named = [("checkpoint", path)] if path else []
     named += [("metrics" if file.suffix == ".csv" else "picture", str(file)) for file in written]
     return [f"{name:<11}{_relative(place)}" for name, place in named]

@@ -24,6 +24,7 @@ from lightning_decentral.gossip import (
     Float32,
     GossipStrategy,
     QuasiGlobalMomentum,
+    Report,
     Ring,
     StartSummary,
 )
@@ -125,7 +126,8 @@ class Tell(Callback):
         self.tell("validated", step=trainer.global_step, x=module.x.tolist(), own=own, members=members)
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        self.tell("end", step=trainer.global_step)
+        views = trainer.strategy.views()  # type: ignore[attr-defined]
+        self.tell("end", step=trainer.global_step, views={view.number: view.members for view in views})
 
 
 def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -> None:
@@ -154,12 +156,13 @@ def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -
         codec=Float32(),
     )
     saved = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
+    watching = [ConsensusMonitor(every_n_steps=APART_EVERY), CommunicationMonitor(), StartSummary()]
     trainer = Trainer(
         **{**QUIET, "enable_checkpointing": True},
         strategy=strategy,
         devices=1 if lobby else 3,
         max_steps=STEPS,
-        callbacks=[ConsensusMonitor(every_n_steps=APART_EVERY), CommunicationMonitor(), StartSummary(), tell, saved],
+        callbacks=[*watching, Report(directory=str(folder / "report")), tell, saved],
         val_check_interval=4,
     )
     module = Net(seed)

@@ -109,6 +109,7 @@ def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: P
     for newcomer in ("w3", "w4"):
         assert_newcomer(tmp_path, newcomer, survivor)
     assert_evaluated_alike(tmp_path, ended, found)
+    assert_views_are_known(tmp_path, ended, found)
     assert_watched(found, {line["name"] for name in ended for line in told(tmp_path, name, "step")})
     assert "2 to 3, who may come and go" in output
     final = [torch.load(tmp_path / f"{name}.pt")["x"] for name in ended]
@@ -299,6 +300,17 @@ def assert_newcomer(folder: Path, newcomer: str, other: str) -> None:
         assert [line[name] for name in told_of] == [theirs[name] for name in told_of]
         shared += bool(set(line["examples"]) & set(theirs["examples"]))
     assert shared <= 2  # where a pass ends in which somebody was lost, it is filled up
+
+
+def assert_views_are_known(folder: Path, ended: set[str], found: dict[int, dict[str, dict[str, Any]]]) -> None:
+    """Of the whole run, to all that end it; the picture is drawn of them."""
+    lines = [line for step in found.values() for line in step.values()]
+    entered = {str(int(line["watched"]["view"])): line["members"] for line in lines}
+    for name in ended:
+        known = told(folder, name, "end")[0]["views"]
+        assert list(known) == [str(number + 1) for number in range(len(known))]
+        assert known == {**known, **entered}
+    assert (folder / "report" / "members.png").read_bytes().startswith(b"\x89PNG")
 
 
 def assert_watched(found: dict[int, dict[str, dict[str, Any]]], ended: set[str]) -> None:

@@ -128,7 +128,7 @@ class ElasticMember:
         self.worker.assembly.begins((round, -1))
         self._began, self._met = time.monotonic(), 0
         self._hear_of(self.view)
-        self._watch.began(len(self.present()), max(len(view.members) for view in self._so_far()))
+        self._watch.began(len(self.present()), max(len(view.members) for view in self.so_far()))
         return left_out
 
     def _next(self) -> int:
@@ -143,7 +143,7 @@ class ElasticMember:
         """Who takes part, by the names under which it is logged."""
         if self.view is None:
             return {}
-        came, lost, left = came_and_went(self._so_far())
+        came, lost, left = came_and_went(self.so_far())
         return {
             "members": float(len(self.present())),
             "view": float(self.view.number),
@@ -158,9 +158,10 @@ class ElasticMember:
     def _late(self) -> dict[str, float]:
         return {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
 
-    def _so_far(self) -> list[View]:
+    def so_far(self) -> list[View]:
+        """Views up to the one in force, by their numbers."""
         assert self.view is not None
-        return [view for view in self._views.values() if view.number <= self.view.number]
+        return [self._views[number] for number in sorted(self._views) if number <= self.view.number]
 
     def agreed(self, own: Callable[[], Any]) -> Any:
         """For newcomers of a view: `own` of a member that was there before, as it is now. None for all others, and

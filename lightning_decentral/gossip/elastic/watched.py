@@ -1,5 +1,7 @@
 """What callbacks see of an elastic worker: the plan in words, what its rounds cost, who takes part."""
 
+from collections.abc import Sequence
+
 import torch
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -11,6 +13,7 @@ from lightning_decentral.gossip.summary import ORDERS
 from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, parameters_of
+from lightning_decentral.shared.plan.elastic.view import View
 from lightning_decentral.shared.replica import Evaluate
 
 
@@ -31,6 +34,10 @@ class WatchedProcess(OneProcess):
         return [self._member.next_round] if self._member else []
 
     wanted = rounds
+
+    def views(self) -> Sequence[View]:
+        """Who trained together so far: of the whole run, whenever this worker came. None outside of training."""
+        return self._member.so_far() if self._member and self._member.view else []
 
     def traffic(self) -> Traffic:
         """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
