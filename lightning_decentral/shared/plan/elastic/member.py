@@ -115,7 +115,7 @@ class Member:
         return state, [*acts, *beats]
 
     def met(self, beat: Beat, now: float) -> tuple["Member", list[Act]]:
-        """By another member's beat: it lives, and may know a later view. It is answered by who hears the lobby."""
+        """By another member's beat: it lives, and may know a later view. Who asks is answered by who hears the lobby."""
         if self.out:
             return self, []
         theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.round))
@@ -126,7 +126,7 @@ class Member:
                 return state._expelled(f"the run is in view {theirs.number}, made without this worker")
             state = state._knowing(theirs, theirs.number)
         state = state._entries({beat.sender: beat.entered})
-        if state.lonely(now) or not self.mine.view:
+        if not beat.asks or state.lonely(now) or not self.mine.view:
             return state, []
         return state._counted([beat.sender], state.sent_at)
 
@@ -262,10 +262,10 @@ class Member:
     def _beat(self, now: float) -> tuple["Member", list[Act]]:
         """To the lobby; where that is silent to all members, too."""
         others = self._others(self.mine.view) if self.mine.view and self.lonely(now) else []
-        state, acts = self._counted(["", *others], now)
+        state, acts = self._counted(["", *others], now, asks=bool(others))
         recent = {count: at for count, at in self.asked.items() if now - at <= self.times.dead_after}
         return replace(state, asked={**recent, state.mine.count: now}), acts
 
-    def _counted(self, to: list[str], sent_at: float) -> tuple["Member", list[Act]]:
-        mine = replace(self.mine, count=self.mine.count + 1)
+    def _counted(self, to: list[str], sent_at: float, asks: bool = False) -> tuple["Member", list[Act]]:
+        mine = replace(self.mine, count=self.mine.count + 1, asks=asks)
         return replace(self, mine=mine, sent_at=sent_at), [Send(name, mine) for name in to]

@@ -34,6 +34,7 @@ class Beat:
         failed: a donor that didn't serve.
         seen: the highest number of a view that it heard of.
         leaving: it ends, and nobody needs to wait.
+        asks: the lobby is silent to it: a member that hears the lobby answers. An answer doesn't ask, and has none.
     """
 
     sender: str
@@ -49,6 +50,7 @@ class Beat:
     failed: str = ""
     seen: int = 0
     leaving: bool = False
+    asks: bool = False
 
 
 @dataclass(frozen=True)

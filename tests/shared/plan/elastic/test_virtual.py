@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_decentral.shared.plan.elastic.member import Member
+from lightning_decentral.shared.plan.elastic.member import Act, Member, Send
 from lightning_decentral.shared.plan.elastic.view import Bounds
 from tests.shared.plan.elastic.schedules import ends_well, schedule
 from tests.shared.plan.elastic.virtual import DEAD, World
@@ -56,3 +56,26 @@ def test_rounds_that_become_slow_end_nobody(seed: int, slow_from: float) -> None
     view = world.workers["w0"].state.mine.view
     assert view is not None
     assert len(view.members) == 4
+
+
+def test_who_hears_the_lobby_again_asks_no_longer() -> None:
+    """Members ask each other while the lobby is silent, some before it is back and some after; then all are quiet."""
+    world = World(seed=5, bounds=Bounds(2, 4), size=4)
+    world.net.run(3 * DEAD)
+    said: list[float] = []
+    do = world._do
+
+    def counted(name: str, act: Act) -> None:
+        if isinstance(act, Send) and act.to:
+            said.append(world.net.now)
+        do(name, act)
+
+    world._do = counted  # type: ignore[method-assign]
+    for name, seconds in zip(("w0", "w1", "w2", "w3"), (0.9, 1.2, 1.5, 1.8), strict=True):
+        world.cut([name], ["lobby"], seconds * DEAD, breaks=False)
+    world.net.run(6 * DEAD)
+    assert said
+    said.clear()
+    world.net.run(9 * DEAD)
+    assert not said
+    ends_well(world)
