@@ -1,13 +1,13 @@
 """A worker of one device or several under Lightning: its steps, in which the devices of an island work together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.islands import refuse_unsharded
+from lightning_decentral.gossip.islands import refuse_unsharded, sharded_state
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.shared.evaluation import callbacks_of
@@ -52,6 +52,17 @@ class IslandStrategy(ReplicaStrategy):
             lambda: getattr(module, name)(*args, **kwargs),
             lambda: self._forward_redirection(module, module, name, *args, **kwargs),
         )
+
+    def averaged(self) -> list[Tensor]:
+        self.member.rest()
+        return super().averaged()
+
+    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.member.shards > 1:
+            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+            states = [sharded_state(optimizer, state, self.checkpoints.resuming) for optimizer, state in pairs]
+            checkpoint = {**checkpoint, "optimizer_states": states}
+        super().restore_optimizers(checkpoint)
 
     def block_backward_sync(self) -> Any:
         return self.member.blocked()

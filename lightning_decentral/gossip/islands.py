@@ -74,7 +74,7 @@ class Device(Protocol):
     @property
     def alone(self) -> bool: ...
     @property
-    def is_global_zero(self) -> bool: ...
+    def keeps_wholes(self) -> bool: ...
 
 
 class IslandModel(WholeModel):
@@ -100,8 +100,8 @@ class IslandModel(WholeModel):
 
     def _gathered(self, over: Transport | None, tensor: Tensor) -> Tensor:
         full = full_tensor(tensor, over)
-        # All devices gather, worker 0 alone keeps wholes.
-        return full.cpu() if self._device.is_global_zero else full[:0]
+        # All devices gather, one keeps wholes.
+        return full.cpu() if self._device.keeps_wholes else full[:0]
 
     def part(self, tree: dict[str, Any]) -> dict[str, Any]:
         parts: dict[str, Any] = mapped(lambda tensor: local(tensor).clone(), tree)
@@ -158,7 +158,7 @@ def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dic
     def placed(value: Any, parameter: nn.Parameter) -> Any:
         if not isinstance(value, Tensor) or value.dim() != parameter.dim():
             return value  # a step count
-        return like(parameter, (value if own else own_part(value, parameter)).to(parameter.device))
+        return like(parameter, (value if own else own_part(value, parameter).clone()).to(parameter.device))
 
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

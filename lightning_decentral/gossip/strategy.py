@@ -15,7 +15,7 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.elastic import elastic_if_asked
 from lightning_decentral.gossip.island_strategy import IslandStrategy
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, sharded_state
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -128,6 +128,10 @@ class GossipStrategy(IslandStrategy):
     def worker(self) -> int:
         return self.global_rank // self.island.devices
 
+    @property
+    def keeps_wholes(self) -> bool:
+        return self.is_global_zero
+
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
@@ -192,10 +196,6 @@ class GossipStrategy(IslandStrategy):
         anchors = self._mixers.shown() if self.member.shards == 1 else {}
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors] if anchors else tensors
 
-    def averaged(self) -> list[Tensor]:
-        self.member.rest()
-        return super().averaged()
-
     def progress_state(self) -> dict[str, Any]:
         return self._mixers.state_dict()
 
@@ -216,13 +216,6 @@ class GossipStrategy(IslandStrategy):
     def restart(self) -> None:
         self._mixers.release()
         self.prepare(self.wire)
-
-    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.member.shards > 1:
-            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-            states = [sharded_state(optimizer, state, self.checkpoints.resuming) for optimizer, state in pairs]
-            checkpoint = {**checkpoint, "optimizer_states": states}
-        super().restore_optimizers(checkpoint)
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -1,9 +1,10 @@
 """Trains one device of an elastic worker: run by torchrun, with a folder, the lobby's place and the worker's name.
 
-Behind them stand how many devices it has and how many epochs it trains. Then, maybe, the name of a device, as a1, which
-is killed once.
+Behind them stand what the worker is (`FullyShard(2)`), the rounds (a key of `ROUNDS`), how many epochs
+it trains, the name of a device, as a1, which is killed once, and a checkpoint from which it goes on; "-" is none.
 
-What a device sees and knows after each step is a line of `<name><device>.jsonl`, of all its lives.
+What a device sees and knows after each step is a line of `<name><device>.jsonl`, of all its lives. Digests of what was
+given to a newcomer, and of what one began with, are lines of `<name><device>.digests`.
 """
 
 import json
@@ -14,15 +15,47 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
 
-from lightning_decentral.gossip import AllReduce, Complete, Elastic, GossipStrategy, Solo
+from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard, Solo
+from lightning_decentral.shared.compute.digest import digest
+from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from tests.gossip.weighted_training import Net
 from tests.tiny import QUIET
 
 KILLED = 8
-"""The step in which it is."""
+"""The first step in which it may be."""
+POISONED, WHERE = 3, "a1"
+"""The step in which it is, and the device."""
+ISLANDS = {str(island): island for island in (Solo(), AllReduce(2), FullyShard(2))}
+AVERAGED = {"topology": Complete(), "delay": 0}
+ROUNDS: dict[str, dict[str, Any]] = {"averaged": AVERAGED, "poisoned": AVERAGED, "delayed": {}}
+
+
+class Deep(Net):
+    """Rows that don't divide evenly among devices, and an optimizer that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Linear(4, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64)
+        self.net = nn.Sequential(layers[0], nn.Tanh(), layers[1])  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        _, x, y = batch
+        self.log("error", (self.net(x) - y).square().mean(), sync_dist=True)
+
+    val_dataloader = Net.train_dataloader
+
+
+def flat(module: nn.Module) -> list[float]:
+    """All parameters, whole; collective where they are sharded."""
+    return torch.cat([full_tensor(parameter).flatten() for parameter in module.parameters()]).tolist()
 
 
 class Record(Callback):
@@ -30,8 +63,15 @@ class Record(Callback):
         self._file, self._dead, self._joined = folder / f"{device}.jsonl", folder / "dead", folder / "joined"
         self._dies, self._life = dies, int(self._dead.exists())
 
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        own = {"model": dict(module.state_dict()), "optimizer": trainer.optimizers[0].state_dict()["state"]}
+        tell_digest(self._file, "begins", strategy.checkpoints.held.whole(own))
+
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if self._dies and trainer.global_step == KILLED and not self._dead.exists():
+        strategy: Any = trainer.strategy
+        both = len(strategy.members) == 2
+        if self._dies and both and trainer.global_step >= KILLED and not self._dead.exists():
             self._dead.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -42,8 +82,10 @@ class Record(Callback):
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "members": list(strategy.members),
-            "weight": module.net.weight[0].tolist(),
+            "weight": flat(module),
             "taken": batch[0].tolist(),
+            "healed": strategy.traffic().healed,
+            "apart": strategy.consensus().absolute if trainer.global_step < 3 else None,
         }
         with self._file.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
@@ -52,29 +94,73 @@ class Record(Callback):
         if self._dies and not self._joined.exists():
             time.sleep(0.05)
 
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        line = {"step": trainer.global_step, "error": float(trainer.callback_metrics["error"]), "mean": flat(module)}
+        with self._file.with_suffix(".validated").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+class Poison(Callback):
+    """Of this device alone: what it has of parameters, and of what the optimizer keeps."""
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == POISONED:
+            for parameter, state in trainer.optimizers[0].state.items():
+                for tensor in (parameter, state["momentum_buffer"]):
+                    local(tensor).fill_(torch.nan)
+
+
+def tell_digest(file: Path, kind: str, own: dict[str, Any]) -> None:
+    with file.with_suffix(".digests").open("a") as stream:
+        stream.write(json.dumps({"kind": kind, "digest": digest([own["model"], own["optimizer"]])}) + "\n")
+
 
 class Slowly(Callback):
-    """Until the killed one has come back."""
+    """Until both are there, and until the killed one has come back."""
 
     def __init__(self, folder: Path) -> None:
         self._joined, self._dead = folder / "joined", folder / "dead"
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self._dead.exists() and not self._joined.exists():
-            time.sleep(0.3)
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        waits, end = self._dead.exists() or len(strategy.members) < 2, time.monotonic() + 1.0
+        while waits and not self._joined.exists() and time.monotonic() < end:
+            time.sleep(0.05)
 
 
-def main(folder: Path, lobby: str, name: str, devices: int, epochs: int, dies: str = "") -> None:
+def main(folder: Path, lobby: str, name: str, island: str, rounds: str, epochs: int, dies: str, saved: str) -> None:
     device = f"{name}{os.environ['LOCAL_RANK']}"
-    strategy = GossipStrategy(
-        elastic=Elastic(lobby=lobby, workers=(1 if dies else 2, 2), dead_after=1.5, host="127.0.0.1"),
-        island=AllReduce(devices) if devices > 1 else Solo(),
-        topology=Complete(),
-        delay=0,
+    record = Record(folder, device, device == dies)
+    poison = [Poison()] if (rounds, device) == ("poisoned", WHERE) else []
+    copy = ElasticGossipStrategy._copy
+
+    def copied(self: Any) -> Any:
+        found = copy(self)
+        if found:
+            own = found["trainer"]
+            given = {"model": dict(own["state_dict"]), "optimizer": own["optimizer_states"][0]["state"]}
+            tell_digest(folder / f"{device}.jsonl", "copied", given)
+        return found
+
+    ElasticGossipStrategy._copy = copied  # type: ignore[method-assign]
+    strategy = ElasticGossipStrategy(
+        elastic=Elastic(lobby=lobby, workers=(2 if dies == "-" else 1, 2), dead_after=1.5, host="127.0.0.1"),
+        island=ISLANDS[island],
+        **ROUNDS[rounds],
     )
-    callbacks = [Record(folder, device, device == dies), Slowly(folder)]
-    Trainer(**QUIET, strategy=strategy, devices=devices, max_epochs=epochs, callbacks=callbacks).fit(Net())
+    saving = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", save_top_k=-1)
+    trainer = Trainer(
+        **{**QUIET, "enable_checkpointing": True},
+        strategy=strategy,
+        devices=ISLANDS[island].devices,
+        max_epochs=epochs,
+        callbacks=[record, saving, *poison, *([] if dies == "-" else [Slowly(folder)])],
+    )
+    module = Deep()
+    trainer.fit(module, ckpt_path=None if saved == "-" else saved)
+    torch.save(module.state_dict(), folder / f"{device}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5]), *sys.argv[6:])
+    main(Path(sys.argv[1]), *sys.argv[2:6], int(sys.argv[6]), *sys.argv[7:])

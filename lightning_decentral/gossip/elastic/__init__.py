@@ -1,9 +1,9 @@
 """Gossip whose workers come and go while the others train: the binding of `wire/elastic` to Lightning.
 
 `elastic` is what `GossipStrategy(elastic=...)` takes; it makes a `strategy`, whose parts are a `member` of the run, the
-counters and examples of its `loops`, its `checkpoints`, and `checks` of what can be elastic. Below it are the `process`
-that Lightning sees, with the `launcher` of a machine's workers, and what callbacks see (`watched`). Public: `Elastic`
-and `ElasticGossipStrategy`, from `lightning_decentral.gossip`.
+counters and examples of its `loops`, its `checkpoints`, how its devices are `holding` the model, and `checks` of what
+can be elastic. Below it are the `process` that Lightning sees, with the `launcher` of a machine's workers, and what
+callbacks see (`watched`). Public: `Elastic` and `ElasticGossipStrategy`, from `lightning_decentral.gossip`.
 """
 
 from functools import wraps

@@ -10,8 +10,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_decentral.gossip.islands import IslandModel
+from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
-from lightning_decentral.shared.wire.mean import mean_of_states
+from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
 
@@ -20,7 +22,14 @@ class ElasticCheckpoints(Checkpoints):
     """No worker has a file of its own: who comes back takes everything from a member.
 
     The optimizers' states in it are the oldest's.
+
+    Args:
+        held: how this device holds its member's model.
     """
+
+    def __init__(self, worker: Worker, mean_model: MeanModel, held: IslandModel) -> None:
+        super().__init__(worker, mean_model)
+        self.held = held
 
     resuming = False
     """Whether a device restored what no other has."""
@@ -29,7 +38,7 @@ class ElasticCheckpoints(Checkpoints):
         states = {key: self._mean_model.own(checkpoint[key]) for key in MODELS if key in checkpoint}
         drifts = self._mean_model.apart
         means = {key: mean_of_states(s, self._mean_model.mean_of) if drifts else s for key, s in states.items()}
-        self._saving.write_alone({**checkpoint, **means}, filepath, storage_options)
+        self._saving.write_alone(self.held.whole({**checkpoint, **means}), filepath, storage_options)
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         return self._reading.read(path, weights_only)

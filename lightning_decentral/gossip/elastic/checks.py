@@ -11,7 +11,7 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.wire.island import AllReduce, Island, Solo
+from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.shared.compute.codec.codec import Codec
 
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
@@ -62,12 +62,6 @@ def refuse_remembering(codec: Codec, combine: Combine) -> None:
             f"{codec!r} doesn't go with elastic: it sends differences from what a neighbour heard before, and "
             "neighbours change; use Int8() or BFloat16()"
         )
-
-
-def refuse_island(island: Island) -> None:
-    """ValueError for one whose devices don't all have the whole model."""
-    if not isinstance(island, Solo | AllReduce):
-        raise ValueError(f"island={island!r} doesn't go with elastic yet: use AllReduce({island.devices})")
 
 
 def refuse_process(island: Island, devices: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from lightning_decentral.shared.plan.elastic.view import Bounds, Times
 @checked
 @dataclass(frozen=True)
 class Elastic:
-    """A run whose workers are processes of their own, each with a Trainer of one device, that meet at a lobby.
+    """A run whose workers are processes of their own, each with a Trainer of its own, that meet at a lobby.
 
     Args:
         lobby: "host:port" of `lightning-decentral lobby`. Without, that of the environment's LIGHTNING_DECENTRAL_LOBBY;

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
-from lightning_decentral.gossip.elastic.member import ElasticMember, view_of
+from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.shared.compute.gathered import of_each
 from lightning_decentral.shared.plan.elastic.dealing import Indices
+from lightning_decentral.shared.plan.elastic.view import view_of
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_objects
 from lightning_decentral.shared.wire.transport import Transport, Wire
@@ -39,8 +41,7 @@ class DeviceMember(ElasticMember):
         raise NotImplementedError
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        rows = gather_objects(self._over, value)
-        return self._together(rows, lambda given: made([own for row in given for own in row]))
+        return self._together(gather_objects(self._over, value), of_each(made))
 
     def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         return self._together(value, made)
@@ -74,7 +75,11 @@ class Leading(DeviceMember):
         return self._tell(super().healed)
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
-        began = partial(super().begin, copy, until)
+        def copied() -> Any:
+            broadcast_world({"copy": True})  # the others give their parts
+            return copy()
+
+        began = partial(super().begin, copied, until)
 
         def told() -> dict[str, Any]:
             left_out = began()
@@ -91,7 +96,12 @@ class Leading(DeviceMember):
         return self._tell(partial(super().agreed, own))
 
     def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        return self._tell(lambda: ElasticMember.together(self, value, made))
+        return self._tell(lambda: self._meet(value, made))
+
+    def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        found = list[Any]()
+        self._tell(lambda: found.append(self._meet(value, made)))
+        return found[0]
 
 
 class Following(DeviceMember):
@@ -106,8 +116,9 @@ class Following(DeviceMember):
         there = SimpleNamespace(name=self._hear(), membership=SimpleNamespace(lobby=elastic.lobby))
         self.worker = cast(ElasticWorker, there)  # of which only this is asked
 
-    def _hear(self) -> Any:
-        said = broadcast_world(None)
+    def _hear(self, copy: Callable[[], Any] = lambda: None) -> Any:
+        while "copy" in (said := broadcast_world(None)):
+            copy()
         if "error" in said:
             raise RuntimeError(f"the first device of this worker ended: {said['error']}")
         return said["value"]
@@ -118,7 +129,7 @@ class Following(DeviceMember):
         return value
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
-        told = self._hear()
+        told = self._hear(copy)
         new = {view["number"]: view_of(view) for view in told["views"]}
         self.view = new.get(told["view"]) or self._views[told["view"]]
         self.entered = self.view if told["entered"] else None
@@ -136,6 +147,10 @@ class Following(DeviceMember):
 
     def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         return self._hear()
+
+    def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        self._hear()
+        return value
 
     def present(self) -> list[str]:
         return self._present

@@ -14,9 +14,10 @@ from typing import Any
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.shared.compute.gathered import of_each
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
 from lightning_decentral.shared.plan.elastic.dealing import Dealing, Indices
-from lightning_decentral.shared.plan.elastic.view import Times, View, weight_of
+from lightning_decentral.shared.plan.elastic.view import Times, View, view_of, weight_of
 from lightning_decentral.shared.plan.elastic.watch import Watch, came_and_went
 from lightning_decentral.shared.wire.elastic.frames import own_address
 from lightning_decentral.shared.wire.elastic.starter import title
@@ -233,6 +234,16 @@ class ElasticMember:
         Raises:
             RuntimeError: this worker was away meanwhile, and the others have another result.
         """
+        return self._meet([value], of_each(made))
+
+    def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """The same of the members' first devices alone."""
+        return self._meet(value, made)
+
+    of_first = of_members
+    """The same for the first device alone; what is returned elsewhere means nothing."""
+
+    def _meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         if not self.live:
             return made([value])
         key, self._met = (self.round, self._met), self._met + 1
@@ -242,10 +253,6 @@ class ElasticMember:
         except TimeoutError as error:
             raise _away(error) from None
         return result
-
-    def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """The same of the members' first devices alone."""
-        return self.together(value, made)
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -290,8 +297,3 @@ class ElasticMember:
 
 def _away(error: TimeoutError) -> RuntimeError:
     return RuntimeError(f"{error}: start this worker again, it joins as a new one")
-
-
-def view_of(found: dict[str, Any]) -> View:
-    """From what it was sent as."""
-    return View(**{**found, **{name: tuple(found[name]) for name in ("members", "before", "left")}})

@@ -5,11 +5,12 @@ members of the moment (`ElasticMember`); what Lightning does once for all worker
 what it does by worker 0 is done by the oldest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,8 +21,9 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
-from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_island, refuse_process, refuse_remembering
+from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_process, refuse_remembering
 from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.elastic.holding import Holding, holding
 from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.loops import (
@@ -42,6 +44,7 @@ from lightning_decentral.gossip.elastic.loops import (
 )
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.elastic.watched import WatchedProcess
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -50,14 +53,13 @@ from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, healing, parameters_of
-from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
+from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate
-from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -67,15 +69,15 @@ class ElasticGossipStrategy(WatchedProcess):
     """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
 
     A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
-    member that trains on, and takes part from the next view. One optimizer, automatic optimization, one CPU or CUDA
-    device; rounds are the host's.
+    member that trains on, and takes part from the next view. One optimizer, automatic optimization, CPU or CUDA
+    devices; rounds are the host's.
 
     Args:
         elastic: where workers meet.
         topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
         combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; what others keep belongs to all together.
         codec: one that keeps nothing: `Int8()`, or a smaller type.
-        island: devices that are one worker, by `AllReduce`: it dies, restarts and joins as a whole.
+        island: devices that are one worker (`AllReduce`, `FullyShard`): it dies, restarts and joins as a whole.
         **ddp: Lightning's own. What else `GossipStrategy` takes is refused.
 
     Raises:
@@ -104,7 +106,7 @@ class ElasticGossipStrategy(WatchedProcess):
         super().__init__(timeout=timeout, **ddp)
         check_numbers(delay, heals, bucket_bytes)
         self.elastic, self.island = elastic, island or Solo()
-        refuse_island(self.island)
+        self.starts_on_host = self.island.shards > 1
         self.member = IslandMember(None, 1, self.meet)
         self.topology = topology or Auto()
         rule = combine or Gossip()
@@ -113,11 +115,18 @@ class ElasticGossipStrategy(WatchedProcess):
         refuse_remembering(self.codec, self.combine)
         self.delay, self.evaluate, self.bucket_bytes, self.heals = delay, evaluate, bucket_bytes, heals
         self.mean_model = MeanModel(self.mean_of, self.shown)
-        self.checkpoints = ElasticCheckpoints(self, self.mean_model)  # type: ignore[assignment]
+        held = IslandModel(self.island, self, self._attendance.join_groups)
+        self.checkpoints = ElasticCheckpoints(self, self.mean_model, held)  # type: ignore[assignment]
+        self._held = Holding(torch.device("cpu"))
         self._mixers = Mixers(self._making)
+        self._matrices = WholeMatrices([], self.member)
         self._member: ElasticMember | None = None
         self._exchange: ElasticExchange | None = None
         self._planned = 0
+
+    @property
+    def keeps_wholes(self) -> bool:
+        return self.is_global_zero if self._member is None else self._member.leads
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -145,13 +154,14 @@ class ElasticGossipStrategy(WatchedProcess):
         self._member = member_of(at_its_lobby(self.elastic), self._attendance.timeout.total_seconds(), self.wire)
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
+        self._held = holding(self.island, self.root_device, self._member, self.wire)
         value = self._member.healed()
         self._rank_as(0 if value is None and self._member.leads else 1)
         if value is not None:
             self._take(trainer, value["trainer"])
-        if self._member.leads and value is None:
+        if self._held.mixes and value is None:
             self._mixers.adopt(self.optimizers[0])
-        elif self._member.leads:
+        elif self._held.mixes:
             self._mixers.load_state_dict(value["rule"], self.optimizers)
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -161,25 +171,34 @@ class ElasticGossipStrategy(WatchedProcess):
         connector.restore_datamodule()
         connector.restore_callbacks()
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.member.shards > 1:
+            self.checkpoints.held.take(self._module, checkpoint["state_dict"])
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
     def _copy(self) -> dict[str, Any]:
-        """Everything, between two steps."""
+        """Everything, between two steps; nothing but on the first device."""
         assert self._member is not None
+        if not self._held.mixes:
+            return {}
+        own = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        whole = self.checkpoints.held.whole(own)
+        if not self._member.leads:
+            return {}
         rule = self._mixers.state_dict(lambda of: of.mixer.kept())
-        whole = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         return {"trainer": copied(whole), "rule": copied(rule), **self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
-        self._mixers = Mixers(self._making)
+        self._mixers, self._matrices = Mixers(self._making), WholeMatrices(self.optimizers, self.member)
 
     def _making(self) -> Making:
-        # Rounds are the host's: what others hear comes from its sockets.
-        make = Bucket if self.root_device.type == "cpu" else HostBucket
-        return Making(self._made, partial(pack, bucket_bytes=self.bucket_bytes, make=make))
+        return Making(self._made, partial(pack, bucket_bytes=self.bucket_bytes, make=self._held.bucket))
 
     def _made(self) -> list[Mixer]:
         assert self._exchange is not None
-        mixer = Mixer([], self.combine, self._exchange, self.delay)
-        mixer.healing = healing(self.heals, self._module)
+        mixer = self._held.mixer(self.combine, self._exchange, self.delay)
+        mixer.healing = self._held.healing(self.heals, self._module)
         return [mixer]
 
     # ---- a run ------------------------------------------------------------------------------------------------------
@@ -246,23 +265,25 @@ class ElasticGossipStrategy(WatchedProcess):
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
-        """A round of the first device, whose parameters the others of an island take."""
         assert self._member is not None
-        if self._member.leads:
+        if self._held.mixes:
             for of in self._mixers.of(optimizer):
                 of.mixer.round = self._member.round
             self._mixers.step(optimizer)
-        if self.wire is not None:
-            start_from_worker_0(parameters_of(optimizer), self.wire.world, self.root_device)
+        self._held.mixed(parameters_of(optimizer))
         self._member.ended()
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._held.mean_of(tensors, super().mean_of)
 
     def settle(self) -> None:
         self._mixers.settle()
 
     def release(self) -> None:
         self._mixers.release()
+        self._matrices.close()
         self.member.close(self.alone)
-        self.member = IslandMember(None, 1, self.meet)
+        self.member, self._held = IslandMember(None, 1, self.meet), Holding(self.root_device)
 
     def teardown(self) -> None:
         member, self._member = self._member, None
@@ -272,5 +293,5 @@ class ElasticGossipStrategy(WatchedProcess):
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rule's anchors, where it has some."""
-        anchors = self._mixers.shown()
+        anchors = self._mixers.shown() if self.member.shards == 1 else {}
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.elastic.holding import Holding
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.elastic.process import OneProcess
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -15,6 +16,7 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, parameters_of
 from lightning_decentral.shared.plan.elastic.view import View
 from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.wire.fsdp import local
 
 
 class WatchedProcess(OneProcess):
@@ -28,6 +30,7 @@ class WatchedProcess(OneProcess):
     heals: int
     _member: ElasticMember | None
     _mixers: Mixers
+    _held: Holding
 
     def rounds(self) -> list[int]:
         """Of the run, not of this worker: all members watch the same ones."""
@@ -51,8 +54,9 @@ class WatchedProcess(OneProcess):
     @torch.no_grad()
     def consensus(self) -> Consensus:
         """How far the members are apart now. Collective."""
-        own = [p.detach() for optimizer in self.optimizers for p in parameters_of(optimizer) if p.requires_grad]
-        return spread(own, self.mean_of(own), self.mean_of, 1)
+        trained = [p.detach() for optimizer in self.optimizers for p in parameters_of(optimizer) if p.requires_grad]
+        own, means = (list(map(local, tensors)) for tensors in (trained, self.mean_of(trained)))
+        return spread(own, means, lambda squares: self.mean_of(self._held.sums(squares)), 1)
 
     def summary(self) -> dict[str, str]:
         """The plan in words; who trains together is known later."""

@@ -53,8 +53,12 @@ class Bucket:
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._grain = step * parts
         whole = -(-max(1, sum(sizes)) // self._grain) * self._grain
-        self.held = self.flat = torch.zeros(whole, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.held = self.flat = self.room(whole, parameters[0])
         self.adopt()
+
+    def room(self, elements: int, like: Tensor) -> Tensor:
+        """Memory for so many."""
+        return torch.zeros(elements, dtype=like.dtype, device=like.device)
 
     def elements(self, parameter: nn.Parameter) -> int:
         """How many of them the bucket holds."""

@@ -49,6 +49,11 @@ def stacked(given: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(given))
 
 
+def of_each(made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Sequence[Any]]], Any]:
+    """Of what all devices have given, from a row for each worker."""
+    return lambda rows: made([own for row in rows for own in row])
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """The same, its tensors there."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

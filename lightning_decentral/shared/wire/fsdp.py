@@ -177,8 +177,12 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
     mesh = parameter.device_mesh
-    rows = whole.chunk(mesh.size(), dim=0)
-    place = mesh.get_local_rank()
+    return rows_of(whole, mesh.get_local_rank(), mesh.size())
+
+
+def rows_of(whole: Tensor, place: int, devices: int) -> Tensor:
+    """Those that the device of this place holds, of so many; a view."""
+    rows = whole.chunk(devices, dim=0)
     return rows[place] if place < len(rows) else whole[:0]  # fewer rows than devices
 
 

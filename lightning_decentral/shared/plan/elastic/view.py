@@ -9,7 +9,9 @@ goes on only while those it doesn't hear either are too few for a view of their 
 """
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_decentral.shared.plan.arguments import checked
 
@@ -55,6 +57,11 @@ class View:
         """number * 2^31 + a checksum of the rest: what messages carry. Below 2^63 for 2^32 views."""
         rest = f"{self.members} {self.first_round} {self.before} {self.origin} {self.left}"
         return self.number << 31 | zlib.crc32(rest.encode()) >> 1
+
+
+def view_of(found: Mapping[str, Any]) -> View:
+    """From what it was sent as."""
+    return View(**{**found, **{name: tuple(found[name]) for name in ("members", "before", "left")}})
 
 
 @checked
