@@ -38,10 +38,10 @@ NO_KERNELS = {
 }
 UNREAD = {
     **dict.fromkeys(("copy_", "fill_", "zero_", "difference_", "judge_", "int8_decode_"), 1),
-    **dict.fromkeys(("state_", "int8_encode_"), 2),
+    **dict.fromkeys(("state_", "correct_and_state_", "int8_encode_"), 2),
 }
 """How many of their first arguments they write to and don't read."""
-LAUNCHES = {"state_": 2}
+LAUNCHES = {"state_": 2, "correct_and_state_": 2}
 """Of operators of our own that take more than one: a copy by many programs, and one that puts theirs together."""
 
 

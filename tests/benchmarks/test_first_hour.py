@@ -27,7 +27,7 @@ def test_a_part_goes_its_way_on_the_host(part: str) -> None:
     assert all(row.line().startswith(row.name) for row in rows)
     if part == "kernels":
         same = [row.value for row in rows if "against torch" in row.name]
-        assert same == ["equal bits"] * 4
+        assert same == ["equal bits"] * 5
     if part == "round":
         assert [row.predicted for row in rows[1::2]] == ["under 0.15 a bucket"] * 6
 

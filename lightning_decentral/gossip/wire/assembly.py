@@ -11,7 +11,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Partition, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.clique import CliqueExchange
-from lightning_decentral.gossip.wire.exchange import Exchange, Hearing, Started, Traffic
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
@@ -110,6 +110,13 @@ class ExchangeByStep(Exchange[Started]):
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> Started:
         started: Started = self._of(step).start(message, step, first)
         return started
+
+    def copied(self, x: Tensor, step: int, place: int) -> Copied:
+        return self._of(step).copied(x, step, place)
+
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> tuple[Tensor, Started]:
+        launched: tuple[Tensor, Started] = self._of(step).launch(message, step, place, copied)
+        return launched
 
     def depart(self, started: Sequence[Started], step: int) -> None:
         self._of(step).depart(started, step)

@@ -21,9 +21,12 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.correction import apply_difference
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import stopwatch
+from lightning_decentral.shared.compute.health import state_
 from lightning_decentral.shared.wire.pending import Pending
 
 Number = float | NDArray[np.float64]
+HEADER = 3
+"""Numbers before a message: its round, the elements of all buckets, its largest magnitude."""
 
 
 class Hearing(Protocol):
@@ -50,6 +53,30 @@ class Memory(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass
+class Copied:
+    """A bucket's next message: its copy, and what its header says, both made where the bucket is corrected.
+
+    Attributes:
+        message: gets the values of the bucket.
+        said: int64 [rows, HEADER]; the first row gets the header.
+        elements: of all buckets.
+    """
+
+    message: Tensor
+    said: Tensor
+    step: int
+    elements: int = 0
+
+    def of(self, x: Tensor) -> "Copied":
+        """Made of x, in a pass of its own."""
+        state_(self.message, self.said[0], x, self.step, self.elements)
+        return self
+
+
+Brought = tuple[list[Tensor], Copied | None]
+
+
 class Started(ABC):
     """Buckets of one round between start and landing.
 
@@ -63,8 +90,8 @@ class Started(ABC):
     def land(self) -> list[Tensor]:
         """Wait for what was sent to this worker, and return the mixture, bucket by bucket. Once."""
 
-    def correct(self, x: Tensor, rate: float) -> None:
-        """x <- x + rate (mixed - sent) of its one bucket, in one pass. Once."""
+    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
+        """x <- x + rate (mixed - sent) of its one bucket, in one pass, which makes `copied` of it, too. Once."""
         raise NotImplementedError
 
     def keep(self) -> "Landed":
@@ -86,12 +113,27 @@ class Landed(Started):
     def land(self) -> list[Tensor]:
         return self.mixed
 
-    def correct(self, x: Tensor, rate: float) -> None:
+    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
         for difference in self.mixed:
             apply_difference(x, difference, rate)
+        if copied:
+            copied.of(x)
 
     def keep(self) -> "Landed":
         return self
+
+
+def brought(x: Tensor, rate: float | None, copied: Copied | None, started: Started) -> Brought:
+    """(the mixture, None); (nothing, `copied`) where x was corrected at once, as a rule that is one pass lets it."""
+    if rate is None:
+        return started.land(), None
+    started.correct(x, rate, copied)
+    return [], copied
+
+
+def kept(rate: float | None, started: Started) -> Landed:
+    """What stands in for what was started, once it has come."""
+    return Landed(started.land()) if rate is None or not started.corrects else started.keep()
 
 
 S = TypeVar("S", bound=Started)
@@ -128,13 +170,18 @@ class Exchange(ABC, Generic[S]):
                 order.
         """
 
-    def launch(self, message: Tensor, step: int, place: int) -> tuple[Tensor, S]:
+    def copied(self, x: Tensor, step: int, place: int) -> Copied:
+        """Where a correction puts the next message of bucket `place`, which is x as corrected; then to be launched."""
+        return Copied(self.pool.take(x), torch.empty(1, HEADER, dtype=torch.int64, device=x.device), step)
+
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> tuple[Tensor, S]:
         """Start a copy of one bucket's message, which is the caller's as long as a round is in flight: (copy, started).
 
         Args:
             place: of the bucket among the admitted.
+            copied: the copy, where a correction has made it.
         """
-        sent = self.pool.take(message).copy_(message)
+        sent = copied.message if copied else self.pool.take(message).copy_(message)
         return sent, self.start([sent], step, place)
 
     def offer(self, started: Sequence[S], step: int) -> None:

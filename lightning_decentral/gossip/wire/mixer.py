@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.integrity import Sick
-from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Number, Started
+from lightning_decentral.gossip.wire.exchange import Brought, Copied, Exchange, Landed, Number, Started, brought, kept
 from lightning_decentral.shared.compute.buckets import Matrix
 
 T = TypeVar("T")
@@ -98,11 +98,11 @@ class Mixer:
             # Bucket by bucket: one is mixed and made ready to leave while the next is still on its way, so that
             # the links rest for the last bucket's mixing at most and not for that of the whole model.
             for place, (bucket, state) in enumerate(zip(self.buckets, self._states, strict=True)):
-                self._land(due, place)
+                copied = self._land(due, place, leaving)
                 if not nth:  # it corrects an update, of which there is one in a step
                     self._combine.adapt(bucket.flat, state, turn)
                 if leaving:
-                    self._launch(leaving, place, self._combine.message(bucket.flat, state), turn)
+                    self._launch(leaving, place, self._combine.message(bucket.flat, state), turn, copied)
             if rounds:
                 if not self._delay:
                     self._land_until(self.round)
@@ -178,9 +178,9 @@ class Mixer:
         self._flights.append(Flight(self.round, self.steps))
         return self._flights[-1]
 
-    def _launch(self, flight: Flight, place: int, message: Tensor, turn: Turn) -> None:
+    def _launch(self, flight: Flight, place: int, message: Tensor, turn: Turn, copied: Copied | None) -> None:
         # A copy leaves: what was sent is subtracted at the landing, and updates change x until then.
-        sent, started = self.exchange.launch(message, flight.round, place)
+        sent, started = self.exchange.launch(message, flight.round, place, copied)
         flight.sent.append(sent)
         flight.started.append(started)
         # By `depart` at the latest: what went to a new neighbour long before the old one's message is complete would
@@ -197,17 +197,23 @@ class Mixer:
             due.append(self._flights.popleft())
         return due
 
-    def _land(self, due: Sequence[Flight], place: int) -> None:
+    def _land(self, due: Sequence[Flight], place: int, leaving: Flight | None = None) -> Copied | None:
+        """The copy that leaves next, where the last landing's pass has made it."""
+        copied: Copied | None = None
         for flight in due:
             if place >= len(flight.started):
                 continue  # a bucket that was taken in after the launch
             self.wanted = flight.step + 1
             turn, sent, x = self.turn(flight.round), flight.sent[place], self.buckets[place].flat
             rate = self._rate(turn) if flight.started[place].corrects else None
-            mixed = self._landed(flight, place, partial(_brought, x, rate), list[Tensor]())
+            if leaving and flight is due[-1] and rate is not None and self._combine.sends_x:
+                copied = self.exchange.copied(x, leaving.round, place)
+            nothing: Brought = [], None
+            mixed, copied = self._landed(flight, place, partial(brought, x, rate, copied), nothing)
             for tensor in mixed:
                 self._correct(x, sent, tensor, self._states[place], turn)
             self.exchange.pool.give([sent, *mixed])
+        return copied
 
     def _landed(self, flight: Flight, place: int, take: Callable[[Started], T], nothing: T) -> T:
         """What came back for one bucket; `nothing` where its own message was refused, which corrects nothing."""
@@ -229,12 +235,12 @@ class Mixer:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
         flights = []
         for flight in self._flights:
-            keep = partial(_kept, self._rate(self.turn(flight.round)))
+            keep = partial(kept, self._rate(self.turn(flight.round)))
             # A round lands once, so what it brought stands in for what was started.
-            kept = [self._landed(flight, place, keep, Landed([])) for place in range(len(flight.started))]
-            flight.started = [*kept]
-            brought = {"mixed": [k.mixed for k in kept], "differences": [k.corrects for k in kept]}
-            flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), **brought})
+            landed = [self._landed(flight, place, keep, Landed([])) for place in range(len(flight.started))]
+            flight.started = [*landed]
+            came = {"mixed": [one.mixed for one in landed], "differences": [one.corrects for one in landed]}
+            flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), **came})
         return {**self.kept(), "flights": flights}
 
     def kept(self) -> dict[str, Any]:
@@ -269,18 +275,6 @@ class Mixer:
         self._flights = deque(
             Flight(f["round"], f["step"], _copies(f["sent"], like), _landings(f, like)) for f in state["flights"]
         )
-
-
-def _brought(x: Tensor, rate: float | None, started: Started) -> list[Tensor]:
-    """The mixture; nothing where it corrected x at once, as a rule that is one pass over x lets it."""
-    if rate is None:
-        return started.land()
-    started.correct(x, rate)
-    return []
-
-
-def _kept(rate: float | None, started: Started) -> Landed:
-    return Landed(started.land()) if rate is None or not started.corrects else started.keep()
 
 
 def _settled(sent: Tensor, started: Started) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started, Traffic
+from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, Started, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
     """The same exchange beside the training, where there is something beside which it could be done. At delay 0 a round
-    lands where it's launched. On a device messages as they are cost a copy and a correction, both in the training's way
-    wherever they are queued; by gloo the host waits for them, which it does at the landing."""
+    lands where it's launched. On a device messages as they are cost one pass, in the training's way wherever it is
+    queued: it corrects, and copies what leaves next. By gloo the host waits for them, at the landing."""
     if not delay:
         return exchange
     if device.type == "cpu":
@@ -228,8 +228,8 @@ class OnStream(Started):
     def land(self) -> list[Tensor]:
         return self.exchange.landing(self).land()
 
-    def correct(self, x: Tensor, rate: float) -> None:
-        self.exchange.landing(self).correct(x, rate)
+    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
+        self.exchange.landing(self).correct(x, rate, copied)
 
     def keep(self) -> Landed:
         return self.exchange.landing(self).keep()

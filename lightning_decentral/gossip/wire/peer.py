@@ -6,33 +6,29 @@ to rounding.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.correction import correct_, difference
+from lightning_decentral.gossip.compute.correction import correct_, correct_and_state_, difference, mix
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
-from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started, Tally, Traffic
+from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, Landed, Started, Tally, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.health import judged, scale, scales_in, state_, stated
+from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
-ROUNDING = 1e-12
-"""Of a sum of weights."""
 Arrived = tuple[Mapping[int, Buffers], Tensor]
 """({source: what it said}, what is sound: this worker's own message, then each source's)"""
-HEADER = 3
-"""Numbers before a message: its round, the elements of all buckets, its largest magnitude."""
 
 
 @dataclass
@@ -76,8 +72,8 @@ class PeerMessages(Started):
     def land(self) -> list[Tensor]:
         return self.exchange.landed(self)
 
-    def correct(self, x: Tensor, rate: float) -> None:
-        self.exchange.correct(self, x, rate)
+    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
+        self.exchange.correct(self, x, rate, copied)
 
     def keep(self) -> Landed:
         return self.exchange.keep(self)
@@ -146,18 +142,24 @@ class PeerExchange(Exchange[PeerMessages]):
         corrects = self.device.type == "cuda" and len(message) == 1 and bool(buffers)
         return PeerMessages(self, step, first, message, said, packets, buffers, corrects)
 
-    def launch(self, message: Tensor, step: int, place: int) -> tuple[Tensor, PeerMessages]:
+    def copied(self, x: Tensor, step: int, place: int) -> Copied:
+        rows = 1 + len(self.neighbours(step).sources)
+        said = torch.empty(rows, HEADER, dtype=torch.int64, device=self.device)
+        return Copied(self.pool.take(x), said, step, self._elements)
+
+    def launch(
+        self, message: Tensor, step: int, place: int, copied: Copied | None = None
+    ) -> tuple[Tensor, PeerMessages]:
         if self.device.type != "cuda" or self.coder.encodes:
-            return super().launch(message, step, place)
+            return super().launch(message, step, place, copied)
         # The copy and what the header says of it, in one pass.
-        at, sent = self.neighbours(step), self.pool.take(message)
+        copied = copied or self.copied(message, step, place).of(message)
+        at, sent = self.neighbours(step), copied.message
         packets, buffers = (
             self.coder.encode([sent], at.heard_by, step, place),
             self.coder.buffers(at.sources, [sent], place),
         )
-        said = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
-        state_(sent, said[0], message, step, self._elements)
-        return sent, PeerMessages(self, step, place, [sent], said, packets, buffers, bool(buffers))
+        return sent, PeerMessages(self, step, place, [sent], copied.said, packets, buffers, bool(buffers))
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
         sends, receives = [part.sends() for part in started], [part.receives() for part in started]
@@ -169,10 +171,15 @@ class PeerExchange(Exchange[PeerMessages]):
             part.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
             part.incoming, incoming = incoming[: len(received)], incoming[len(received) :]
 
-    def correct(self, part: PeerMessages, x: Tensor, rate: float) -> None:
+    def correct(self, part: PeerMessages, x: Tensor, rate: float, copied: Copied | None) -> None:
         """x <- x + rate sum_j w_ij (heard_j - sent) over what is accepted."""
         heard, sane = self._accepted(part)
-        correct_(x, *self._terms(part, heard, sane), rate)
+        terms = self._terms(part, heard, sane)
+        if copied:
+            message, header = copied.message, copied.said[0]
+            correct_and_state_(message, header, x, *terms, rate, copied.step, copied.elements)
+        else:
+            correct_(x, *terms, rate)
         self._left(part)
         self.pool.give(tensor for tensors in heard.values() for tensor in tensors)
 
@@ -280,21 +287,3 @@ class PeerExchange(Exchange[PeerMessages]):
 
     def traffic(self) -> Traffic:
         return self._tally.traffic(self._verdicts.refused)
-
-
-def mix(own: Tensor, heard: Sequence[Tensor], weights: Sequence[float]) -> None:
-    """heard[0] <- w_0 own + sum_k w_k heard[k - 1]
-
-    Step by step, each from the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (heard_k - m). So
-    equal messages give their very bits in any type, where products with 1/3 or 1/5 would each be rounded, and a worker
-    at consensus would move. Weights that don't sum to one (of columns, as push-sum's) multiply in the end.
-
-    Args:
-        weights: of `own` and each of what was heard; none below 0.
-    """
-    total, sums = heard[0], list(accumulate(weights))
-    mean = own
-    for tensor, weight, so_far in zip(heard, weights[1:], sums[1:], strict=True):
-        mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)
-    if abs(sums[-1] - 1) > ROUNDING:
-        total.mul_(sums[-1])

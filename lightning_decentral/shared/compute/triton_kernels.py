@@ -76,6 +76,24 @@ def copy_kernel(out, message, parts, n, BLOCK: tl.constexpr):
     tl.store(parts + tl.program_id(0), tl.max(largest, 0))
 
 
+@triton.jit
+def correct_and_copy_kernel(
+    out, parts, x, sent, h0, h1, h2, h3, sane, w0, w1, w2, w3, rate, n, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    largest = tl.zeros([BLOCK], tl.float32)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < n:
+        at = start + tl.arange(0, BLOCK)
+        mask = at < n
+        difference = _difference(sent, h0, h1, h2, h3, sane, w0, w1, w2, w3, at, mask, COUNT)
+        values = (tl.load(x + at, mask=mask).to(tl.float32) + difference * rate).to(x.dtype.element_ty)
+        tl.store(x + at, values, mask=mask)
+        tl.store(out + at, values, mask=mask)
+        largest = tl.maximum(largest, tl.where(mask, _magnitude(values.to(tl.float32)), 0.0))
+        start += tl.num_programs(0) * BLOCK
+    tl.store(parts + tl.program_id(0), tl.max(largest, 0))
+
+
 @triton.jit(do_not_specialize=["step", "elements", "count"])
 def header_kernel(header, parts, step, elements, count, PARTS: tl.constexpr):
     at = tl.arange(0, PARTS)
@@ -147,6 +165,30 @@ def correct_(
     given = sent, *_four(heard), sane, *_four(weights)
     grid = (triton.cdiv(x.numel(), BLOCK),)
     correct_kernel[grid](x, *given, rate, x.numel(), len(heard), BLOCK, enable_fp_fusion=False)
+    return True
+
+
+def correct_and_state_(
+    out: Tensor,
+    header: Tensor,
+    x: Tensor,
+    sent: Tensor,
+    heard: Sequence[Tensor],
+    weights: Sequence[float],
+    sane: Tensor,
+    rate: float,
+    step: int,
+    elements: int,
+) -> bool:
+    if len(heard) > NEIGHBOURS or x.dtype not in TYPES:
+        return False
+    programs = min(triton.cdiv(x.numel(), BLOCK), PARTS)
+    parts = torch.empty(programs, dtype=torch.float32, device=x.device)
+    given = sent, *_four(heard), sane, *_four(weights)
+    correct_and_copy_kernel[(programs,)](
+        out, parts, x, *given, rate, x.numel(), len(heard), BLOCK, enable_fp_fusion=False
+    )
+    header_kernel[(1,)](header, parts, step, elements, programs, PARTS)
     return True
 
 

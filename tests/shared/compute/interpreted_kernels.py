@@ -5,6 +5,7 @@ Run by `test_triton_kernels` in a process of its own, whose Triton interprets fr
 
 import warnings
 from math import ceil
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,32 @@ def test_corrections(dtype: torch.dtype, others: int, rate: float) -> None:
     assert torch.equal(added, correction.difference(sent, heard, weights, sane))
     correction.apply_difference(x, added, rate)
     assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize(
+    ("count", "others", "planted"),
+    [(1, 1, None), (3000, 2, None), (3000, 1, float("nan")), (3000, 3, -float("inf")), (2 * 1024 + 7, 1, None)],
+)
+def test_corrections_with_a_copy_of_what_leaves_next(
+    dtype: torch.dtype, count: int, others: int, planted: float | None
+) -> None:
+    """As one after the other, header included: of NaN it says infinity, as a copy's kernel does."""
+    x, sent, *heard = (numbers(count, dtype, seed) for seed in range(2 + others))
+    if planted is not None:
+        x[count // 2] = planted
+    sane, weights, rate = torch.ones(1 + others, dtype=torch.bool), [1 / (others + 1)] * others, 0.3
+    torchs, expected, found = ([torch.empty_like(x), torch.empty(3, dtype=torch.int64), x.clone()] for _ in range(3))
+    given = sent, heard, weights, sane, rate
+    with mock.patch.object(kernels, "PARTS", 2):  # so that a program goes over several blocks
+        assert kernels.correct_(expected[2], *given)
+        assert kernels.state_(expected[0], expected[1], expected[2], 7, count)
+        assert kernels.correct_and_state_(*found, *given, 7, count)
+    correction._correct_and_state(*torchs, *given, 7, count)
+    for one, two, three in zip(found, expected, torchs, strict=True):
+        assert torch.equal(one.nan_to_num(9.0), two.nan_to_num(9.0))
+        assert planted is not None or torch.equal(one, three)
+    assert not torch.equal(found[2], x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)

@@ -40,6 +40,10 @@ CODES = {"quantized": "*i8", "scales": FLOAT, "n": "i64", "columns": "i32"}
 # (arguments, constants, warps, loads and stores of a thread that has eight elements)
 KERNELS = {
     "correct_kernel": ({"x": FLOAT, **HEARD, "rate": "fp32", "n": "i64"}, {"COUNT": 1, **BLOCKS}, 4, 24 + 1, 8),
+    "correct_and_copy_kernel": (
+        {"out": FLOAT, "parts": FLOAT, "x": FLOAT, **HEARD, "rate": "fp32", "n": "i64"}, {"COUNT": 1, **BLOCKS}, 4,
+        24 + 1, 16 + 1,
+    ),
     "difference_kernel": ({"out": FLOAT, **HEARD, "n": "i64"}, {"COUNT": 2, **BLOCKS}, 4, 24 + 2, 8),
     "copy_kernel": ({"out": FLOAT, "message": FLOAT, "parts": FLOAT, "n": "i64"}, BLOCKS, 4, 8, 8 + 1),
     "header_kernel": (

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.link import Buffers
 from lightning_decentral.gossip.plan.asynchronous import Asynchronous, Heard
-from lightning_decentral.gossip.wire.peer import HEADER, PeerExchange, PeerMessages
+from lightning_decentral.gossip.wire.exchange import HEADER
+from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
 from lightning_decentral.shared.compute.health import stated
 from lightning_decentral.shared.wire.elastic.links import Post
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_decentral.gossip.wire.peer import mix
+from lightning_decentral.gossip.compute.correction import mix
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 WEIGHTS = [[1 / 2, 1 / 2], [1 / 3] * 3, [1 / 5] * 5, [0.1, 0.2, 0.3, 0.4], [0.0, 0.25, 0.75], [2 / 3, 1 / 3]]
