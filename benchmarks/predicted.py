@@ -58,7 +58,7 @@ def rounds(hosts: Cluster, measured: dict[str, Any]) -> tuple[RoundWork, ...]:
         if any(codes):
             raise SystemExit(f"{hosts.hosts} hosts ended with {codes}")
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(hosts.hosts)]
-    sides = ("own_seconds_per_byte", "heard_seconds_per_byte")
+    sides = ("own_seconds_per_byte", "heard_seconds_per_byte", "round_seconds", "message_seconds")
     return tuple(
         RoundWork(of_codec[0]["codec"], *(statistics.mean(work[side] for work in of_codec) for side in sides))
         for of_codec in zip(*found, strict=True)
@@ -74,14 +74,14 @@ def model(measured: dict[str, Any], beside: float, works: tuple[RoundWork, ...])
     return Model("sleeping layers", "simulated accelerator", tuple(blocks), rounds=works)
 
 
-def profiled(hosts: Cluster, trained: Model) -> Profile:
-    """With the network as the hosts measure it."""
+def profiled(hosts: Cluster, trained: Model, sizes: str = "65536 1048576 8388608 33554432") -> Profile:
+    """With the network as the hosts measure it, on messages of so many bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         write(Profile(trained), path)
-        sizes = "--sizes 65536 1048576 8388608 33554432 --repeats 2 --longest-seconds 1"
+        words = f"--sizes {sizes} --repeats 2 --longest-seconds 1"
         start = START.format(size=hosts.hosts, python=sys.executable)
-        codes = hosts.run(["bash", "-c", f"{start} --model {path} {sizes}"], seconds=600)
+        codes = hosts.run(["bash", "-c", f"{start} --model {path} {words}"], seconds=600)
         if any(codes):
             raise SystemExit(f"{hosts.hosts} hosts ended with {codes}")
         return read(path)

@@ -9,7 +9,8 @@ same settings are rehearsed for the first steps of the same schedule and the sam
 Methods with a hook of torch's can't be rehearsed and are left out.
 
 Seconds of a step are forecast as `plan` does it: from a profile of the model with each optimizer, and of the network at
-each rate. All hosts profile at once, as all train on the same processors.
+each rate. All hosts profile at once, as all train on the same processors. What was measured is kept and not measured
+again; take `networks` and `profiles` out of the results for that.
 
 The cost is processor time, which other programs don't change: of all threads over whole steps, against forward and
 backward alone, one torch thread.
@@ -22,8 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import combinations
+from dataclasses import asdict, replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,16 @@ from lightning_decentral.planner.rehearsal.worker import Loop
 from lightning_decentral.shared.plan.forecast import Cluster as Devices
 from lightning_decentral.shared.plan.forecast import Setting, drawn
 from lightning_decentral.shared.plan.network import Network
-from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, RoundWork, read
+from lightning_decentral.shared.plan.profile import (
+    FORMAT,
+    VERSION,
+    BlockCost,
+    LinkCost,
+    Model,
+    Profile,
+    RoundWork,
+    read,
+)
 
 RESULTS = Path(__file__).parent / "results"
 REAL = RESULTS / "loss-per-second-2-cores.json"
@@ -60,6 +70,9 @@ RATES = ("10mbit", "50mbit", "200mbit", "1gbit")
 WITHIN, ALIKE = 0.15, 0.1
 """Forecast seconds are right if not farther off; of methods nearer to each other none is the best."""
 COST_STEPS = 30
+SIDES = ("own_seconds_per_byte", "heard_seconds_per_byte", "round_seconds", "message_seconds")
+SIZES = "16384 65536 262144 1048576"
+ANY_MODEL = Model("any", "cpu", (BlockCost("all", 1e-3, 1e-3, 1e-3, 2**20),))
 METHODS_HERE = {name: words for name, words in METHODS.items() if not any(w.startswith("hook=") for w in words)}
 
 
@@ -148,38 +161,66 @@ def _mean_block(same: tuple[BlockCost, ...]) -> BlockCost:
 
 
 def _mean_work(same: tuple[RoundWork, ...]) -> RoundWork:
-    return replace(same[0], **_means(same, ("own_seconds_per_byte", "heard_seconds_per_byte")))
+    return replace(same[0], **_means(same, SIDES))
 
 
 def _means(same: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, float]:
     return {name: statistics.mean(getattr(one, name) for one in same) for name in names}
 
 
-def forecasts() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """(recipe, {rate: {method: seconds per step}})."""
-    with cluster(HOSTS, FREE, name="profiles") as place:
-        any_model = profiled(place, [*RECIPES["gpt"].words, "trainer=cpu"]).model
-    links = {rate: _network(rate, any_model) for rate in RATES}
-    with cluster(HOSTS, FREE, name="profiles") as place:
-        for name in STEPS:
-            profiles: dict[str, Profile] = {}
-            found: dict[str, dict[str, float]] = {rate: {} for rate in RATES}
-            for method, words in METHODS_HERE.items():
-                cfg = composed([*RECIPES[name].words, *words], SEED)
-                kind = str(cfg.optimizer._target_).rpartition(".")[2]
-                if kind not in profiles:
-                    own = [word for word in words if word.startswith(("experiment=", "optimizer="))]
-                    profiles[kind] = profiled(place, [*RECIPES[name].words, *own, "trainer=cpu"])
-                strategy = instantiate(cfg.strategy, _convert_="all")
-                for rate in RATES:
-                    found[rate][method] = seconds_of(profiles[kind], strategy, links[rate])
-            yield name, found
+def measure(kept: dict[str, Any]) -> Iterator[str]:
+    """Each network and each profile that isn't kept yet, as `asdict` has them; says which it has measured."""
+    networks, profiles = kept.setdefault("networks", {}), kept.setdefault("profiles", {})
+    for rate in RATES:
+        if rate not in networks:
+            networks[rate] = [asdict(cost) for cost in network_at(rate)]
+            yield rate
+    for key, words in profiled_with().items():
+        if key not in profiles:
+            with cluster(HOSTS, FREE, name="profiles") as place:
+                profiles[key] = asdict(profiled(place, words))
+            yield key
 
 
-def _network(rate: str, model: Model) -> Network:
-    """As the hosts measure it."""
+def network_at(rate: str) -> tuple[LinkCost, ...]:
+    """As the hosts measure it, on messages up to the model's size."""
     with cluster(HOSTS, rate, name="profiles") as place:
-        return Network(with_network(place, model).network)
+        return with_network(place, ANY_MODEL, SIZES).network
+
+
+def profiled_with() -> dict[str, list[str]]:
+    """{recipe and optimizer: words}, each once."""
+    found: dict[str, list[str]] = {}
+    for name in STEPS:
+        for words in METHODS_HERE.values():
+            own = [word for word in words if word.startswith(("experiment=", "optimizer="))]
+            found.setdefault(profile_of(name, words), [*RECIPES[name].words, *own, "trainer=cpu"])
+    return found
+
+
+def profile_of(name: str, words: list[str]) -> str:
+    """By its optimizer."""
+    return f"{name} {composed([*RECIPES[name].words, *words], SEED).optimizer._target_.rpartition('.')[2]}"
+
+
+def forecasts(kept: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """{recipe: {rate: {method: seconds per step}}}, by what was measured."""
+    networks = {rate: Network(tuple(LinkCost(**one) for one in costs)) for rate, costs in kept["networks"].items()}
+    profiles = {key: read_from(found) for key, found in kept["profiles"].items()}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, rate in product(STEPS, RATES):
+        here = found.setdefault(name, {}).setdefault(rate, {})
+        for method, words in METHODS_HERE.items():
+            strategy = instantiate(composed([*RECIPES[name].words, *words], SEED).strategy, _convert_="all")
+            here[method] = seconds_of(profiles[profile_of(name, words)], strategy, networks[rate])
+    return found
+
+
+def read_from(found: dict[str, Any]) -> Profile:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        path.write_text(json.dumps({"format": FORMAT, "version": VERSION, **found}))
+        return read(path)
 
 
 def seconds_of(profile: Profile, strategy: Any, network: Network) -> float:
@@ -262,7 +303,10 @@ def main() -> None:
     if options.cost:
         kept["cost"] = shares()
     elif options.forecast:
-        kept["forecasts"] = dict(forecasts())
+        for what in measure(kept):
+            path.write_text(json.dumps(kept, indent=1) + "\n")
+            Console().print(what)
+        kept["forecasts"] = forecasts(kept)
     else:
         torch.set_num_threads(1)
         todo = [(name, method, words) for name in STEPS for method, words in METHODS_HERE.items()]

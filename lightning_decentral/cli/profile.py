@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -31,8 +32,8 @@ from lightning_decentral.planner.block_profile import REPEATS, WARM_UP, measure_
 from lightning_decentral.planner.optimizer_profile import hidden_of, products_per_second, states_of
 from lightning_decentral.planner.plan.optimizer_cost import MUON, hidden_bytes, stepping_bytes
 from lightning_decentral.shared.application import Application
-from lightning_decentral.shared.compute.hardware import DeviceLaps, HostLaps, device_name, laps
-from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
+from lightning_decentral.shared.compute.hardware import DeviceLaps, HostLaps, ProcessorTime, device_name, laps
+from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, RoundWork, write
 
 ALONE = ["strategy=auto", "callbacks=none", "logger=none", "trainer.devices=1", "trainer.num_nodes=1"]
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -47,9 +48,11 @@ class StepProfile(Callback):
         state_bytes: of the optimizers after the last step.
         states: of them, by name, as in `Model`.
         products_per_second: as in `Model`.
+        processors: that whole steps took, without their data.
     """
 
     def __init__(self, done: Callable[[], None]) -> None:
+        self.processors = ProcessorTime()
         self.blocks: tuple[BlockCost, ...] = ()
         self.batch, self.state_bytes = 1, 0
         self.states: tuple[tuple[str, int], ...] = ()
@@ -77,9 +80,11 @@ class StepProfile(Callback):
             self._measure(trainer, pl_module, batch)
             self._laps = laps(pl_module.device)
         self._laps.lap()
+        self.processors.start()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._laps is not None:
+            self.processors.stop()
             self._done()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -124,7 +129,7 @@ def profile(
     mean = sum(seconds) / len(seconds)
     device = device_name(trainer.strategy.root_device)
     name, words = " ".join(overrides) or "recipe=vit", tuple(overrides)
-    rounds = round_works(sum(b.parameter_bytes for b in measured.blocks), trainer.strategy.root_device, done)
+    rounds = _rounds(measured, trainer.strategy.root_device, done)
     optimizer = application.choice([*overrides], "optimizer")
     hidden = [sides for block in measured.blocks for sides in block.hidden]
     model = Model(
@@ -143,6 +148,13 @@ def profile(
     )
     model = replace(model, loop_seconds=max(0.0, mean - model.seconds))
     return Profile(model, (), tuple(round(s / mean, 4) for s in seconds), {platform.node(): device}), mean
+
+
+def _rounds(measured: StepProfile, device: torch.device, done: Callable[[], None]) -> tuple[RoundWork, ...]:
+    found = round_works(sum(b.parameter_bytes for b in measured.blocks), device, done)
+    # Of a host it is processor time, for which others may come in between, as in the steps.
+    crowding = measured.processors.crowding if device.type == "cpu" else 1.0
+    return tuple(work.times(crowding) for work in found)
 
 
 def _refuse_accumulation(batches: int) -> None:
@@ -173,7 +185,7 @@ def _short(names: Sequence[str]) -> list[str]:
 
 def mixing(model: Model) -> str:
     """What a round of gossip takes the device."""
-    seconds = {work.codec: model.parameter_bytes * work.seconds_per_byte(1) for work in model.rounds}
+    seconds = {work.codec: work.seconds(model.parameter_bytes, 1) for work in model.rounds}
     each = ", ".join(f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms" for codec, of_round in seconds.items())
     return f"a round of gossip with one neighbour, without the network: {each or 'not measured on this device'}"
 

@@ -234,6 +234,7 @@ def test_mistakes_are_one_line() -> None:
         fit(Perceptron(manual=True), StepProfile(lambda: None))
 
 
+@pytest.mark.threads
 def test_words_of_the_command_line_are_kept() -> None:
     found, _ = profile(
         cli.RECIPES, ["recipe=vit", "data.batch_size=2", "trainer.accelerator=cpu", "trainer.max_epochs=1"], steps=2

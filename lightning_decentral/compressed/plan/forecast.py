@@ -1,11 +1,16 @@
 """Forecast of a compressed all-reduce: bucket by bucket encode, scatter to owners, reduce, gather, decode.
 
-    backward   bucket 0 -> encode -> scatter -> reduce -> gather -> decode
-                      bucket 1 -> encode -> ...
+    network            scatter 0  gather 0  scatter 1 ...
+    compute   backward 0, encode 0, backward 1, encode 1, ..., reduce 0, decode 0, reduce 1, ..., update
 
-Codes are made and reduced beside the training, on lanes of their own; they are decoded when the backward has ended.
-Messages queue in the order of buckets, though a scatter may in fact pass a gather that waits: the seconds are an upper
-bound by less than a bucket's.
+Codes are made and reduced beside the training, on threads or streams of their own, and take it the processor or the
+device for as long: their work is the step's, and what it hides is the network. Messages queue in the order of buckets,
+though a scatter may in fact pass a gather that waits: the seconds are an upper bound by less than a bucket's.
+
+    scatter, gather = an exchange with all others of (n - 1) / n of the codes; of (n - w) / n between nodes of w workers
+    encode = round + (n - 1) / n bytes own
+    reduce = round + (n - 1) message + bytes ((n - 1) / n hear + own / n)
+    decode = (n - 1) message + (n - 1) / n bytes hear                                 by what a round of gossip takes
 """
 
 from collections.abc import Callable
@@ -48,15 +53,16 @@ class CompressedForecast(Synchronous):
         at_least(1, "leave it out for the default", bucket_bytes=self.bucket_bytes)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        workers, per_node = setting.cluster.workers, setting.cluster.per_node
-        reach, price = setting.cluster.reach(workers), setting.network.price
-        return tuple(price(name, reach, workers, 1, per_node) for name in ("reduce_scatter", "all_gather"))
+        n, per_node, nodes = setting.cluster.workers, setting.cluster.per_node, setting.cluster.nodes
+        # All of a node's workers send through its card at once.
+        sides = ("inside", n, 1, n - 1) if nodes == 1 else ("between", nodes, per_node, n - per_node)
+        reach, group, flows, peers = sides
+        return (setting.network.price("exchange", reach, group, flows, 1, max(1, peers)),)
 
     def card_bytes(self, setting: Setting) -> float:
-        """2 (n - 1) / n of the codes' bytes; nothing on one node."""
-        n = setting.cluster.workers
-        codes = self.wire_bytes(setting.model.parameter_bytes)
-        return 2 * (n - 1) / n * codes if setting.cluster.nodes > 1 else 0.0
+        """2 (n - w) / n of the codes' bytes for each of a node's w workers; nothing on one node."""
+        n, each = setting.cluster.workers, setting.cluster.per_node
+        return each * 2 * (n - each) / n * self.wire_bytes(setting.model.parameter_bytes)
 
     def memory_bytes(self, setting: Setting) -> float:
         # Buckets, and was rounded away: of the whole here, of the own part on the way back.
@@ -68,19 +74,23 @@ class CompressedForecast(Synchronous):
         return step_by(setting.model.step_blocks, self._travel(setting), factor, int(asked))
 
     def _travel(self, setting: Setting) -> Travel:
-        scatter, gather = self.prices(setting)
+        (exchange,) = self.prices(setting)
         n = setting.cluster.workers
         work = self.work(setting.model)
         encode, hear = work.own_seconds_per_byte, work.heard_seconds_per_byte
+        each, messages = work.round_seconds, (n - 1) * work.message_seconds
+        outside = n - (setting.cluster.per_node if setting.cluster.nodes > 1 else 1)
 
         def travel(number: int, size: float, last: str) -> list[Task[str]]:
-            codes, others, mine = self.wire_bytes(size), (n - 1) / n * size, size / n
+            others, mine = (n - 1) / n * size, size / n
+            way = exchange.seconds(outside / n * self.wire_bytes(size))
+            reduced = each + messages + others * hear + mine * encode
             return [
-                Task(f"encode {number}", "codes leave", others * encode, (last,)),
-                Task(f"scatter {number}", "network", scatter.seconds(codes), (f"encode {number}",)),
-                Task(f"reduce {number}", "codes are reduced", others * hear + mine * encode, (f"scatter {number}",)),
-                Task(f"gather {number}", "network", gather.seconds(codes), (f"reduce {number}",)),
-                Task(f"decode {number}", "compute", others * hear, (f"gather {number}",)),
+                Task(f"encode {number}", "compute", each + others * encode, (last,)),
+                Task(f"scatter {number}", "network", way, (f"encode {number}",)),
+                Task(f"reduce {number}", "compute", reduced, (f"scatter {number}",)),
+                Task(f"gather {number}", "network", way, (f"reduce {number}",)),
+                Task(f"decode {number}", "compute", messages + others * hear, (f"gather {number}",)),
             ]
 
         return travel

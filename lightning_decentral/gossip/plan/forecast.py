@@ -253,5 +253,6 @@ class GossipForecast(Method):
         kept = self.within.kept_bytes(setting) * talk.bytes / max(1, model.parameter_bytes)
         own = copies * kept * work.own_seconds_per_byte
         # A device of an island hears its part.
-        each = copies * talk.bytes / self.within.devices * work.heard_seconds_per_byte
+        each = work.message_seconds + copies * talk.bytes / self.within.devices * work.heard_seconds_per_byte
+        own += work.round_seconds
         return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in self._rounds(setting, talk)]

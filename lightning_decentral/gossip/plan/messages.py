@@ -45,7 +45,7 @@ class Encoding:
         plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
         own = plain.own_seconds_per_byte + more.own_seconds_per_byte
         heard = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
-        return known.get(self.codec, RoundWork(self.codec, own, heard))
+        return known.get(self.codec, RoundWork(self.codec, own, heard, plain.round_seconds, plain.message_seconds))
 
 
 PLAIN = Encoding()

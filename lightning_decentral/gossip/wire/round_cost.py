@@ -1,15 +1,22 @@
 """Round cost: what a round of gossip takes a device beside the wire, measured on a loopback of its own messages.
 
-    seconds(heard) = median over repeats of one round: correct by the last one's mixture, copy or encode, decode, mix
-    heard_seconds_per_byte = (seconds(3) - seconds(1)) / 2 bytes        own_seconds_per_byte = seconds(1) / bytes - that
+    seconds(heard, bytes) = round + heard message + bytes (own + heard hear)    through few and many heard and two sizes
 
-The rounds are those of training, in as many buckets. On the host one thread of Python does it all, where training does
-the most part beside the step.
+On the host it is processor time, of all threads and of what the system does for their sockets: workers, each a thread
+of this process, take rounds together as in training, and one's part is a share of it. Other programs don't change it,
+and no neighbour is waited for. On a device it is the median over repeats of what one stream does for a worker that
+hears its own echo; nothing of it but the bytes.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from statistics import median
+from threading import Barrier
+from time import process_time
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +25,7 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.static import Exponential
 from lightning_decentral.gossip.plan.weights import Own
 from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import message_bytes_of
@@ -28,15 +36,17 @@ from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16,
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.transport import Message, Transport
+from lightning_decentral.shared.wire.transport import Message, Transport, loopback
 
 CODECS: tuple[Codec, ...] = (Plain(), Float32(), BFloat16(), Float16(), Int8(), Int4(), DifferenceCompression(Int4()))
-FEW, MANY = 1, 3
-WARM_UP, REPEATS = 9, 5  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error
-ROUNDS = len(CODECS) * 2 * (WARM_UP + REPEATS)
+WARM_UP, REPEATS = 17, 14  # rounds 1, 2, 4, 8, 16, ... also measure the codec's error
+ROUNDS = len(CODECS) * 4 * (WARM_UP + REPEATS)
+"""That are taken on a host at most."""
 ELEMENT_BYTES = 4  # float32
-HOST_BYTES = 64 * 2**20  # of a message; larger ones cost in proportion
+SMALL_BYTES = 64 * 2**10
+HOST_BYTES = 4 * 2**20  # of a message; larger ones cost in proportion
 DEVICE_SHARE = 16  # of the free memory of a device, where launching costs more than a small message
+LONGEST = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -96,38 +106,124 @@ class LoopbackTransport(Transport):
         return _Here()
 
 
+class Meter(Protocol):
+    """How rounds are measured on a device.
+
+    Attributes:
+        heard: few and many neighbours.
+        sizes: bytes of the parameters, ascending.
+    """
+
+    @property
+    def heard(self) -> tuple[int, int]: ...
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+    def seconds(self, codec: Codec, heard: int, size: int) -> float:
+        """Of a round."""
+
+
+class HostMeter:
+    """Processor time of workers in threads, on sockets of this host."""
+
+    heard = (1, 2)
+
+    def __init__(self, parameter_bytes: int, pause: Callable[[], None]) -> None:
+        large = max(ELEMENT_BYTES, min(parameter_bytes, HOST_BYTES))
+        self.sizes = sorted({min(SMALL_BYTES, large), large})
+        self._pause = pause
+        # On the exponential graph of 2^k workers each hears k.
+        self._ends = {heard: loopback(1 << heard, LONGEST) for heard in self.heard}
+
+    def seconds(self, codec: Codec, heard: int, size: int) -> float:
+        ends = self._ends[heard]
+        meet = Barrier(len(ends))
+        with ThreadPoolExecutor(len(ends)) as threads:
+            taken = [*threads.map(partial(self._rounds, codec, size, meet), ends)]
+        return taken[0] / REPEATS / len(ends)
+
+    def _rounds(self, codec: Codec, size: int, meet: Barrier, end: Transport) -> float:
+        """Processor seconds of all workers, of the rounds behind the warm-up."""
+        cpu = torch.device("cpu")
+        exchange = overlapped(PeerExchange(Exponential(), Own(), end, cpu, codec), cpu, 1)
+        mixer = Mixer(_buckets(size, cpu), Gossip(), exchange, delay=1)
+        with torch.no_grad():
+            self._take(mixer, WARM_UP, end)
+            meet.wait()
+            begun = process_time()
+            meet.wait()
+            self._take(mixer, REPEATS, end)
+            meet.wait()
+            taken = process_time() - begun
+            meet.wait()
+            mixer.drain()
+        return taken
+
+    def _take(self, mixer: Mixer, rounds: int, end: Transport) -> None:
+        for _ in range(rounds):
+            if not end.rank:
+                self._pause()
+            mixer.step()
+
+
+class DeviceMeter:
+    """Seconds of a stream, for a worker that hears its own echo."""
+
+    heard = (1, 3)
+
+    def __init__(self, parameter_bytes: int, device: torch.device, pause: Callable[[], None]) -> None:
+        most = cuda.free_bytes(device) // DEVICE_SHARE if device.type == "cuda" else HOST_BYTES
+        self.sizes = [max(ELEMENT_BYTES, min(parameter_bytes, most))]
+        self._device, self._pause = device, pause
+
+    def seconds(self, codec: Codec, heard: int, size: int) -> float:
+        echo, device = LoopbackTransport(1 << heard), self._device
+        exchange = PeerExchange(Exponential(), Own(), echo, device, codec)
+        mixer = Mixer(_buckets(size, device), Gossip(), exchange, delay=1)
+        taken = []
+        for count in range(WARM_UP + REPEATS):
+            self._pause()
+            echo.silent = count >= WARM_UP
+            taken.append(duration(mixer.step, device))
+        return median(taken[WARM_UP:])
+
+
 def round_works(
     parameter_bytes: int, device: torch.device, pause: Callable[[], None] = lambda: None
 ) -> tuple[RoundWork, ...]:
-    """Of `CODECS`, for so many bytes of float32 parameters; of none where no stopwatch sees what the device does.
+    """Of `CODECS`, for so many bytes of float32 parameters; of none where nothing sees what the device does.
 
     Args:
-        pause: before each of `ROUNDS` rounds, outside the measurement.
+        pause: before each round, outside the measurement or without processor time.
     """
     if device.type not in ("cpu", "cuda"):
         return ()
-    most = HOST_BYTES if device.type == "cpu" else cuda.free_bytes(device) // DEVICE_SHARE
-    size = max(ELEMENT_BYTES, min(parameter_bytes, most))
-    return tuple(_work(codec, size, device, pause) for codec in CODECS)
+    host = device.type == "cpu"
+    meter: Meter = HostMeter(parameter_bytes, pause) if host else DeviceMeter(parameter_bytes, device, pause)
+    return tuple(_work(codec, meter) for codec in CODECS)
 
 
-def _work(codec: Codec, size: int, device: torch.device, pause: Callable[[], None]) -> RoundWork:
-    few, many = (_seconds(codec, heard, size, device, pause) / size for heard in (FEW, MANY))
-    # Noise mustn't make either of the two costs negative.
-    heard = min(few / FEW, max(0.0, (many - few) / (MANY - FEW)))
-    return RoundWork(repr(codec), few - FEW * heard, heard)
+def _work(codec: Codec, meter: Meter) -> RoundWork:
+    lines = [_line([(size, meter.seconds(codec, heard, size)) for size in meter.sizes]) for heard in meter.heard]
+    (fixed_few, few), (fixed_many, many) = lines
+    fixed, message = _parts(meter.heard, fixed_few, fixed_many)
+    return RoundWork(repr(codec), *_parts(meter.heard, few, many), fixed, message)
 
 
-def _seconds(codec: Codec, heard: int, size: int, device: torch.device, pause: Callable[[], None]) -> float:
-    # On the exponential graph of 2^k workers each hears k.
-    echo = LoopbackTransport(1 << heard)
-    mixer = Mixer(_buckets(size, device), Gossip(), PeerExchange(Exponential(), Own(), echo, device, codec), delay=1)
-    taken = []
-    for count in range(WARM_UP + REPEATS):
-        pause()
-        echo.silent = count >= WARM_UP
-        taken.append(duration(mixer.step, device))
-    return median(taken[WARM_UP:])
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds however short the message, seconds per byte) through one or two points; neither below 0."""
+    (small, least), (large, most) = points[0], points[-1]
+    if small == large:
+        return 0.0, most / large
+    per_byte = min(most / large, max(0.0, (most - least) / (large - small)))
+    return most - per_byte * large, per_byte
+
+
+def _parts(heard: tuple[int, int], few: float, many: float) -> tuple[float, float]:
+    """(own, of each neighbour). Noise mustn't make either of them negative."""
+    each = min(few / heard[0], max(0.0, (many - few) / (heard[1] - heard[0])))
+    return few - heard[0] * each, each
 
 
 def _buckets(size: int, device: torch.device) -> list[_Bucket]:

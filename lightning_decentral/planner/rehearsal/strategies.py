@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import CompressedStrategy, of_all
@@ -32,9 +33,10 @@ from lightning_decentral.planner.rehearsal.partial_member import Cutting
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.wire.compressed_mean import mean_by
+from lightning_decentral.shared.wire.compressed_mean import ExactMean, mean_by
 from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -76,6 +78,14 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, p
     return Gossiping(strategy, module, optimizer, place)
 
 
+class NotTaken(ExactMean):
+    """That a worker gives to and doesn't take: the first one's update serves all."""
+
+    def start(self, flat: Tensor, place: int) -> Pending:
+        super().start(flat, place)
+        return Together([])
+
+
 class Averaging(Member):
     """Gradients averaged by all, in a codec's payloads; worker 0's running statistics for all."""
 
@@ -92,7 +102,8 @@ class Averaging(Member):
         assert buffers is not None
         assert hosts is not None
         self._buffers = RunningBuffers(self._module, buffers)
-        self._mean = mean_by(self._codec, partial(of_all, wire), CPU)
+        taken = self._codec.encodes or not self._place.worker
+        self._mean = mean_by(self._codec, partial(of_all, wire), CPU) if taken else NotTaken(of_all(wire))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
         # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
         self._after_backward.enter_context(self._gradients.blocked())

@@ -4,7 +4,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
@@ -44,6 +44,26 @@ class DeviceLaps:
         for event in self._events:
             event.synchronize()
         return [self._events[0].elapsed_time(event) / 1000.0 for event in self._events]
+
+
+class ProcessorTime:
+    """Wall seconds, and those of processors in all threads of this process, between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._wall, self._busy = 0.0, 0.0
+
+    def start(self) -> None:
+        self._begun = perf_counter(), process_time()
+
+    def stop(self) -> None:
+        wall, busy = self._begun
+        self._wall, self._busy = self._wall + perf_counter() - wall, self._busy + process_time() - busy
+
+    @property
+    def crowding(self) -> float:
+        """Wall seconds for each second of a processor: 1 on one that nobody else has, 2 where two processes share it,
+        1/4 where four threads compute at once. 1 before anything was measured."""
+        return self._wall / self._busy if self._busy else 1.0
 
 
 def laps(device: torch.device) -> HostLaps | DeviceLaps:

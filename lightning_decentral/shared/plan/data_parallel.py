@@ -70,10 +70,15 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
         tasks.append(Task(name, "compute", factor * piece.seconds))
         if piece.bytes:
             filled[piece.bucket] = name, filled.get(piece.bucket, ("", 0.0))[1] + piece.bytes
-    sent = [travel(number, size, last) for number, (last, size) in filled.items()]
+    sent = {last: travel(number, size, last) for number, (last, size) in filled.items()}
+    # Who computes begins with a bucket in the midst of the backward, and ends with the first when the last is under
+    # way.
+    begun = [each for task in tasks for each in (task, *sent.get(task.name, [])[:1])]
+    under_way = [task for row in sent.values() for task in row[1:-1]]
+    ends = [task for row in sent.values() for task in row[1:][-1:]]
     update = factor * sum(b.update_seconds for b in blocks)
-    under_way = [task for row in sent for task in row]
-    return [*tasks, *under_way, Task("update", "compute", update, tuple(row[-1].name for row in sent))]
+    needs = tuple(row[-1].name for row in sent.values())
+    return [*begun, *under_way, *ends, Task("update", "compute", update, needs)]
 
 
 @dataclass(frozen=True)

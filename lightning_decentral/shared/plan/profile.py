@@ -50,10 +50,13 @@ class BlockCost:
 class RoundWork:
     """What a round of gossip takes the device beside the wire: to copy or encode, decode, mix and correct.
 
-    seconds = bytes of the parameters (own_seconds_per_byte + heard heard_seconds_per_byte)     0 where nobody is heard
+    seconds = round_seconds + heard message_seconds                                             0 where nobody is heard
+            + bytes of the parameters (own_seconds_per_byte + heard heard_seconds_per_byte)
 
     Args:
         codec: the repr of what encodes, `Plain()` for messages as they are.
+        round_seconds: however short the message is: of threads, headers and sockets.
+        message_seconds: the same of each neighbour's.
 
     Raises:
         ValueError: seconds below 0.
@@ -62,6 +65,8 @@ class RoundWork:
     codec: str
     own_seconds_per_byte: float = 0.0
     heard_seconds_per_byte: float = 0.0
+    round_seconds: float = 0.0
+    message_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not min(self.own_seconds_per_byte, self.heard_seconds_per_byte) >= 0:
@@ -69,10 +74,24 @@ class RoundWork:
                 f"a round with {self.codec} can't take {self.own_seconds_per_byte} s per byte "
                 f"and {self.heard_seconds_per_byte} s for each neighbour's"
             )
+        if not min(self.round_seconds, self.message_seconds) >= 0:
+            raise ValueError(
+                f"a round with {self.codec} can't take {self.round_seconds} s and {self.message_seconds} s a message"
+            )
 
     def seconds_per_byte(self, heard: int) -> float:
         """Of a round with so many neighbours."""
         return self.own_seconds_per_byte + heard * self.heard_seconds_per_byte if heard else 0.0
+
+    def seconds(self, parameter_bytes: float, heard: int) -> float:
+        """Of a round with so many neighbours."""
+        fixed = self.round_seconds + heard * self.message_seconds if heard else 0.0
+        return fixed + parameter_bytes * self.seconds_per_byte(heard)
+
+    def times(self, factor: float) -> "RoundWork":
+        """All of its seconds."""
+        own, heard = factor * self.own_seconds_per_byte, factor * self.heard_seconds_per_byte
+        return RoundWork(self.codec, own, heard, factor * self.round_seconds, factor * self.message_seconds)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Condition
+from threading import Condition, RLock
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,8 @@ class Mailboxes:
 
     wait_seconds: float = 600.0
     _boxes: dict[Hashable, deque[Any]] = field(default_factory=lambda: defaultdict(deque), init=False)
-    _changed: Condition = field(default_factory=Condition, init=False)
+    _lock: RLock = field(default_factory=RLock, init=False)
+    _waiting: dict[Hashable, Condition] = field(default_factory=dict, init=False)
     _closed: bool = field(default=False, init=False)
     _unwanted: set[Hashable] = field(default_factory=set, init=False)
 
@@ -37,17 +38,20 @@ class Mailboxes:
 
     def hand(self, addresses: Sequence[Hashable], value: Any) -> None:
         """The value itself."""
-        with self._changed:
+        with self._lock:
             for address in addresses:
                 if address in self._unwanted:
                     self._unwanted.remove(address)
                 else:
                     self._boxes[address].append(value)
-            self._changed.notify_all()
+                    # Who waits for another message isn't woken.
+                    if waiting := self._waiting.get(address):
+                        waiting.notify_all()
 
     def take(self, address: Hashable) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
+        with self._lock:
+            if not self._boxes.get(address):
+                self._wait_for(address)
             if not self._boxes.get(address):
                 raise PeerLost(f"nothing came to {address}: another worker of this rehearsal has ended")
             found = self._boxes[address].popleft()
@@ -55,22 +59,28 @@ class Mailboxes:
                 del self._boxes[address]
             return found
 
+    def _wait_for(self, address: Hashable) -> None:
+        waiting = self._waiting.setdefault(address, Condition(self._lock))
+        waiting.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
+        self._waiting.pop(address, None)
+
     def forget(self, addresses: Sequence[Hashable]) -> None:
         """Nobody takes the one message that has come to each of them, or will."""
-        with self._changed:
+        with self._lock:
             for address in addresses:
                 if self._boxes.pop(address, None) is None:
                     self._unwanted.add(address)
 
     def full(self, address: Hashable) -> bool:
-        with self._changed:
+        with self._lock:
             return bool(self._boxes.get(address))
 
     def close(self) -> None:
         """Who waits, or will, ends."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            for waiting in self._waiting.values():
+                waiting.notify_all()
 
 
 @dataclass

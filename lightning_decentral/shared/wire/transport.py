@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,14 +97,9 @@ class GlooTransport(Transport):
     """Plain sends and receives on the group object; CPU tensors."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        # On the group object: `batch_isend_irecv` refuses groups that aren't registered, as a world of threads never
-        # is. Messages are told apart by tag.
+        # On the group object: `batch_isend_irecv` refuses groups that aren't registered, as a world of threads is.
         incoming = [self._post(self.group.recv, m) for m in receives]
-        outgoing = [self._post(self.group.send, m) for m in sends]
-        return (
-            [Work(w, f"neighbour {self._workers[m.peer]}", self._own) for w, m in zip(outgoing, sends, strict=True)],
-            [Work(w, f"neighbour {self._workers[m.peer]}", self._own) for w, m in zip(incoming, receives, strict=True)],
-        )
+        return [self._post(self.group.send, m) for m in sends], incoming
 
     def greet(self, timeout: timedelta) -> bool:
         # Gloo takes whoever names a pair's number, a small integer, for that pair's other end, and the true one waits.
@@ -114,10 +110,10 @@ class GlooTransport(Transport):
             return heard.equal(torch.arange(self.size))
         return False
 
-    def _post(self, start: Callable[..., Any], message: Message) -> Any:
-        # A broken connection may show here already.
-        with Naming(f"neighbour {self._workers[message.peer]}", self._own):
-            return start([message.tensor], message.peer, message.tag)
+    def _post(self, start: Callable[..., Any], message: Message) -> Pending:
+        peer = f"neighbour {self._workers[message.peer]}"
+        with Naming(peer, self._own):  # a broken connection may show here already
+            return Work(start([message.tensor], message.peer, message.tag), peer, self._own)
 
 
 class NcclTransport(Transport):
@@ -150,15 +146,13 @@ class StagedTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         # The host waits for every copy from the device: the inner transport reads it at once.
-        staged_sends = [m._replace(tensor=cuda.host_like(m.tensor).copy_(m.tensor)) for m in sends]
-        staged_receives = [m._replace(tensor=cuda.host_like(m.tensor)) for m in receives]
-        outgoing, incoming = self._inner.exchange(staged_sends, staged_receives)
-        landing: list[Pending] = [
-            StagedCopy(pending, host.tensor, device.tensor)
-            for pending, host, device in zip(incoming, staged_receives, receives, strict=True)
-        ]
-        kept: list[Pending] = [StagedCopy(p, m.tensor, None) for p, m in zip(outgoing, staged_sends, strict=True)]
-        return kept, landing
+        leaving = [m._replace(tensor=cuda.host_like(m.tensor).copy_(m.tensor)) for m in sends]
+        coming = [m._replace(tensor=cuda.host_like(m.tensor)) for m in receives]
+        outgoing, incoming = self._inner.exchange(leaving, coming)
+        return (
+            [StagedCopy(p, m.tensor, None) for p, m in zip(outgoing, leaving, strict=True)],
+            [StagedCopy(p, m.tensor, own.tensor) for p, m, own in zip(incoming, coming, receives, strict=True)],
+        )
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         host = cuda.host_like(tensor).copy_(tensor)
@@ -198,27 +192,21 @@ def transport(group: Any, device: torch.device) -> Transport:
         ValueError: the group's backend is neither gloo nor NCCL, or its NCCL can't send and receive at once.
     """
     if (name := group.name()) == "nccl":
-        _check_coalesces(group)
+        if not group._get_backend(torch.device("cuda")).supports_coalescing:
+            raise ValueError(  # every worker's receives would stand before its sends
+                "NCCL does a round's sends and receives one by one here, and workers would wait for each other: "
+                "unset TORCH_DISTRIBUTED_DEBUG=DETAIL (INFO is fine)"
+            )
         return NcclTransport(group)
     if name != "gloo":
         raise ValueError(f"workers talk by gloo or nccl, got {name}: give process_group_backend one of these")
     return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
 
 
-def _check_coalesces(group: Any) -> None:
-    # One by one, every worker's receives would stand before its sends, and all wait.
-    if not group._get_backend(torch.device("cuda")).supports_coalescing:
-        raise ValueError(
-            "NCCL does a round's sends and receives one by one here, and workers would wait for each other: "
-            "unset TORCH_DISTRIBUTED_DEBUG=DETAIL (INFO is fine)"
-        )
-
-
 @contextmanager
 def world(timeout: timedelta) -> Iterator[None]:
     """The world that torchrun's variables describe, for programs that Lightning doesn't run."""
-    # By gloo: workers talk before they agree on devices.
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group("gloo", timeout=timeout)  # workers talk before they agree on devices
     try:
         yield
     finally:
@@ -278,6 +266,19 @@ def own_connection(name: str) -> Any:
     return prefixed(store.clone() if hasattr(store, "clone") else store, name)  # an older torch has one for all threads
 
 
+def loopback(size: int, timeout: timedelta) -> list[Transport]:
+    """All ends of a gloo group in this process, by sockets on the host's own address; each is for one thread."""
+    store, gloo = _stores.HashStore(), _stores.ProcessGroupGloo
+
+    def end(rank: int) -> Transport:
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
+        return GlooTransport(gloo(store, rank, size, options))
+
+    with ThreadPoolExecutor(size) as threads:  # each waits for the others
+        return list(threads.map(end, range(size)))
+
+
 def abort_nccl() -> None:
     """End what kernels of this process wait for: all its communicators by NCCL, of no use afterwards."""
     groups = _stores.distributed_c10d._world.pg_backend_config.items()
@@ -296,5 +297,4 @@ def connected() -> bool:
 
 def everyone() -> Transport:
     """The world itself, before groups of our own exist."""
-    # What is sent is on the host, or on the device where NCCL wants it.
-    return transport(dist.group.WORLD, torch.device("cpu"))
+    return transport(dist.group.WORLD, torch.device("cpu"))  # what is sent is on the host, or where NCCL wants it

@@ -47,6 +47,33 @@ def test_coding_is_counted_where_it_is_what_a_step_waits_for() -> None:
     assert found - plain == pytest.approx(more, rel=0.1)
 
 
+@pytest.mark.parametrize("bucket_bytes", [2**20, 1 << 40])
+def test_no_coding_is_hidden_behind_the_backward(bucket_bytes: int) -> None:
+    """It takes the processor that the backward would have; the network is what it hides."""
+    where = setting().without_network
+    found = seconds(CompressedForecast(bucket_bytes=bucket_bytes, work=slow_work), where)
+    whole, n = 4 * BLOCK_BYTES, where.cluster.workers
+    coding = whole * ((n - 1) / n * (1e-6 + 2 * 2e-6) + 1e-6 / n)
+    assert found == pytest.approx(model().seconds + coding)
+
+
+def test_a_bucket_takes_its_time_however_small_it_is() -> None:
+    """Two rounds, in which messages of all others are heard."""
+    where = setting().without_network
+    buckets = -(-(4 * BLOCK_BYTES - 2**20) // 2**21) + 1
+    found = seconds(CompressedForecast(2**21, work=lambda _: RoundWork("Talking()", 0, 0, 1e-3, 1e-4)), where)
+    assert found == pytest.approx(model().seconds + buckets * (2e-3 + 2 * 7 * 1e-4))
+
+
+def test_a_nodes_workers_share_its_card() -> None:
+    alone, together = setting(8, 1, rate=1e3), setting(8, 4, rate=1e3)
+    method = CompressedForecast(wire_bytes=quarter)
+    assert method.card_bytes(alone) == pytest.approx(2 * 7 / 8 * BLOCK_BYTES)
+    assert method.card_bytes(together) == pytest.approx(4 * 2 * 4 / 8 * BLOCK_BYTES)
+    assert seconds(method, together) == pytest.approx(method.card_bytes(together) / 1e3, rel=1e-3)
+    assert method.card_bytes(setting(8, 8)) == 0
+
+
 def test_the_planner_reads_the_codec() -> None:
     where = setting()
     plain = method_of(strategy_of("strategy=compressed strategy/codec=plain"), where.cluster, 1)

@@ -178,6 +178,18 @@ def test_what_a_round_takes_this_device_is_measured_rather_than_assumed(
         assert seconds(method, known) == pytest.approx(model().seconds + seconds_per_byte * PARAMETERS)
 
 
+@pytest.mark.parametrize(("topology", "heard", "share"), [
+    (Hypercube(), 1, 1.0), (Ring(), 2, 1.0), (Every(2, Ring()), 2, 0.5), (Stream(4, 4, Ring()), 2, 1.0)
+], ids=repr)  # fmt: skip
+def test_a_round_takes_its_time_however_short_its_message(topology: Topology, heard: int, share: float) -> None:
+    """A fragment's, too."""
+    where = setting().without_network
+    talking = RoundWork("Plain()", round_seconds=1e-3, message_seconds=1e-4)
+    known = replace(where, model=replace(where.model, rounds=(talking,)))
+    more = seconds(GossipForecast(topology), known) - model().seconds
+    assert more == pytest.approx(share * (1e-3 + heard * 1e-4))
+
+
 def test_in_a_clique_one_mixture_is_heard_and_in_a_star_the_leaves_hear_one() -> None:
     assert rounds(Complete(), Own(), 8, 1)[0].heard.tolist() == [1] * 8
     assert rounds(Complete(), Own(), 8, 1, True)[0].heard.tolist() == [7] * 8

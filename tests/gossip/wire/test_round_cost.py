@@ -1,6 +1,10 @@
-"""Rounds with one's own echo: what is counted, and the line through it."""
+"""Rounds on the host's own sockets and with one's own echo: what is counted, and the lines through it."""
 
 import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.round_cost import CODECS, LoopbackTransport, round_works
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
+from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.transport import Message
 from tests.gossip.wire.test_exchange import Row
 
@@ -65,27 +70,44 @@ def test_a_device_without_a_stopwatch_has_no_rounds() -> None:
     assert round_works(1000, torch.device("mps")) == ()
 
 
-@pytest.mark.parametrize(("own", "heard"), [(2e-9, 3e-10), (0.0, 1e-9), (1e-9, 0.0)])
-def test_the_line_through_one_and_three_neighbours(own: float, heard: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(codec: object, count: int, size: int, *_: object) -> float:
-        return (own + count * heard) * size
+class Line:
+    """A meter of what is known."""
 
-    monkeypatch.setattr(echo, "_seconds", seconds)
-    for work, codec in zip(round_works(1_000_000, CPU), CODECS, strict=True):
-        assert work.codec == repr(codec)
-        assert work.own_seconds_per_byte == pytest.approx(own, abs=1e-15)
-        assert work.heard_seconds_per_byte == pytest.approx(heard)
+    heard = (1, 2)
 
+    def __init__(self, work: RoundWork, sizes: Sequence[int]) -> None:
+        self.work, self.sizes = work, sizes
 
-@pytest.mark.parametrize(("few", "many"), [(3.0, 1.0), (1.0, 9.0)])
-def test_a_disturbed_measurement_has_no_negative_part(few: float, many: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(echo, "_seconds", lambda codec, count, size, *_: few if count == 1 else many)
-    (work, *_) = round_works(1000, CPU)
-    assert min(work.own_seconds_per_byte, work.heard_seconds_per_byte) >= 0
-    assert 1000 * work.seconds_per_byte(1) == pytest.approx(few), "that with one neighbour was measured"
+    def seconds(self, codec: Codec, heard: int, size: int) -> float:
+        return self.work.seconds(size, heard)
 
 
-def test_a_number_is_the_median_of_rounds_that_begin_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "numbers", [(2e-9, 3e-10, 1e-3, 2e-4), (0.0, 1e-9, 0.0, 1e-3), (1e-9, 0.0, 1e-3, 0.0), (0.0, 0.0, 1e-4, 1e-4)]
+)
+def test_the_line_through_few_and_many_neighbours_and_two_sizes(numbers: tuple[float, ...]) -> None:
+    work = RoundWork("Int8(block=256)", *numbers)
+    assert astuple(echo._work(Int8(), Line(work, [1000, 1_000_000])))[1:] == pytest.approx(numbers, abs=1e-12)
+
+
+def test_of_one_size_all_is_by_the_byte() -> None:
+    found = echo._work(Plain(), Line(RoundWork("Plain()", 2e-9, 1e-9, 1e-3), [1_000_000]))
+    assert found.round_seconds == found.message_seconds == 0
+    assert found.seconds(1_000_000, 1) == pytest.approx(1e-3 + 3e-3)
+
+
+@pytest.mark.parametrize("seconds", [(3.0, 1.0, 4.0, 2.0), (1.0, 9.0, 0.5, 8.0), (5.0, 5.0, 1.0, 9.0)])
+def test_a_disturbed_measurement_has_no_negative_part(seconds: tuple[float, ...]) -> None:
+    class Disturbed(Line):
+        def seconds(self, codec: Codec, heard: int, size: int) -> float:
+            return seconds[2 * (size == self.sizes[-1]) + heard - 1]
+
+    found = echo._work(Plain(), Disturbed(RoundWork("Plain()"), [1000, 1_000_000]))
+    assert min(astuple(found)[1:]) >= 0
+    assert found.seconds(1_000_000, 1) == pytest.approx(seconds[2]), "that with one neighbour was measured"
+
+
+def test_a_devices_number_is_the_median_of_rounds_that_begin_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, pauses = itertools.count(), itertools.count()
 
     def duration(round_of_gossip: object, device: torch.device) -> float:
@@ -94,14 +116,52 @@ def test_a_number_is_the_median_of_rounds_that_begin_after_a_pause(monkeypatch: 
         return float(next(taken))
 
     monkeypatch.setattr(echo, "duration", duration)
-    found = echo._seconds(Int8(), 1, 4000, CPU, lambda: next(pauses) and None)
-    assert found == echo.WARM_UP + echo.REPEATS // 2
+    found = echo.DeviceMeter(4000, CPU, lambda: next(pauses) and None).seconds(Int8(), 1, 4000)
+    assert found == echo.WARM_UP + (echo.REPEATS - 1) / 2
     assert next(pauses) == next(taken) == echo.WARM_UP + echo.REPEATS
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_codec_is_measured_on_every_device(device: str) -> None:
+@pytest.mark.threads
+def test_a_hosts_number_is_a_workers_share_of_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that every round of every worker moves on by one; sleeping isn't counted."""
+    rounds = []
+
+    class Counted(Mixer):
+        def step(self, *of: Any) -> None:
+            super().step(*of)
+            rounds.append(1)
+
+    monkeypatch.setattr(echo, "Mixer", Counted)
+    monkeypatch.setattr(echo, "process_time", lambda: float(len(rounds)))
+    meter = echo.HostMeter(4000, lambda: time.sleep(0.001))
+    assert meter.sizes == [4000]
+    for heard in meter.heard:
+        assert meter.seconds(Int8(), heard, 4000) == 1
+
+
+@pytest.mark.threads
+def test_workers_of_the_measurement_agree_as_those_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    landed = []
+
+    class Kept(Mixer):
+        def drain(self) -> None:
+            super().drain()
+            landed.append(self.buckets[0].flat.clone())
+            assert not self.exchange.traffic().refused
+
+    monkeypatch.setattr(echo, "Mixer", Kept)
+    echo.HostMeter(4000, lambda: None).seconds(Int8(), 2, 4000)
+    assert len(landed) == 4
+    assert all(x == pytest.approx(torch.ones(1000), rel=0.05) for x in landed)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.threads), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_every_codec_is_measured_on_every_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(echo, "WARM_UP", 3)
+    monkeypatch.setattr(echo, "REPEATS", 4)
     for size in (4, 100_000):
         works = round_works(size, torch.device(device))
         assert len(works) == len(CODECS)
-        assert all(0 < size * work.seconds_per_byte(1) < 10 for work in works)
+        assert all(0 < work.seconds(size, 1) < 10 for work in works)

@@ -1,6 +1,7 @@
 """A profile as a file: what is written is what is read; anything else is refused with the reason."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ def test_a_file_from_before_rounds_were_measured_has_none(tmp_path: Path) -> Non
 def test_a_round_without_neighbours_is_no_work() -> None:
     (work,) = PROFILE.model.rounds
     assert [work.seconds_per_byte(heard) for heard in (0, 1, 3)] == pytest.approx([0.0, 1.2e-9, 1.6e-9])
+    talking = replace(work, round_seconds=1e-3, message_seconds=1e-4)
+    assert [talking.seconds(1e6, heard) for heard in (0, 1, 3)] == pytest.approx([0.0, 2.3e-3, 2.9e-3])
+    assert talking.times(2).seconds(1e6, 3) == pytest.approx(2 * talking.seconds(1e6, 3))
 
 
 @pytest.mark.parametrize(
