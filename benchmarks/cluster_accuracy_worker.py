@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from cluster_worker import Clock, Plan, Sent, all_reduce_bytes
 from lightning.pytorch import Callback, Trainer
+from peers import LOCAL, DiLoCo, with_decent_dp
 from quiet_recipe import built, composed
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -28,7 +29,7 @@ def flat(model: Learner) -> Tensor:
 
 
 class Marks(Clock):
-    """The clock, and this host's model after every `every` steps: a copy in memory, so that training goes on.
+    """The clock, and this host's model after every `every` batches: a copy in memory, so that training goes on.
 
     Writes `{place}-{rank}.json` (begin, the end of each step, bytes sent per step, bytes of the parameters) and `.pt`
     [marks, numbers].
@@ -41,17 +42,27 @@ class Marks(Clock):
         self._rows: list[Tensor] = []
 
     def on_train_start(self, *_: Any) -> None:
-        self._begin = time.monotonic()
+        self.begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Learner, *_: Any) -> None:
-        if trainer.global_step % self._every == 0:
-            self._rows.append(flat(pl_module))
-        self.tick()
+        self.mark(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Learner) -> None:
-        path = f"{self._path}-{trainer.global_rank}"
+        self.write(trainer.global_rank, pl_module)
+
+    def begin(self) -> None:
+        self._begin = time.monotonic()
+
+    def mark(self, model: Learner) -> None:
+        """A step has ended."""
+        if (len(self.ends) + 1) % self._every == 0:
+            self._rows.append(flat(model))
+        self.tick()
+
+    def write(self, rank: int, model: Learner) -> None:
+        path = f"{self._path}-{rank}"
         torch.save(torch.stack(self._rows), f"{path}.pt")
-        size = sum(p.numel() * p.element_size() for p in pl_module.parameters())
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
         record = {"begin": self._begin, "ends": self.ends, "sent": self._sent.per_step, "bytes": size}
         Path(f"{path}.json").write_text(json.dumps(record))
 
@@ -62,8 +73,6 @@ class Hook(Callback):
     `fp16` halves the bytes; `powersgd` sends two factors of rank 4 for a matrix, after ten steps that average all of
     it (torch's own recommendation is a start from a warm model).
     """
-
-    WORD = "hook="
 
     def __init__(self, name: str, sent: Sent) -> None:
         self._name, self._sent = name, sent
@@ -81,15 +90,34 @@ class Hook(Callback):
         self._sent.per_step *= after / before
 
 
+OWN = ("hook=", "accumulate=", "peer=")
+"""Words that are a benchmark's, not Hydra's."""
+
+
 def train(plan: Plan, place: str, words: list[str], trainer_words: list[str]) -> tuple[Trainer, Learner, Loaders]:
-    """One method on all workers: Hydra's words, and `hook=` with a name."""
-    settings = [f"trainer.max_steps={plan['steps']}", *NO_END, *trainer_words]
-    words, hooks = [w for w in words if not w.startswith(Hook.WORD)], [w for w in words if w.startswith(Hook.WORD)]
-    data, model, trainer = built(composed([*plan["words"], *words, *settings], plan["seed"]))
+    """One method on all workers: Hydra's words, and `hook=NAME`, `accumulate=BATCHES` of an update, `peer=NAME`.
+
+    A step is a batch of each worker, of which an update may take several.
+    """
+    own = dict(word.split("=") for word in words if word.startswith(OWN))
+    words, together = [word for word in words if not word.startswith(OWN)], int(own.get("accumulate", 1))
+    settings = [f"trainer.max_steps={-(-plan['steps'] // together)}", *NO_END, *trainer_words]
+    settings += [f"trainer.accumulate_grad_batches={together}"]
+    cfg = composed([*plan["words"], *words, *settings], plan["seed"])
+    data, model, trainer = built(cfg)
     numbers = sum(p.numel() for p in model.parameters())
-    sent = Sent(all_reduce_bytes({"parameters": numbers, "hosts": trainer.world_size}))
-    trainer.callbacks += [sent, *(Hook(word.removeprefix(Hook.WORD), sent) for word in hooks)]
-    trainer.callbacks += [Marks(plan["folder"], place, plan["every"], sent)]
+    sent = Sent(all_reduce_bytes({"parameters": numbers, "hosts": trainer.world_size}) / together)
+    marks = Marks(plan["folder"], place, plan["every"], sent)
+    if own.get("peer") == "decent_dp":
+        sent.per_step = 4 * numbers
+        marks.begin()
+        with_decent_dp(cfg, data, model, plan["hosts"], plan["steps"], lambda: marks.mark(model))
+        marks.write(int(os.environ["NODE_RANK"]), model)
+        return trainer, model, data
+    if own.get("peer") == "torchft":
+        sent.per_step /= LOCAL
+        trainer.callbacks.append(DiLoCo(plan["hosts"], int(place)))
+    trainer.callbacks += [sent, *([Hook(own["hook"], sent)] if "hook" in own else []), marks]
     trainer.fit(model, datamodule=data)
     return trainer, model, data
 

@@ -1,15 +1,16 @@
 """`Trainer(strategy="compressed")`: data-parallel training whose all-reduce of gradients is quantized."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.optim.muon import Muon
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
@@ -19,6 +20,7 @@ from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -35,6 +37,9 @@ class CompressedStrategy(ReplicaStrategy):
         codec: of the gradients. `Int8()`, the default, sends a quarter of the bytes; `Plain()` is `ddp` itself.
         bucket_bytes: gradients that travel together, at most, unless one parameter has more; by default an eighth of
             the model, 2 to 256 MiB: the codes of the last bucket can't hide behind the backward.
+        orthogonal: under `Muon`, the codec in which what one worker made orthogonal goes to the others: each hidden
+            matrix is then made so once, by its owner, and not by every worker. None, the default: by every worker. It
+            pays where products are dear and links are not slow: what travels waits in the update, unhidden.
         nonfinite: what a step does whose gradients hold NaN or infinity: "stop" ends training, "skip" takes it without
             an update, on all workers alike; a loss scaler skips by itself.
         timeout: how long a worker waits for another, anywhere, before it ends.
@@ -53,15 +58,18 @@ class CompressedStrategy(ReplicaStrategy):
         *,
         codec: Codec | None = None,
         bucket_bytes: int | None = None,
+        orthogonal: Codec | None = None,
         nonfinite: NonFinite = "stop",
         timeout: timedelta = TIMEOUT,
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
         self.codec = codec or Int8()
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes, self.orthogonal = bucket_bytes, orthogonal
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         refuse_impossible(self.codec, bucket_bytes)
+        refuse_estimates(orthogonal or self.codec)
+        self._owners: Owners | None = None
         self._mean: Mean | None = None
         self._gradients: GradientAverage | None = None
         self._buffers: RunningBuffers | None = None
@@ -81,11 +89,15 @@ class CompressedStrategy(ReplicaStrategy):
         self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes)
+        if self.orthogonal is not None:
+            self._owners = Owners(self.optimizers, self.orthogonal, of_all(wire), self.meet)
 
     def release(self) -> None:
         if self._gradients is not None:
             self._gradients.close()
-        self._gradients, self._buffers, self._mean = None, None, None
+        if self._owners is not None:
+            self._owners.close()
+        self._gradients, self._buffers, self._mean, self._owners = None, None, None, None
 
     # ---- a step: averaged gradients, the user's update --------------------------------------------------------------
 
@@ -142,24 +154,53 @@ class CompressedStrategy(ReplicaStrategy):
 
     @property
     def keeps(self) -> bool:
-        return self.codec.encodes
+        return self.codec.encodes or self.orthogonal is not None
 
     def plan(self) -> dict[str, str]:
-        return {"codec": repr(self.codec)}
+        own = {} if self.orthogonal is None else {"orthogonal": repr(self.orthogonal)}
+        return {"codec": repr(self.codec), **own}
 
     def progress_state(self) -> dict[str, Any]:
-        return {} if self._mean is None else self._mean.state_dict()
+        turns = {} if self._owners is None else {"turns": self._owners.turns}
+        return {} if self._mean is None else {**self._mean.state_dict(), **turns}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
-        if self._mean is not None and state:
+        if self._mean is not None and "codec" in state:
             self._mean.load_state_dict(state)
+        if self._owners is not None:
+            self._owners.turns = state.get("turns", 0)
 
     # ---- what users watch -------------------------------------------------------------------------------------------
 
     @property
     def sent_bytes(self) -> int:
-        """Gradients that this worker sent since fit began, as codes."""
-        return 0 if self._mean is None else self._mean.sent_bytes
+        """Gradients, and updates, that this worker sent since fit began, as codes."""
+        updates = 0 if self._owners is None else self._owners.sent_bytes
+        return updates + (0 if self._mean is None else self._mean.sent_bytes)
+
+
+class Owners:
+    """Muon's matrices are made orthogonal by their owners, until `close`."""
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], codec: Codec, over: Transport, meet: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
+        if not self._muons:
+            raise ValueError("no optimizer is a Muon, whose matrices could be shared out: leave orthogonal out")
+        self._codec, self._over, self._meet = codec, over, meet
+        self.turns, self.sent_bytes = 0, 0
+        for muon in self._muons:
+            # On the instance, over the method of its class: `close` has only to take it away.
+            muon.change = self._change  # type: ignore[method-assign]
+
+    def _change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
+        self.sent_bytes += self._meet(lambda: by_owners(change, tensors, self._codec, self._over, self.turns))
+        self.turns += 1
+
+    def close(self) -> None:
+        for muon in self._muons:
+            vars(muon).pop("change", None)
 
 
 def refuse_impossible(codec: Codec, bucket_bytes: int | None) -> None:

@@ -1,10 +1,18 @@
 """Seconds to a loss: the steps to it by a method times the seconds of its steps, against each peer's."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from loss_per_second import METHODS, RECIPES, TIMED, Table, report
+import pytest
+from cluster_accuracy import mean_rows, scores
+from cluster_accuracy_worker import OWN, train
+from loss_per_second import METHODS, RECIPES, TIMED, keep, recipe_for
+from loss_tables import PEERS, Table, report
+from losses import can_be_rehearsed, rehearsed
 from quiet_recipe import composed
+
+from tests.tiny import in_processes
 
 
 def run(scores: list[float]) -> dict[str, Any]:
@@ -47,9 +55,51 @@ def test_a_longer_schedule_may_come_to_a_peers_loss_sooner() -> None:
 
 def test_every_method_is_one_that_the_command_line_takes() -> None:
     for name, words in METHODS.items():
-        strategy = composed([*RECIPES["gpt"].words, *(w for w in words if not w.startswith("hook="))], 0).strategy
-        assert ("DDP" in strategy._target_) == name.startswith("ddp"), name
+        strategy = composed([*RECIPES["gpt"].words, *(w for w in words if not w.startswith(OWN))], 0).strategy
+        assert strategy._target_.endswith(("DDPStrategy", "Apart")) == name.startswith(PEERS), name
 
 
 def test_what_is_timed_holds_whole_outer_rounds() -> None:
     assert all((steps - 10) % 8 == 0 for steps in [*TIMED.values(), 74])
+
+
+def test_a_method_that_only_some_seeds_and_rates_have_is_shown_with_what_there_is(tmp_path: Path) -> None:
+    curves = {"gpt 4 0": RESULTS["curves"]["gpt 4 0"], "gpt 4 1": {"ddp": run([3, 2, 1.7])}}
+    table = Table({"curves": curves, "seconds": {"gpt 4 10mbit": {"ddp": 1.0}}}, "gpt", 4)
+    assert table.losses()[-1] == ["gossip", "2.500", "1.200", "-"]
+    assert table.to_the_loss_of("ddp")[-1] == ["gossip", "20", "-"]
+
+
+def test_results_keep_the_order_of_the_methods(tmp_path: Path) -> None:
+    results: dict[str, Any] = {"curves": {}}
+    for method in ("ddp, Muon", "ddp"):
+        keep(results, tmp_path / "r.json", ("curves", "gpt 4 0", method), {})
+    assert [*results["curves"]["gpt 4 0"]] == ["ddp", "ddp, Muon"]
+
+
+def test_more_hosts_have_words_of_their_own() -> None:
+    assert recipe_for("gpt", 8).methods["gossip, int8, Muon"][-1] == "optimizer.lr=3e-2"
+    assert [*recipe_for("gpt", 4, ["ddp"]).methods] == ["ddp"]
+
+
+def trained(folder: Path, words: list[str]) -> None:
+    plan = {"folder": folder, "words": RECIPES["gpt"].words, "steps": 8, "every": 4, "seed": 0, "hosts": 2}
+    train(plan, "0", words, ["trainer.devices=2", "strategy.start_method=fork"])
+
+
+@pytest.mark.parametrize("method", ["ddp, Muon", "gossip, int8, Muon", "ddp, Muon, fp16 hook, accumulating 4"])
+def test_a_rehearsed_loss_is_that_of_processes(tmp_path: Path, method: str) -> None:
+    words = [word for word in METHODS[method] if word != "hook=fp16"]
+    in_processes(trained, tmp_path, words)
+    real = scores(RECIPES["gpt"].words, 0, mean_rows(tmp_path, "0", 2))
+    recipe = RECIPES["gpt"]._replace(steps=8, every=4)
+    found = rehearsed(recipe, words, 2, 0)
+    assert found["scores"] == pytest.approx(real, abs=0 if "gossip" in method else 1e-4)
+    record = json.loads((tmp_path / "0-0.json").read_text())
+    assert found["bytes_sent"] == pytest.approx(record["sent"], rel=0.2)  # a last round may not have left
+    assert len(record["ends"]) == 8
+
+
+def test_what_needs_processes() -> None:
+    alone = {method for method, words in METHODS.items() if can_be_rehearsed(words)}
+    assert {*METHODS} - alone == {"ddp, PowerSGD", "ddp, Muon, PowerSGD", "decent-dp, AccumAdamW"}

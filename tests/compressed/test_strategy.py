@@ -76,6 +76,20 @@ def test_replicas_are_equal_after_every_step(tmp_path: Path, settings: dict[str,
     assert all(not torch.equal(first[name], last[name]) for name in first), "everything was trained"
 
 
+@pytest.mark.parametrize("orthogonal", [Plain(), Int8()], ids=str)
+def test_muons_matrices_shared_out_are_ddps_and_replicas_stay_equal(tmp_path: Path, orthogonal: Codec) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir(), theirs.mkdir()
+    words: dict[str, Any] = {"size": 3, "max_steps": 4, "gradient_clip_val": 0.1}
+    strategy = compressed(codec=Plain(), orthogonal=orthogonal)
+    rows = run(ours, Tower(optimizer="muon"), strategy=strategy, **words)
+    assert_equal(rows)
+    ddp = run(theirs, Tower(optimizer="muon"), strategy=DDPStrategy(start_method="fork"), **words)
+    rounded = 0.0 if orthogonal == Plain() else 1e-3
+    for mine, other in zip(rows[0]["parameters"], ddp[0]["parameters"], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 + rounded)
+
+
 def quadratics(folder: Path, steps: int) -> None:
     options = {**QUIET, "max_steps": steps, "devices": 2}
     Trainer(strategy=compressed(codec=BFloat16()), callbacks=[Record(folder)], **options).fit(Quadratic())
@@ -156,21 +170,23 @@ def test_unequal_batches_end_with_the_remedy(tmp_path: Path) -> None:
         run(tmp_path, Tower(), strategy=compressed(), batches=Batches(6, lengths=(3, 6)), max_steps=-1, max_epochs=1)
 
 
-def trained(folder: Path, codec: Codec, resume: Path | None) -> dict[str, Tensor]:
+def trained(folder: Path, codec: Codec, resume: Path | None, muon: bool = False) -> dict[str, Tensor]:
     seed_everything(5, workers=True, verbose=False)
     keeping = ModelCheckpoint(folder, filename="at-{step}", save_top_k=-1, every_n_train_steps=4)
     settings = {**QUIET, "max_steps": 9, "enable_checkpointing": True, "devices": 2}
-    module = Net(optimizer="adamw", scheduler=True)
-    trainer = Trainer(strategy=compressed(codec=codec, bucket_bytes=300), callbacks=[keeping], **settings)
+    module = Net(optimizer="muon" if muon else "adamw", scheduler=True)
+    strategy = compressed(codec=codec, bucket_bytes=300, orthogonal=codec if muon else None)
+    trainer = Trainer(strategy=strategy, callbacks=[keeping], **settings)
     trainer.fit(module, SizedBatches(6), ckpt_path=resume)
     return module.state_dict()
 
 
-def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("muon", [False, True])
+def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path, muon: bool) -> None:
     """Within an epoch, with dropout: what was rounded away is each worker's own, and lies beside the plain file."""
-    wanted = in_processes(trained, tmp_path / "whole", Int8(), None)
+    wanted = in_processes(trained, tmp_path / "whole", Int8(), None, muon)
     file = tmp_path / "whole" / "at-step=4.ckpt"
-    found = in_processes(trained, tmp_path / "resumed", Int8(), file)
+    found = in_processes(trained, tmp_path / "resumed", Int8(), file, muon)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     other = in_processes(trained, tmp_path / "other", BFloat16(), file)
     assert not torch.equal(other["head.weight"], wanted["head.weight"])
@@ -179,6 +195,7 @@ def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "text"), [
     ({"codec": DifferenceCompression(Int8())}, "give the inner codec by itself"),
+    ({"orthogonal": DifferenceCompression(Int8())}, "give the inner codec by itself"),
     ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
     ({"ddp_comm_hook": None}, "has no option 'ddp_comm_hook'"),
 ], ids=str)  # fmt: skip

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 
 from lightning_decentral.recipes.digits import Digits
 from lightning_decentral.recipes.loaders import Loaders, split_indices
+from lightning_decentral.recipes.package_text import PackageText
 from lightning_decentral.recipes.pydoc_topics import Pydoc
 from lightning_decentral.recipes.tokens import Bytes, Windows
 
@@ -100,3 +101,27 @@ def test_pydoc_windows_are_those_of_the_topics():
     read = [bytes(inputs.tolist()) for split in pydoc.splits.values() for inputs, _ in split]
     assert sorted(read) == sorted(expected)
     assert [len(pydoc.splits[name]) for name in ("validation", "test")] == [len(expected) // 10] * 2
+
+
+def test_a_packages_files_are_a_text_without_its_tests(tmp_path, monkeypatch):
+    for name, text in {
+        "b.py": "second",
+        "a.py": "first ",
+        "deep/c.py": " third",
+        "tests/d.py": "x",
+        "e.txt": "x",
+    }.items():
+        (tmp_path / "some_text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "some_text" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "".join(PackageText(package="some_text", length=4, batch_size=1).texts()) == "first second third"
+
+
+@pytest.mark.parametrize("package", ["not_installed_anywhere", "not.installed", "textwrap"])
+def test_a_package_that_is_not_there_is_named(package):
+    with pytest.raises(ValueError, match=f"no installed package is named '{package}': pip install it"):
+        PackageText(package=package, length=4, batch_size=1).setup("fit")
+
+
+def test_sympy_has_five_megabytes_and_more():
+    assert sum(len(text.encode()) for text in PackageText(package="sympy", length=4, batch_size=1).texts()) > 5e6

@@ -63,6 +63,8 @@ def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, plac
 
 @member_of.register
 def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    if strategy.orthogonal is not None:  # one worker's update serves all here
+        raise ValueError("a rehearsal makes one update for all workers: leave orthogonal out")
     return Averaging(module, place, strategy.codec, strategy.bucket_bytes)
 
 

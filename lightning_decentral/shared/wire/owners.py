@@ -1,4 +1,4 @@
-"""Whole tensors out of shards, each on one device, which changes it and gives the parts back (Muon under FSDP)."""
+"""Each tensor is changed on one device: of shards put together there (Muon under FSDP), or of what all hold alike."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -6,6 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout
+from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 Shape = tuple[int, ...]
@@ -33,6 +35,44 @@ def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape]
     _travel(away, theirs, over)
     change(whole)
     _travel(theirs, away, over)
+
+
+def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Transport, turn: int) -> int:
+    """All workers hold the same tensors; each is changed by its owner, and all take what its codes say. Collective.
+
+    So the work is shared out, and replicas stay equal bit for bit. With `Plain()` it is the change itself. A worker
+    sends its codes to each other one: (n - 1) / n of the bytes in the mean.
+
+    Args:
+        change: as for `each_once`.
+        tensors: of one type and device.
+        turn: how often this was called before; it draws the codec's noise.
+
+    Returns:
+        bytes that this worker sent.
+    """
+    owned_by = owners([tuple(tensor.shape) for tensor in tensors], over.size)
+    of = [[t for t, owner in zip(tensors, owned_by, strict=True) if owner == rank] for rank in range(over.size)]
+    mine, others = of[over.rank], [rank for rank in range(over.size) if rank != over.rank]
+    heard = {rank: _payload(codec, of[rank]) for rank in others if of[rank]}
+    receives = [Message(rank, code, part) for rank, codes in heard.items() for part, code in enumerate(codes)]
+    sends: list[Message] = []
+    if mine:
+        change(mine)
+        flat, codes = _flat(mine), _payload(codec, mine)
+        codec.replace(flat, codes, Frame(MessageLayout(len(flat)), key(over.rank, turn)))
+        _unpack(flat, mine)
+        sends = [Message(rank, code, part) for rank in others for part, code in enumerate(codes)]
+    leaving, arriving = over.exchange(sends, receives)
+    for pending in arriving:
+        pending.wait()
+    for rank, codes in heard.items():
+        room = _room(of[rank])
+        codec.decode(codes, room, Frame(MessageLayout(len(room))))
+        _unpack(room, of[rank])
+    for pending in leaving:
+        pending.wait()
+    return sum(message.tensor.numel() * message.tensor.element_size() for message in sends)
 
 
 def owners(shapes: Sequence[Shape], devices: int) -> list[int]:
@@ -68,6 +108,11 @@ def _travel(sent: Sequence[Sequence[Tensor]], heard: Sequence[Sequence[Tensor]],
         _unpack(message.tensor, heard[message.peer])
     for pending in leaving:
         pending.wait()
+
+
+def _payload(codec: Codec, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = codec.checked_parts(MessageLayout(_elements(tensors)), tensors[0].dtype)
+    return [tensors[0].new_empty(part.elements, dtype=part.dtype) for part in parts]
 
 
 def _elements(tensors: Sequence[Tensor]) -> int:
