@@ -123,10 +123,12 @@ def seconds_at(records: list[dict[str, Any]], steps: list[int]) -> list[float]:
     return [max(record["ends"][step - 1] for record in records) - start for step in steps]
 
 
-def measure(hosts: Cluster, recipe: Recipe, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+def measure(
+    hosts: Cluster, recipe: Recipe, options: argparse.Namespace, seed: int, alone_steps: int = ALONE_STEPS
+) -> dict[str, Any]:
     """{"alone": seconds per step without a network, "methods": what each reached when}; one launch for all."""
     plan = {"words": recipe.words, "methods": list(recipe.methods.values()), "hosts": hosts.hosts, "seed": seed}
-    plan |= {"steps": options.steps or recipe.steps, "every": recipe.every, "alone_steps": ALONE_STEPS}
+    plan |= {"steps": options.steps or recipe.steps, "every": recipe.every, "alone_steps": alone_steps}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))

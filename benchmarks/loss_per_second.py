@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import ClusterError, cluster
-from cluster_accuracy import INT8, Recipe, measure
+from cluster_accuracy import INT8, WARM_UP, Recipe, measure
 from cluster_accuracy import RECIPES as PLAIN_RECIPES
 from hardware import description, slug
 from loss_tables import PEERS, report
@@ -86,7 +86,9 @@ TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 8): FASTER, ("gpt"
 FREE = "10gbit"
 """Links for the losses: no method waits for them."""
 TIMED = {"10mbit": 26, "50mbit": 50}
-"""Steps that are run, elsewhere 74; timed are those after the tenth, a multiple of the outer rounds' 8."""
+MANY = 8
+"""Steps that are run, elsewhere 74, and 26 on so many hosts. Timed are those after the tenth, a multiple of the outer
+rounds' 8."""
 
 
 def options_of(steps: int | None, longest: float) -> argparse.Namespace:
@@ -109,9 +111,9 @@ def real_curve(hosts: int, recipe: Recipe, method: str, seed: int, longest: floa
 
 def seconds(hosts: int, recipe: Recipe, rate: str, longest: float) -> dict[str, float]:
     """{method: seconds per step at the rate}."""
-    steps = TIMED.get(rate, 74)
+    steps = TIMED.get(rate, 74) if hosts < MANY else TIMED["10mbit"]
     with cluster(hosts, rate, name="seconds") as place:
-        found = measure(place, recipe._replace(every=steps), options_of(steps, longest), 0)["methods"]
+        found = measure(place, recipe._replace(every=steps), options_of(steps, longest), 0, WARM_UP + 2)["methods"]
     return {method: run["seconds_per_step"] for method, run in found.items()}
 
 

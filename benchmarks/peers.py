@@ -7,6 +7,7 @@ its words are Hydra's: optimizer, rate, schedule and clipping are those of every
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -45,26 +46,23 @@ class DiLoCo(Callback):
 
     def __init__(self, hosts: int, turn: int) -> None:
         self._hosts, self._port = hosts, LIGHTHOUSE + turn
-        self._kept: list[Any] = []
+        self._open = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # read when it is imported
+        os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo as TorchftDiLoCo
 
         if trainer.global_rank == 0:
-            server = LighthouseServer(
-                bind=f"{os.environ['MASTER_ADDR']}:{self._port}", min_replicas=self._hosts, join_timeout_ms=10_000
-            )
-            self._kept.append(server)
+            bind = f"{os.environ['MASTER_ADDR']}:{self._port}"
+            server = LighthouseServer(bind=bind, min_replicas=self._hosts, join_timeout_ms=10_000)
+            self._open.callback(server.shutdown)
+        self._open.callback(trainer.strategy.barrier)
         trainer.strategy.barrier()
         network = pl_module.network
         outer = torch.optim.SGD(network.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
-        inner = trainer.optimizers[0]
-        around = TorchftDiLoCo(
-            self._manager(trainer.global_rank), [network], inner, outer, LOCAL, use_bucketization=True
-        )
-        self._kept += [around, around.__enter__()]
+        inner, manager = trainer.optimizers[0], self._manager(trainer.global_rank)
+        self._open.enter_context(TorchftDiLoCo(manager, [network], inner, outer, LOCAL, use_bucketization=True))
 
     def _manager(self, rank: int) -> Any:
         from torchft import Manager, ProcessGroupGloo
@@ -89,16 +87,12 @@ class DiLoCo(Callback):
             replica_id=f"host{rank}",
             hostname=own,
         )
-        self._kept += [store, manager]
+        self._open.callback(lambda: (manager.shutdown(), store))
         return manager
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        around = next(one for one in self._kept if hasattr(one, "__exit__"))
-        around.__exit__(None, None, None)
-        trainer.strategy.barrier()
-        for one in self._kept:
-            if hasattr(one, "shutdown"):
-                one.shutdown()
+    def on_train_end(self, *_: Any) -> None:
+        """In the order that is the reverse: the optimizer, the manager, then, when all are here, the lighthouse."""
+        self._open.close()
 
 
 def address_of(peer: str) -> str:
