@@ -155,7 +155,16 @@ def pipelines() -> Iterator[str]:
     yield f"for each slice {gpt_compiled} where GPT-2's block needs {gpt}, and {llama_compiled} for Llama's {llama} ("
 
 
+def cluster() -> Iterator[str]:
+    ways = {way: f"{row['over its bound']:.2f}" for way, row in result("congestion")["ways"].items()}
+    yield f"took {ways['bbr']} times their bound for a step under BBR and {ways['reno']} under Reno"
+    yield "it was {} by Reno and {} by Cubic".format(
+        *(ways[f"bbr, route congctl {name}"] for name in ("reno", "cubic"))
+    )
+
+
 FROM_RESULTS = {
+    "docs/cluster.md": cluster,
     "docs/codecs.md": codecs,
     "docs/gossip.md": gossip,
     "docs/optimizers.md": optimizers,
