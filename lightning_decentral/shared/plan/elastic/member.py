@@ -115,7 +115,7 @@ class Member:
         return state, [*acts, *beats]
 
     def met(self, beat: Beat, now: float) -> tuple["Member", list[Act]]:
-        """By another member's beat: it lives, and may know a later view. Who asks is answered by who hears the lobby."""
+        """By another member's beat: it lives, and may know a later view. Who hears the lobby answers who asks."""
         if self.out:
             return self, []
         theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.round))
