@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.elastic.elastic import Elastic as Elastic
     from lightning_decentral.gossip.elastic.strategy import ElasticGossipStrategy as ElasticGossipStrategy
     from lightning_decentral.gossip.fabric import FabricGossipStrategy as FabricGossipStrategy
+    from lightning_decentral.gossip.pipeline_replicas import GossipReplicas as GossipReplicas
     from lightning_decentral.gossip.plan.asynchronous import Asynchronous as Asynchronous
     from lightning_decentral.gossip.plan.checks import check as check
     from lightning_decentral.gossip.plan.forecast import GossipForecast as GossipForecast
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
     from lightning_decentral.gossip.wire.island import FullyShard as FullyShard
     from lightning_decentral.gossip.wire.island import Island as Island
     from lightning_decentral.gossip.wire.island import Solo as Solo
-    from lightning_decentral.gossip.wire.pipeline_replicas import GossipReplicas as GossipReplicas
     from lightning_decentral.gossip.wire.simulation import MatrixExchange as MatrixExchange
     from lightning_decentral.gossip.wire.simulation import simulate as simulate
     from lightning_decentral.shared.compute.codec import BFloat16 as BFloat16

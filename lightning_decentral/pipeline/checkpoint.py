@@ -82,15 +82,19 @@ class PipelineCheckpoints(Checkpoints):
             return
         apart = self._mean_model.apart and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
-        mine = self._part(self._of_mean(checkpoint), self.layout)
-        wire = self._join_groups()  # again, after the fit
-        parts = [mine] if wire is None else collect_objects(wire.roll, mine)
-        first = self._worker.is_global_zero
         mark = self._saving.mark(identity if apart else "", path)
-        whole = self._joined(checkpoint, parts, mark, self.layout) if first else {}
+        whole = self.whole(self._of_mean(checkpoint), mark)
         bond = {"rank": self._worker.global_rank, "bond": self._stage.bond.state_dict()} if apart else {}
         own = {**checkpoint, KEY: {**mark, **bond}} if apart else None
         self._saving.commit(whole, own, path, identity, storage_options)
+
+    def whole(self, checkpoint: Mapping[str, Any], mark: dict[str, Any]) -> dict[str, Any]:
+        """As the unsliced model would have it, on worker 0; nothing elsewhere. Collective."""
+        assert self.layout is not None
+        mine = self._part(checkpoint, self.layout)
+        wire = self._join_groups()  # again, after the fit
+        parts = [mine] if wire is None else collect_objects(wire.roll, mine)
+        return self._joined(checkpoint, parts, mark, self.layout) if parts else {}
 
     def _of_mean(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self._mean_model.apart:

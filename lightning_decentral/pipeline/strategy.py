@@ -66,6 +66,10 @@ class TokenPipelineStrategy(WorkersStrategy):
     Source: Li et al. 2102.07988 (TeraPipe); Sun et al. 2406.03488 (Seq1F1B).
     """
 
+    def __new__(cls, *args: Any, replicas: Replicas | None = None, **options: Any) -> Any:
+        """Where the replicas come and go, one of that kind."""
+        return object.__new__(replicas.strategy(cls) if isinstance(replicas, Replicas) else cls)
+
     checkpoints: PipelineCheckpoints
     own = ("cost_cache", "parameters of the optimizers")  # a folder, and each stage's
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.gossip import (
     Auto,
     BFloat16,
@@ -85,6 +86,16 @@ def test_numbers_that_suit_a_number_of_workers_are_asked_for() -> None:
     assert made.combine == Outer(momentum=None).placed(Every(20, Auto()), 6)
 
 
-def test_a_pipelines_replicas_are_no_elastic_workers() -> None:
-    with pytest.raises(ValueError, match=r"elastic=Elastic\(.* doesn't go with pipelines yet"):
-        GossipReplicas(elastic=ELASTIC)  # type: ignore[call-arg]
+@pytest.mark.parametrize("rule", rules.instances(), ids=str)
+def test_rules_of_pipelines(rule: Any) -> None:
+    """The same ones, refused where the strategy is made."""
+    replicas = GossipReplicas(topology=Every(2, RandomMatching(rounds=4)), combine=rule, delay=0, elastic=ELASTIC)
+    try:
+        made: Any = TokenPipelineStrategy(stages=2, replicas=replicas)
+    except ValueError as error:
+        assert type(rule).__name__ in str(error)
+        assert "elastic" in str(error)
+        assert type(rule) not in RULES or not goes_on("", combine=rule, topology=replicas.topology, delay=0)
+    else:
+        assert type(rule) in RULES
+        assert made.combine == rule.placed(replicas.topology, 6)

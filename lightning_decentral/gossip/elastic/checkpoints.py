@@ -6,16 +6,22 @@ Short, as all of it is one rule for saving.
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.islands import IslandModel
 from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
+
+
+class Whole(Protocol):
+    """How a device holds its member's model."""
+
+    def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint as one process would have it, on the member's first device; collective."""
 
 
 class ElasticCheckpoints(Checkpoints):
@@ -27,7 +33,7 @@ class ElasticCheckpoints(Checkpoints):
         held: how this device holds its member's model.
     """
 
-    def __init__(self, worker: Worker, mean_model: MeanModel, held: IslandModel) -> None:
+    def __init__(self, worker: Worker, mean_model: MeanModel, held: Whole) -> None:
         super().__init__(worker, mean_model)
         self.held = held
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
@@ -17,8 +18,8 @@ from lightning_decentral.gossip.wire.elastic.devices import FirstMixer, OtherMix
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import healing
-from lightning_decentral.shared.compute.buckets import Bucket, HostBucket
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers, healing
+from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
 from lightning_decentral.shared.compute.gathered import means_of
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded
@@ -46,6 +47,16 @@ class Holding:
     def bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         """Rounds are the host's: what others hear comes from its sockets."""
         return (Bucket if self._device.type == "cpu" else HostBucket)(parameters)
+
+    def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
+        return pack(parameters, bucket_bytes, self.bucket)
+
+    def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Optimizer]) -> None:
+        """Mixers begin, or go on as a donor's rule; None: there is none."""
+        if rule is None:
+            mixers.adopt(optimizers[0])
+        else:
+            mixers.load_state_dict(rule, optimizers)
 
     def mixer(self, combine: Combine, exchange: Exchange[Any], delay: int) -> Mixer:
         return Mixer([], combine, exchange, delay)

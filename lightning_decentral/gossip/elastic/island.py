@@ -21,21 +21,23 @@ from lightning_decentral.shared.wire.objects import broadcast_world, gather_obje
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-def member_of(elastic: Elastic, seconds: float, wire: Wire | None) -> ElasticMember:
+def member_of(elastic: Elastic, seconds: float, wire: Wire | None, batches: int) -> ElasticMember:
     """This device's part of a member.
 
     Args:
+        batches: that its devices take in a step: one each, or one for all.
         wire: among the devices of the member; None: it is the only one.
     """
     if wire is None:
         return ElasticMember(elastic, seconds)
-    return (Leading if wire.roll.rank == 0 else Following)(elastic, seconds, wire.roll)
+    return (Leading if wire.roll.rank == 0 else Following)(elastic, seconds, wire.roll, batches)
 
 
 class DeviceMember(ElasticMember):
     """Of one of several devices, which all call the same in the same order."""
 
     _over: Transport
+    _batches: int
 
     def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         raise NotImplementedError
@@ -50,16 +52,16 @@ class DeviceMember(ElasticMember):
         """Views are told before a round: so no device knows of one that another doesn't know."""
 
     def _own(self, places: Indices) -> Indices:
-        parts: list[Indices] = [*places.reshape(self._over.size, -1)]
-        return parts[self._over.rank]
+        parts: list[Indices] = [*places.reshape(self._batches, -1)]
+        return parts[self._over.rank % self._batches]
 
 
 class Leading(DeviceMember):
     """The first device's: the member, which tells the others."""
 
-    def __init__(self, elastic: Elastic, seconds: float, over: Transport) -> None:
-        self._over, self._told = over, 0
-        super().__init__(elastic, seconds, over.size)
+    def __init__(self, elastic: Elastic, seconds: float, over: Transport, batches: int) -> None:
+        self._over, self._told, self._batches = over, 0, batches
+        super().__init__(elastic, seconds, batches)
         self._tell(lambda: self.worker.name)
 
     def _tell(self, call: Callable[[], Any]) -> Any:
@@ -109,9 +111,9 @@ class Following(DeviceMember):
 
     leads = False
 
-    def __init__(self, elastic: Elastic, seconds: float, over: Transport) -> None:
-        self._over = over
-        self._hold(elastic, seconds, over.size)
+    def __init__(self, elastic: Elastic, seconds: float, over: Transport, batches: int) -> None:
+        self._over, self._batches = over, batches
+        self._hold(elastic, seconds, batches)
         self._present: list[str] = []
         there = SimpleNamespace(name=self._hear(), membership=SimpleNamespace(lobby=elastic.lobby))
         self.worker = cast(ElasticWorker, there)  # of which only this is asked

@@ -15,7 +15,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _basic_subp
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.gossip.elastic.elastic import Elastic
-from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times
 from lightning_decentral.shared.wire.elastic.starter import LOBBY, SEAT, STARTER, OwnLobby, Starter, follow
 
@@ -79,14 +78,14 @@ def seat(environment: Mapping[str, str]) -> int:
 
 
 def refuse_unstarted(
-    elastic: Elastic, island: Island, cluster: ClusterEnvironment, workers: int, nodes: int, method: str
+    elastic: Elastic, devices: int, cluster: ClusterEnvironment, workers: int, nodes: int, method: str
 ) -> None:
     """ValueError where this process can't start the workers of a run without a lobby."""
     least, most = elastic.workers
-    if island.devices > 1:
+    if devices > 1:
         raise ValueError(
-            f"workers of {island!r} meet at a lobby: run `lightning-decentral lobby --workers 2:16`, and for each a "
-            f"torchrun --nnodes=1 --nproc-per-node={island.devices} with Elastic(lobby='HOST:29400')"
+            f"workers of {devices} devices meet at a lobby: run `lightning-decentral lobby --workers 2:16`, and for "
+            f"each a torchrun --nnodes=1 --nproc-per-node={devices} with Elastic(lobby='HOST:29400')"
         )
     if cluster.creates_processes_externally or nodes > 1:
         raise ValueError(

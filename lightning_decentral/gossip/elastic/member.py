@@ -29,7 +29,7 @@ class ElasticMember:
 
     Args:
         seconds: how long it waits for others, anywhere.
-        devices: of this worker, each of which takes batches.
+        batches: that the devices of this worker take in a step.
 
     Attributes:
         round: that began last; -1: none.
@@ -46,14 +46,14 @@ class ElasticMember:
     leads = True
     """Whether this device talks to other members."""
 
-    def __init__(self, elastic: Elastic, seconds: float, devices: int = 1) -> None:
-        self._hold(elastic, seconds, devices)
+    def __init__(self, elastic: Elastic, seconds: float, batches: int = 1) -> None:
+        self._hold(elastic, seconds, batches)
         host = elastic.host or own_address(elastic.lobby)
         self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), title(os.environ), self._weight)
 
-    def _hold(self, elastic: Elastic, seconds: float, devices: int) -> None:
+    def _hold(self, elastic: Elastic, seconds: float, batches: int) -> None:
         """What it knows."""
-        self._weight = elastic.weight * devices
+        self._weight = elastic.weight * batches
         self.round, self.next_round = -1, 0
         self.view: View | None = None
         self.entered: View | None = None

@@ -23,15 +23,19 @@ from lightning_decentral.gossip.elastic.launcher import (
 )
 from lightning_decentral.gossip.elastic.loops import plain
 from lightning_decentral.gossip.elastic.member import ElasticMember
-from lightning_decentral.gossip.island_strategy import IslandStrategy
 from lightning_decentral.shared.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
+from lightning_decentral.shared.workers import WorkersStrategy
 
 
-class OneProcess(IslandStrategy):
+class OneProcess(WorkersStrategy):
     """Of members there are no groups: who trains together changes. An island's devices have theirs."""
 
     elastic: Elastic
     _member: ElasticMember | None
+    devices: int
+    """Of one worker."""
+
+    batches: int
     _rank: int | None = None
     _beside = 0
 
@@ -39,13 +43,13 @@ class OneProcess(IslandStrategy):
         cluster, devices, method = self.cluster_environment, self.parallel_devices, self._start_method
         assert cluster is not None
         assert devices is not None
-        refuse_restarting_all(cluster, self.island.devices)
+        refuse_restarting_all(cluster, self.devices)
         if started(os.environ):
             self._beside = len(devices)
             self.parallel_devices = [devices[seat(os.environ) % len(devices)]]  # the others' are those beside it
             self._launcher = FollowingLauncher(cluster, 1, 1)
         elif starts_workers(self.elastic, os.environ):
-            refuse_unstarted(self.elastic, self.island, cluster, len(devices), self.num_nodes, str(method))
+            refuse_unstarted(self.elastic, self.devices, cluster, len(devices), self.num_nodes, str(method))
             self._launcher = ElasticLauncher(cluster, len(devices), 1, self.elastic)
         else:
             super()._configure_launcher()
@@ -53,7 +57,7 @@ class OneProcess(IslandStrategy):
     @property
     def planned_workers(self) -> int:
         """With so many devices the run begins if nothing is amiss."""
-        return (self._beside or self.elastic.workers[1]) * self.island.devices
+        return (self._beside or self.elastic.workers[1]) * self.batches
 
     def set_world_ranks(self) -> None:
         """Until it is known who is the oldest, the one that was started first is taken for it; a starter is nobody."""
@@ -64,7 +68,7 @@ class OneProcess(IslandStrategy):
         super().set_world_ranks()
 
     def setup_distributed(self) -> None:
-        if self.island.devices > 1:
+        if self.devices > 1:
             super().setup_distributed()
             return
         reset_seed()
@@ -74,7 +78,7 @@ class OneProcess(IslandStrategy):
     @property
     def local_rank(self) -> int:
         assert self.cluster_environment is not None
-        return self.cluster_environment.local_rank() if self.island.devices > 1 else 0
+        return self.cluster_environment.local_rank() if self.devices > 1 else 0
 
     @property
     def global_rank(self) -> int:

@@ -10,10 +10,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,51 +17,28 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
-from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_process, refuse_remembering
+from lightning_decentral.gossip.elastic.checks import refuse_process
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.holding import Holding, holding
-from lightning_decentral.gossip.elastic.island import member_of
-from lightning_decentral.gossip.elastic.launcher import at_its_lobby
-from lightning_decentral.gossip.elastic.loops import (
-    agreed_states,
-    batches_of,
-    calendar_of,
-    copied,
-    count_logged,
-    dealt,
-    go_to,
-    last_to_leave_for,
-    leave_out,
-    nobody,
-    refuse_unplanned,
-    restored,
-    scaled,
-    seed_of,
-)
 from lightning_decentral.gossip.elastic.member import ElasticMember
-from lightning_decentral.gossip.elastic.watched import WatchedProcess
+from lightning_decentral.gossip.elastic.run import ElasticRun
+from lightning_decentral.gossip.island_strategy import IslandStrategy
 from lightning_decentral.gossip.islands import IslandModel, WholeMatrices
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.gossip.rounds import check_numbers
-from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
-from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate
-from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
 
 @checked
-class ElasticGossipStrategy(WatchedProcess):
+class ElasticGossipStrategy(ElasticRun, IslandStrategy):
     """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
 
     A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
@@ -84,7 +57,6 @@ class ElasticGossipStrategy(WatchedProcess):
         ValueError: here, for an option that isn't served, or a topology that isn't one for any number of workers.
     """
 
-    drifts: ClassVar[bool] = True
     own: ClassVar[Sequence[str]] = ("elastic",)
 
     def __init__(
@@ -104,72 +76,39 @@ class ElasticGossipStrategy(WatchedProcess):
         **ddp: Any,
     ) -> None:
         super().__init__(timeout=timeout, **ddp)
-        check_numbers(delay, heals, bucket_bytes)
-        self.elastic, self.island = elastic, island or Solo()
+        self.island, self.evaluate = island or Solo(), evaluate
         self.starts_on_host = self.island.shards > 1
         self.member = IslandMember(None, 1, self.meet)
-        self.topology = topology or Auto()
+        self._matrices = WholeMatrices([], self.member)
         rule = combine or Gossip()
-        self.weights, self.codec = weights or rule.weights, codec or Plain()
-        self.combine = elastic_rule(rule, self.topology, self.weights, delay, elastic)
-        refuse_remembering(self.codec, self.combine)
-        self.delay, self.evaluate, self.bucket_bytes, self.heals = delay, evaluate, bucket_bytes, heals
-        self.mean_model = MeanModel(self.mean_of, self.shown)
+        plan = topology or Auto(), rule, weights or rule.weights, codec or Plain(), delay, bucket_bytes, heals
+        self.plan_rounds(elastic, *plan)
         held = IslandModel(self.island, self, self._attendance.join_groups)
         self.checkpoints = ElasticCheckpoints(self, self.mean_model, held)  # type: ignore[assignment]
-        self._held = Holding(torch.device("cpu"))
-        self._mixers = Mixers(self._making)
-        self._matrices = WholeMatrices([], self.member)
-        self._member: ElasticMember | None = None
-        self._exchange: ElasticExchange | None = None
-        self._planned = 0
+
+    @property
+    def batches(self) -> int:  # type: ignore[override]
+        return self.island.devices
+
+    devices = batches
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        super().refuse(module, fitting)
+        refuse_process(self.island, self.num_nodes * self.num_processes, self.root_device)
 
     @property
     def keeps_wholes(self) -> bool:
         return self.is_global_zero if self._member is None else self._member.leads
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of those in this round's view, the oldest first; none outside of training."""
-        return self._member.view.members if self._member and self._member.view else ()
+    def prepare(self, wire: Wire | None) -> None:
+        super().prepare(wire)
+        self._matrices = WholeMatrices(self.optimizers, self.member)
 
-    # ---- set-up -----------------------------------------------------------------------------------------------------
+    def holding(self, member: ElasticMember) -> Holding:
+        return holding(self.island, self.root_device, member, self.wire)
 
-    def refuse(self, module: nn.Module, fitting: bool) -> None:
-        super().refuse(module, fitting)
-        refuse_process(self.island, self.num_nodes * self.num_processes, self.root_device)
-        if fitting and not self._module.automatic_optimization:
-            raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
-
-    def setup(self, trainer: Trainer) -> None:
-        """As ever; then everything from a member that trains, if there is one."""
-        self._planned = 0
-        super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        if len(self.optimizers) != 1:
-            raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
-        if self._planned:
-            trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        self._member = member_of(at_its_lobby(self.elastic), self._attendance.timeout.total_seconds(), self.wire)
-        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
-        self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
-        self._held = holding(self.island, self.root_device, self._member, self.wire)
-        value = self._member.healed()
-        self._rank_as(0 if value is None and self._member.leads else 1)
-        if value is not None:
-            self._take(trainer, value["trainer"])
-        if self._held.mixes and value is None:
-            self._mixers.adopt(self.optimizers[0])
-        elif self._held.mixes:
-            self._mixers.load_state_dict(value["rule"], self.optimizers)
-
-    def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        connector = trainer._checkpoint_connector
-        connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it: loops, optimizers, schedules
-        connector.restore_model()
-        connector.restore_datamodule()
-        connector.restore_callbacks()
+    def whole(self, own: dict[str, Any]) -> dict[str, Any]:
+        return self.checkpoints.held.whole(own)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.member.shards > 1:
@@ -177,119 +116,14 @@ class ElasticGossipStrategy(WatchedProcess):
         else:
             super().load_model_state_dict(checkpoint, strict)
 
-    def _copy(self) -> dict[str, Any]:
-        """Everything, between two steps; nothing but on the first device."""
-        assert self._member is not None
-        if not self._held.mixes:
-            return {}
-        own = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        whole = self.checkpoints.held.whole(own)
-        if not self._member.leads:
-            return {}
-        rule = self._mixers.state_dict(lambda of: of.mixer.kept())
-        return {"trainer": copied(whole), "rule": copied(rule), **self._member.given()}
-
-    def prepare(self, wire: Wire | None) -> None:
-        self._mixers, self._matrices = Mixers(self._making), WholeMatrices(self.optimizers, self.member)
-
-    def _making(self) -> Making:
-        return Making(self._made, partial(pack, bucket_bytes=self.bucket_bytes, make=self._held.bucket))
-
-    def _made(self) -> list[Mixer]:
-        assert self._exchange is not None
-        mixer = self._held.mixer(self.combine, self._exchange, self.delay)
-        mixer.healing = self._held.healing(self.heals, self._module)
-        return [mixer]
-
-    # ---- a run ------------------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
-        member, trainer = self._member, self._module.trainer
-        if not trainer.training:
-            return dataloader
-        if member is None:  # the module asks how many steps there will be, before anybody knows how many begin
-            self._planned = batches_of(trainer, dataloader, self.planned_workers)
-            return dealt(trainer, dataloader, self._planned, nobody)
-        if member.round < 0:
-            member.seed = seed_of(dataloader) if member.seed is None else member.seed
-            self._begin()
-            if member.calendar is None:
-                weights = self.planned_workers if self._planned else member.founders
-                member.calendar = calendar_of(trainer, dataloader, weights)
-            refuse_unplanned(self._planned, member.calendar)
-            if member.round or member.calendar.before or trainer.fit_loop.restarting:
-                go_to(trainer, member.calendar, member.round)
-        assert member.calendar is not None
-        return dealt(trainer, dataloader, member.calendar.batches, member.deals, self.elastic.weight)
-
-    def _begin(self) -> None:
-        assert self._member is not None
-        assert self._exchange is not None
-        trainer, calendar, round = self._module.trainer, self._member.calendar, self._member.round + 1
-        goes_on = calendar if self._member.live and self.elastic.asynchronous else None
-        left_out = self._member.begin(self._copy, last_to_leave_for(trainer, goes_on, round) if goes_on else 0)
-        if left_out and goes_on:
-            leave_out(trainer, goes_on, self._member.round, left_out)
-        self._member.enter(self._exchange)
-        self._rank_as(self._member.place if self._member.leads else 1)
-        state = self._member.agreed(partial(agreed_states, self._module.trainer))
-        if state is not None:
-            restored(self._module.trainer, state)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        member = self._member
-        assert member is not None
-        assert member.calendar is not None
-        if not member.live:
-            member.live = True  # not before: only now all members call the same
-            count_logged(self._module.trainer, member.calendar.step(member.round))
-        elif member.next_round > member.round:
-            self._begin()
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        assert self._member is not None
-        with self._attendance.updating, scaled(optimizer, self._member.share):
-            whole = partial(self.member.averaging, closure)
-            output = DDPStrategy.optimizer_step(self, optimizer, whole, model, **kwargs)
-        self.mean_model.apart = True
-        with self._attendance.waiting:
-            self.advance(optimizer)
-            self._attendance.tick()
-        return output
-
-    def advance(self, optimizer: Optimizer) -> None:
-        assert self._member is not None
-        if self._held.mixes:
-            for of in self._mixers.of(optimizer):
-                of.mixer.round = self._member.round
-            self._mixers.step(optimizer)
-        self._held.mixed(parameters_of(optimizer))
-        self._member.ended()
-
-    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self._held.mean_of(tensors, super().mean_of)
-
-    def settle(self) -> None:
-        self._mixers.settle()
+    def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        return partial(self.member.averaging, closure)
 
     def release(self) -> None:
         self._mixers.release()
         self._matrices.close()
         self.member.close(self.alone)
         self.member, self._held = IslandMember(None, 1, self.meet), Holding(self.root_device)
-
-    def teardown(self) -> None:
-        member, self._member = self._member, None
-        if member is not None:
-            member.leave()
-        super().teardown()
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rule's anchors, where it has some."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.elastic.holding import Holding
@@ -51,10 +52,14 @@ class WatchedProcess(OneProcess):
         ruled = next((of.mixer.mixing() for of in self._mixers), {})
         return {**ruled, "delay": float(self.delay), **(self._member.attendance() if self._member else {})}
 
+    def counted(self) -> list[nn.Parameter]:
+        """What this device has of the trained model, each once in a member."""
+        return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+
     @torch.no_grad()
     def consensus(self) -> Consensus:
         """How far the members are apart now. Collective."""
-        trained = [p.detach() for optimizer in self.optimizers for p in parameters_of(optimizer) if p.requires_grad]
+        trained = [p.detach() for p in self.counted() if p.requires_grad]
         own, means = (list(map(local, tensors)) for tensors in (trained, self.mean_of(trained)))
         return spread(own, means, lambda squares: self.mean_of(self._held.sums(squares)), 1)
 

@@ -64,6 +64,10 @@ class Replicas(ABC):
     drifts: ClassVar[bool]
     """Whether the replicas' parameters may differ between steps."""
 
+    def strategy(self, cls: type) -> type:
+        """The class of the pipelines' strategy: this one, or one that is made of it."""
+        return cls
+
     def check(self, size: int, per_node: int) -> None:
         """See that so many replicas, so many of them on a node, can be served. ValueError with the remedy."""
         return

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -22,27 +22,8 @@ from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
 
-Class = TypeVar("Class", bound=type)
-
-
-def _inelastic(cls: Class) -> Class:
-    """The same; `elastic` is refused by name, as where gossip has it."""
-    made = cls.__init__  # type: ignore[misc]
-
-    @wraps(made)
-    def construct(self: Any, *args: Any, elastic: object = None, **options: Any) -> None:
-        if elastic is not None:
-            raise ValueError(
-                f"elastic={elastic!r} doesn't go with pipelines yet: a lost stage ends its run; leave it out"
-            )
-        made(self, *args, **options)
-
-    cls.__init__ = construct  # type: ignore[misc]
-    return cls
-
 
 @checked
-@_inelastic
 @dataclass(frozen=True)
 class GossipReplicas(Replicas):
     """x_i+ = sum_j w_ij x_j + u_i over the replicas i of each part: parameters are mixed, gradients never sent.
@@ -55,6 +36,7 @@ class GossipReplicas(Replicas):
         combine: what a replica does with what it heard.
         weights: of what is heard; by default the rule's.
         delay: updates between launch and landing; 0 blocks, 1 hides behind a forward and backward.
+        elastic: pipelines, each a worker, may come and go.
 
     Raises:
         ValueError: for a negative delay; at set-up where topology, rule and delay don't fit, and for
@@ -69,6 +51,7 @@ class GossipReplicas(Replicas):
     combine: Combine | ConsensusControl = field(default_factory=Gossip)
     weights: Weights | None = None
     delay: int = 1
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         if self.delay < 0:
@@ -86,6 +69,14 @@ class GossipReplicas(Replicas):
         if len(topology.fragments) > 1:
             raise ValueError(f"{topology} sends parts of a model, which stages have already: use Every(8, Complete())")
         self.combine.placed(topology, size).check(topology, size, self._weights, self.delay)
+
+    def strategy(self, cls: type) -> type:
+        if self.elastic is None:
+            return cls
+        # Read here: runs without have no use for it.
+        from lightning_decentral.gossip.elastic.pipelines import elastic_pipeline
+
+        return elastic_pipeline(cls)
 
     @property
     def _weights(self) -> Weights:

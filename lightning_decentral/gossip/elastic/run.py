@@ -1,0 +1,251 @@
+"""A run whose workers come and go: each is a process and a Trainer of its own, or several; they meet at a lobby.
+
+Lightning sees one process everywhere: this binding alone knows the others. A round is as in `GossipStrategy`, over the
+members of the moment (`ElasticMember`); what Lightning does once for all workers is done by all, with their mean, and
+what it does by worker 0 is done by the oldest.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
+from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.elastic.holding import Holding
+from lightning_decentral.gossip.elastic.island import member_of
+from lightning_decentral.gossip.elastic.launcher import at_its_lobby
+from lightning_decentral.gossip.elastic.loops import (
+    agreed_states,
+    batches_of,
+    calendar_of,
+    copied,
+    count_logged,
+    dealt,
+    go_to,
+    last_to_leave_for,
+    leave_out,
+    nobody,
+    refuse_unplanned,
+    restored,
+    scaled,
+    seed_of,
+)
+from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.elastic.watched import WatchedProcess
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.rounds import check_numbers
+from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.wire.mean import MeanModel
+from lightning_decentral.shared.wire.transport import Wire
+
+
+class ElasticRun(WatchedProcess):
+    """What makes a strategy elastic, in front of that among the bases.
+
+    x_i+ = sum_j w_ij x_j + u_i over the members of the moment. A worker that dies costs the others the messages that it
+    hasn't sent; one that is started takes everything from a member that trains on, and takes part from the next view.
+    """
+
+    drifts: ClassVar[bool] = True
+
+    def plan_rounds(
+        self,
+        elastic: Elastic,
+        topology: Topology,
+        rule: Combine | ConsensusControl,
+        weights: Weights,
+        codec: Codec,
+        delay: int,
+        bucket_bytes: int | None,
+        heals: int,
+    ) -> None:
+        """The constructor's values. ValueError for one that isn't served, by name."""
+        check_numbers(delay, heals, bucket_bytes)
+        self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
+        self.combine = elastic_rule(rule, topology, weights, delay, elastic)
+        refuse_remembering(codec, self.combine)
+        self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
+        self.mean_model = MeanModel(self.mean_of, self.shown)
+        self._held = Holding(torch.device("cpu"))
+        self._mixers = Mixers(self._making)
+        self._member: ElasticMember | None = None
+        self._exchange: ElasticExchange | None = None
+        self._planned = 0
+
+    # ---- what the strategy adds -------------------------------------------------------------------------------------
+
+    batches = 1
+    """That the devices of this worker take in a step."""
+
+    def holding(self, member: ElasticMember) -> Holding:
+        """How this device holds the model."""
+        raise NotImplementedError
+
+    def whole(self, own: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint for a newcomer, on the first device, of each one's own. Collective in this worker."""
+        raise NotImplementedError
+
+    def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """What computes those of an update."""
+        return closure
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of those in this round's view, the oldest first; none outside of training."""
+        return self._member.view.members if self._member and self._member.view else ()
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def refuse(self, module: nn.Module, fitting: bool) -> None:
+        super().refuse(module, fitting)
+        if fitting and not self._module.automatic_optimization:
+            raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
+
+    def setup(self, trainer: Trainer) -> None:
+        """As ever; then everything from a member that trains, if there is one."""
+        self._planned = 0
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(self.optimizers) != 1:
+            raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
+        if self._planned:
+            trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
+        lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
+        self._member = member_of(lobby, seconds, self.wire, self.batches)
+        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
+        self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
+        self._held = self.holding(self._member)
+        value = self._member.healed()
+        self._rank_as(0 if value is None and self._member.leads else 1)
+        if value is not None:
+            self._take(trainer, value["trainer"])
+        if self._held.mixes:
+            self._held.restore(self._mixers, value and value["rule"], self.optimizers)
+
+    def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it: loops, optimizers, schedules
+        connector.restore_model()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+
+    def _copy(self) -> dict[str, Any]:
+        """Everything, between two steps; nothing but on the first device."""
+        assert self._member is not None
+        if not self._held.mixes:
+            return {}
+        own = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        whole = self.whole(own)
+        if not self._member.leads:
+            return {}
+        rule = self._mixers.state_dict(lambda of: of.mixer.kept())
+        return {"trainer": copied(whole), "rule": copied(rule), **self._member.given()}
+
+    def prepare(self, wire: Wire | None) -> None:
+        self._mixers = Mixers(self._making)
+
+    def _making(self) -> Making:
+        return Making(self._made, partial(self._held.pack, bucket_bytes=self.bucket_bytes))
+
+    def _made(self) -> list[Mixer]:
+        assert self._exchange is not None
+        mixer = self._held.mixer(self.combine, self._exchange, self.delay)
+        mixer.healing = self._held.healing(self.heals, self._module)
+        return [mixer]
+
+    # ---- a run ------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The last of a fit's set-up: here a worker becomes a member, and examples are dealt."""
+        member, trainer = self._member, self._module.trainer
+        if not trainer.training:
+            return dataloader
+        if member is None:  # the module asks how many steps there will be, before anybody knows how many begin
+            self._planned = batches_of(trainer, dataloader, self.planned_workers)
+            return dealt(trainer, dataloader, self._planned, nobody)
+        if member.round < 0:
+            member.seed = seed_of(dataloader) if member.seed is None else member.seed
+            self._begin()
+            if member.calendar is None:
+                weights = self.planned_workers if self._planned else member.founders
+                member.calendar = calendar_of(trainer, dataloader, weights)
+            refuse_unplanned(self._planned, member.calendar)
+            if member.round or member.calendar.before or trainer.fit_loop.restarting:
+                go_to(trainer, member.calendar, member.round)
+        assert member.calendar is not None
+        return dealt(trainer, dataloader, member.calendar.batches, member.deals, self.elastic.weight)
+
+    def _begin(self) -> None:
+        assert self._member is not None
+        assert self._exchange is not None
+        trainer, calendar, round = self._module.trainer, self._member.calendar, self._member.round + 1
+        goes_on = calendar if self._member.live and self.elastic.asynchronous else None
+        left_out = self._member.begin(self._copy, last_to_leave_for(trainer, goes_on, round) if goes_on else 0)
+        if left_out and goes_on:
+            leave_out(trainer, goes_on, self._member.round, left_out)
+        self._member.enter(self._exchange)
+        self._rank_as(self._member.place if self._member.leads else 1)
+        state = self._member.agreed(partial(agreed_states, self._module.trainer))
+        if state is not None:
+            restored(self._module.trainer, state)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        member = self._member
+        assert member is not None
+        assert member.calendar is not None
+        if not member.live:
+            member.live = True  # not before: only now all members call the same
+            count_logged(self._module.trainer, member.calendar.step(member.round))
+        elif member.next_round > member.round:
+            self._begin()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self._member is not None
+        with self._attendance.updating, scaled(optimizer, self._member.share):
+            output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
+        self.mean_model.apart = True
+        with self._attendance.waiting:
+            self.advance(optimizer)
+            self._attendance.tick()
+        return output
+
+    def advance(self, optimizer: Optimizer) -> None:
+        assert self._member is not None
+        if self._held.mixes:
+            for of in self._mixers.of(optimizer):
+                of.mixer.round = self._member.round
+            self._mixers.step(optimizer)
+        self._held.mixed(parameters_of(optimizer))
+        self._member.ended()
+
+    def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._held.mean_of(tensors, super().mean_of)
+
+    def settle(self) -> None:
+        self._mixers.settle()
+
+    def teardown(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            member.leave()
+        super().teardown()
