@@ -32,11 +32,12 @@ from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas
+from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients, Bond, Replicas, of_its_replicas
 from lightning_decentral.shared.wire.transport import Transport, Wire
 from lightning_decentral.shared.workers import WorkersStrategy
 
 
+@of_its_replicas
 @checked
 class TokenPipelineStrategy(WorkersStrategy):
     """Slices of one sequence follow each other through the stages; gradients are those of the unsliced model.
@@ -66,10 +67,6 @@ class TokenPipelineStrategy(WorkersStrategy):
     Source: Li et al. 2102.07988 (TeraPipe); Sun et al. 2406.03488 (Seq1F1B).
     """
 
-    def __new__(cls, *args: Any, replicas: Replicas | None = None, **options: Any) -> Any:
-        """Where the replicas come and go, one of that kind."""
-        return object.__new__(replicas.strategy(cls) if isinstance(replicas, Replicas) else cls)
-
     checkpoints: PipelineCheckpoints
     own = ("cost_cache", "parameters of the optimizers")  # a folder, and each stage's
 
@@ -93,8 +90,7 @@ class TokenPipelineStrategy(WorkersStrategy):
             raise ValueError(f"stages must be at least 1, got {stages}: leave it out for all devices")
         if microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {microbatches}: 1 doesn't split the batch")
-        self.stages = stages
-        self.slicing, self.microbatches, self.cost_cache = slicing, microbatches, cost_cache
+        self.stages, self.slicing, self.microbatches, self.cost_cache = stages, slicing, microbatches, cost_cache
         self.schedule = schedule or OneForwardOneBackward()
         self.partition = partition or Even()
         self.activations = activations or Keep()

@@ -9,7 +9,8 @@ evaluated and saved is their mean. Whoever has replicas (a stage of several pipe
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import wraps
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from lightning_decentral.shared.wire.gradients import flag, parts, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 
+Class = TypeVar("Class", bound=type)
 Group = Callable[[], Transport]
 """Makes a new group of the replicas of each part. Collective: every worker calls it."""
 
@@ -75,6 +77,17 @@ class Replicas(ABC):
     @abstractmethod
     def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
         """This worker's tie. Collective."""
+
+
+def of_its_replicas(cls: Class) -> Class:
+    """The same strategy; with replicas that come and go it makes one of that kind (`Replicas.strategy`)."""
+
+    @wraps(cls.__init__)  # type: ignore[misc]
+    def new(cls: Any, *args: Any, replicas: Any = None, **options: Any) -> Any:
+        return object.__new__(replicas.strategy(cls) if isinstance(replicas, Replicas) else cls)
+
+    cls.__new__ = new  # type: ignore[method-assign, assignment]
+    return cls
 
 
 @checked
