@@ -186,8 +186,14 @@ def _short(names: Sequence[str]) -> list[str]:
 def mixing(model: Model) -> str:
     """What a round of gossip takes the device."""
     seconds = {work.codec: work.seconds(model.parameter_bytes, 1) for work in model.rounds}
-    each = ", ".join(f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms" for codec, of_round in seconds.items())
-    return f"a round of gossip with one neighbour, without the network: {each or 'not measured on this device'}"
+    each = ", ".join(
+        f"{codec.removesuffix('()')} {1e3 * of_round:.3f} ms ({100 * of_round / model.seconds:.2g} %)"
+        for codec, of_round in seconds.items()
+    )
+    return (
+        "a round of gossip with one neighbour, without the network, and its part of a step: "
+        f"{each or 'not measured on this device'}"
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -58,6 +58,7 @@ def sentences(plan: Comparison) -> Iterator[str]:
         yield f"{EXTRAPOLATED} {_unmeasured(plan.setting.network)}"
     if plan.setting.cluster.per_node > 1 and not plan.setting.network.knows("inside"):
         yield "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    yield from _rounds(plan)
     for remark in dict.fromkeys(row.candidate.remark for row in plan.rows if row.candidate.remark):
         titles = [row.candidate.title for row in plan.rows if row.candidate.remark == remark]
         yield f"{REMARK} {'; '.join(titles)}: {remark}"
@@ -66,6 +67,16 @@ def sentences(plan: Comparison) -> Iterator[str]:
     for refused in plan.refused:
         yield f"not possible: {refused.candidate.title}: {refused.reason}"
     yield from verdict(plan)
+
+
+def _rounds(plan: Comparison) -> Iterator[str]:
+    """What a round itself takes the device: of the recommended method, else of the fastest that gossips."""
+    gossips = [row for row in plan.rows if isinstance(row.method, GossipForecast)]
+    for row in sorted(gossips, key=lambda row: row is not plan.best)[:1]:
+        assert isinstance(row.method, GossipForecast)
+        if seconds := row.method.round_seconds(plan.setting):
+            share = f"{1e3 * seconds:.3g} ms, {100 * seconds / row.forecast.seconds:.2g} % of a step"
+            yield f"a round takes the device itself (copy, encode, decode, mix): {row.candidate.title} {share}, counted"
 
 
 def _unmeasured(network: Network) -> str:

@@ -347,6 +347,19 @@ def test_one_node_needs_no_network_between(profile: Path, capsys: pytest.Capture
     assert "4 workers on 1 node" in capsys.readouterr().out
 
 
+def test_it_says_what_share_of_a_step_a_round_takes_the_device() -> None:
+    """Bytes times what was measured for a byte, of its own and of one neighbour's; in one of four steps."""
+    timed = replace(setting(8), model=replace(model(), rounds=(RoundWork("Plain()", 2e-10, 1e-10),)))
+    found = plan(timed)
+    (line,) = [line for line in sentences(found) if line.startswith("a round takes the device itself")]
+    assert found.best is not None
+    assert found.best.candidate.title == "gossip every 4, delay 4"
+    seconds = (2e-10 + 1e-10) * timed.model.parameter_bytes / 4
+    share = f"{1e3 * seconds:.3g} ms, {100 * seconds / found.best.forecast.seconds:.2g} % of a step, counted"
+    assert line.endswith(f"gossip every 4, delay 4 {share}")
+    assert not [line for line in sentences(plan(setting(8))) if line.startswith("a round takes")]
+
+
 def test_units() -> None:
     assert units.bytes_per_second("200mbit") == 25e6
     assert units.seconds("100us") == pytest.approx(1e-4)

@@ -25,6 +25,10 @@ EARLY = 0.05
 _here = threading.local()
 
 
+SECONDS = 30.0
+"""That a host waits for what nobody does, on however busy a machine."""
+
+
 class Mark:
     """A place in a stream."""
 
@@ -38,14 +42,16 @@ class Engine:
     """All streams of one worker's device.
 
     Attributes:
+        given_up: set where another worker has failed, for whom to wait there is no use.
         waits: what made the host wait for all that a stream had to do, and where.
         pinned: memory of the host, by address.
         present_bytes: in tensors now, and the most so far.
         kept: memory that was given back while other streams read it: until when, and what then becomes of it.
     """
 
-    def __init__(self, seed: int, seconds: float = 10.0) -> None:
+    def __init__(self, seed: int, seconds: float = SECONDS) -> None:
         self.random, self.waits, self.seconds = random.Random(seed), list[str](), seconds
+        self.given_up = threading.Event()
         self.pinned: dict[int, Tensor] = {}
         self.kept: list[tuple[list[Mark], Callable[[], None]]] = []
         self.present_bytes, self.peak_bytes = 0, 0
@@ -93,7 +99,7 @@ class Engine:
         end = time.monotonic() + self.seconds
         while not done():
             if not self.step():
-                if time.monotonic() > end:
+                if self.given_up.is_set() or time.monotonic() > end:
                     raise RuntimeError("the device waits for what nobody does")
                 time.sleep(1e-4)
 
@@ -214,7 +220,7 @@ def on(stream: Stream) -> Iterator[None]:
 
 
 @contextmanager
-def at(seed: int, seconds: float = 10.0) -> Iterator[Engine]:
+def at(seed: int, seconds: float = SECONDS) -> Iterator[Engine]:
     """A device of this thread's own, whose schedule is drawn by `seed`."""
     _here.engine = engine = Engine(seed, seconds)
     try:

@@ -33,7 +33,7 @@ class Network:
     def __init__(self) -> None:
         self.messages: dict[Hashable, deque[Tensor]] = defaultdict(deque)
         self.given: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
-        self.lock = threading.Lock()
+        self.lock, self.failed = threading.Lock(), threading.Event()
 
     def put(self, key: Hashable, message: Tensor) -> None:
         with self.lock:
@@ -190,10 +190,15 @@ def device_world(size: int, worker: Callable[[Make, Engine], T], seed: int = 0) 
 
     def run(group: Any) -> T:
         with simulated.at(97 * seed + group.rank()) as engine:
-            return worker(Make(network, group), engine)
+            engine.given_up = network.failed
+            try:
+                return worker(Make(network, group), engine)
+            except BaseException:
+                network.failed.set()
+                raise
 
     with simulated.door():
-        return world(size, run)
+        return world(size, run, seconds=45.0)
 
 
 @contextmanager

@@ -178,6 +178,11 @@ class GossipForecast(Method):
         flying = sum(self._flying_bytes(setting, talk) for talk in self._talks(setting))
         return self.within.memory_bytes(setting) + flying + self.kept * self.within.kept_bytes(setting)
 
+    def round_seconds(self, setting: Setting) -> float:
+        """Of a step: what a round takes the device beside the wire (correct, copy or encode, decode, mix), the mean
+        over workers and a period."""
+        return float(np.mean([work.mean() for work in self._work(setting)]))
+
     # ---- what a round takes -------------------------------------------------------------------------------------
 
     def _size(self, setting: Setting) -> int:

@@ -203,18 +203,19 @@ class ShardBucket(Bucket):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        for part, parameter in self._pairs():
-            part.copy_(local(parameter))
+        parts, shards = self._pairs()
+        torch._foreach_copy_(parts, shards)
 
     @torch.no_grad()
     def store(self) -> None:
-        for part, parameter in self._pairs():
-            local(parameter).copy_(part)
+        parts, shards = self._pairs()
+        torch._foreach_copy_(shards, parts)
 
     def release(self) -> None:
         """The shards are FSDP's already."""
 
-    def _pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        for parameter, offset in zip(self.parameters, self._offsets, strict=True):
-            shard = local(parameter)
-            yield self.flat[offset : offset + shard.numel()].view(shard.shape), parameter
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """(parts of `flat`, the shards that they are copies of)"""
+        shards = [local(parameter) for parameter in self.parameters]
+        places = zip(self._offsets, shards, strict=True)
+        return [self.flat[at : at + shard.numel()].view(shard.shape) for at, shard in places], shards

@@ -43,8 +43,7 @@ class RunningBuffers:
             members = [t for t in tensors if (t.dtype, t.device) == (dtype, device)]
             flat = torch.cat([t.reshape(-1) for t in members])
             self._over.broadcast(flat).wait()
-            for tensor, part in zip(members, parts(flat, members), strict=True):
-                tensor.copy_(part)
+            torch._foreach_copy_(members, list(parts(flat, members)))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

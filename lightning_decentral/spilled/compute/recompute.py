@@ -30,9 +30,11 @@ class Moment:
 
     def seal(self) -> None:
         """Keep the former values of what the call changed only."""
-        rows = self._buffers
-        # Values are compared, as not every operation counts versions.
-        self._buffers = [r for r in rows if _at(r[0], r[1]) is not r[2] or not torch.equal(r[2], r[3])]
+        # Values are compared, as not every operation counts versions; a device is asked once for all of them.
+        rows = [r for r in self._buffers if _at(r[0], r[1]) is r[2] and r[2].shape == r[3].shape]
+        same = torch.stack([(r[2] == r[3]).all() for r in rows]).tolist() if rows else []
+        kept = {id(r[3]) for r, unchanged in zip(rows, same, strict=True) if unchanged}
+        self._buffers = [r for r in self._buffers if id(r[3]) not in kept]
 
     @contextmanager
     def again(self) -> Iterator[None]:
