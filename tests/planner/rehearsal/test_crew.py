@@ -14,17 +14,26 @@ from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.compressed import CompressedStrategy
 from lightning_decentral.gossip import (
     Complete,
+    ConsensusControl,
     DifferenceCompression,
+    Every,
     ExactDiffusion,
+    GradientTracking,
     Hypercube,
     Int4,
     Int8,
+    OnePeerExponential,
+    Outer,
     OuterNesterov,
     PseudoGradient,
     PushSum,
+    QuasiGlobalMomentum,
+    RandomMatching,
+    RelaySum,
     Ring,
     Stream,
     Travel,
+    Tree,
 )
 from lightning_decentral.partial import AutoFreeze, Staircase
 from lightning_decentral.planner.rehearsal.crew import Crew
@@ -56,6 +65,12 @@ CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
     "corrected": (4, GossipStrategy, {"topology": Ring(), "combine": ExactDiffusion(), "delay": 0}),
     "push-sum": (4, GossipStrategy, {"topology": Ring(), "combine": PushSum()}),
     "momentum travels": (4, GossipStrategy, {"topology": Ring(), "states": {"momentum_buffer": Travel(codec=Int8())}}),
+    "gradient tracking": (4, GossipStrategy, {"topology": OnePeerExponential(), "combine": GradientTracking()}),
+    "quasi-global": (4, GossipStrategy, {"topology": Ring(), "combine": QuasiGlobalMomentum()}),
+    "relayed sums": (4, GossipStrategy, {"topology": Tree(), "combine": RelaySum()}),
+    "consensus control": (2, GossipStrategy, {"topology": Ring(), "combine": ConsensusControl(target=0.02)}),
+    "every other step": (4, GossipStrategy, {"topology": Every(2, Ring()), "codec": Int8()}),
+    "random pairs": (4, GossipStrategy, {"topology": RandomMatching(), "combine": Outer(), "delay": 0}),
     "exact steps": (2, GossipStrategy, {"exact_steps": 2}),
     "outer rounds": (2, GossipStrategy, {"topology": Stream(4, 2, Complete()), "combine": OuterNesterov()}),
     "coded ways": (
@@ -64,6 +79,7 @@ CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
         {"topology": Stream(4, 2, Complete()), "combine": PseudoGradient(), "codec": Int4()},
     ),
     "compressed": (4, CompressedStrategy, {}),
+    "compressed to four bits": (4, CompressedStrategy, {"codec": Int4()}),
     "ddp": (2, DDPStrategy, {}),
     "partial backprop": (2, PartialBackpropStrategy, {"cuts": ["second", "head"], "depth": Staircase()}),
     "frozen for a while": (2, PartialBackpropStrategy, {"cuts": ["second"], "depth": AutoFreeze(every=2)}),
