@@ -156,11 +156,11 @@ def larger_batch_by_rate() -> str:
 
 
 def strongest_peer() -> str:
-    """The soonest of ours at the loss that `ddp` with Muon has in the end."""
+    """The soonest of ours, in batches of either size, at the loss that forms of `ddp` have in the end."""
     body = []
     for recipe in ("gpt", "gpt-1024-tokens"):
         for row in by_rate(recipe, "times sooner at the loss that each peer"):
-            if row["peer"] in ("ddp, Muon", "ddp, Muon, fp16 hook"):
+            if row["peer"] in ("ddp", "ddp, Muon", "ddp, Muon, fp16 hook"):
                 body.append([recipe, row["peer"], row["its loss"], *(row[rate] for rate in WRITTEN)])
     return markdown(("recipe", "peer", "its loss", *WRITTEN.values()), body)
 

@@ -69,7 +69,6 @@ LARGER_BATCH = GPT._replace(words=[*GPT.words, "data.batch_size=16"], steps=280,
 OURS = {method: words for method, words in METHODS.items() if "Muon" in method and not method.startswith(PEERS)}
 RECIPES = {
     "gpt": GPT._replace(methods=METHODS),
-    "gpt-600-steps": GPT._replace(steps=600, every=20, methods=OURS),
     "gpt-1440-steps": GPT._replace(steps=1440, methods=OURS),
     "gpt-1620-steps": GPT._replace(steps=1620, every=30, methods=OURS),
     "gpt-1024-tokens": LARGER_BATCH._replace(methods=METHODS),

@@ -7,9 +7,11 @@ from typing import Any
 from cluster import bits_per_second
 from cluster_accuracy import LOSS
 
-LONGER = {"gpt": ("gpt-600-steps", "gpt-1440-steps", "gpt-1620-steps")}
+LONGER = {"gpt": ("gpt-1440-steps", "gpt-1620-steps")}
 """What ours are trained in, too, with schedules of that length: steps are cheap to them, and who ends a run of as many
-steps above a peer may come to its loss sooner all the same; a loss far above their last is sooner by a short one."""
+steps above a peer may come to its loss sooner all the same."""
+BATCHES = {"gpt": "gpt-1024-tokens", "gpt-1024-tokens": "gpt"}
+"""The same model and as many examples in batches of another size, in which ours may be sooner."""
 PEERS = ("ddp", "torchft", "decent-dp")
 """How the names of peers begin."""
 
@@ -23,8 +25,10 @@ class Table:
         self.runs = [run for key, run in results["curves"].items() if key.startswith(begin)]
         names = [f"{name} {hosts} " for name in LONGER.get(recipe, ())]
         self.longer = [[run for key, run in results["curves"].items() if key.startswith(name)] for name in names]
-        timed = {key.removeprefix(begin): run for key, run in results["seconds"].items() if key.startswith(begin)}
-        self.rates = dict(sorted(timed.items(), key=lambda item: bits_per_second(item[0])))
+        self.rates = rates_of(results, begin)
+        other = f"{BATCHES.get(recipe)} {hosts} "
+        self.other = [run for key, run in results["curves"].items() if key.startswith(other)]
+        self.others, self.others_rates = BATCHES.get(recipe), rates_of(results, other)
         self.methods = list(max(self.runs, key=len)) if self.runs else []
         self.peers = [method for method in self.methods if method.startswith(PEERS)]
 
@@ -51,8 +55,9 @@ class Table:
         mine, theirs = self.steps(method, self.last(peer), of), self.steps(peer, self.last(peer))
         if mine is None or theirs is None:
             return "not reached"
-        timed = self.rates[rate]
-        return f"{theirs * timed[peer] / (mine * timed[method]):.2f}" if {peer, method} <= {*timed} else "-"
+        own = (self.others_rates if of is self.other else self.rates).get(rate, {}).get(method)
+        its = self.rates[rate].get(peer)
+        return f"{theirs * its / (mine * own):.2f}" if own and its else "-"
 
     def losses(self) -> list[list[str]]:
         """Bytes, loss and seconds per step."""
@@ -79,7 +84,8 @@ class Table:
         return rows
 
     def against_each_peer(self) -> list[list[str]]:
-        """The soonest of ours at the loss that each peer has in the end, in as many steps or with a longer schedule."""
+        """The soonest of ours at the loss that each peer has in the end: in as many steps of as many tokens, with a
+        longer schedule, or in batches of another size."""
         head = ["peer", "its loss", *self.rates]
         rows = [head, ["---"] * len(head)]
         for peer in self.peers:
@@ -90,12 +96,16 @@ class Table:
     def _soonest(self, peer: str, rate: str) -> str:
         found = []
         for method in (method for method in self.methods if method not in self.peers):
-            for runs in (self.runs, *self.longer):
-                if self.steps(method, self.last(peer), runs) and {method, peer} <= {*self.rates[rate]}:
-                    steps = next(run[method]["steps"][-1] for run in runs if method in run)
-                    name = method if runs is self.runs else f"{method}; {steps} steps"
-                    found.append((float(self.sooner(method, peer, rate, runs)), name))
+            for runs in (self.runs, *self.longer, self.other):
+                sooner = self.sooner(method, peer, rate, runs)
+                if sooner not in ("-", "not reached"):
+                    found.append((float(sooner), f"{method}{self._how(runs, method)}"))
         return "{:.2f} ({})".format(*max(found)) if found else "none of ours reaches it"
+
+    def _how(self, runs: list[Any], method: str) -> str:
+        """In what these runs differ from the recipe's."""
+        steps = next(run[method]["steps"][-1] for run in runs if method in run)
+        return "" if runs is self.runs else f"; {self.others}" if runs is self.other else f"; {steps} steps"
 
     def markdown(self) -> str:
         steps = self.runs[0]["ddp"]["steps"][-1]
@@ -106,6 +116,12 @@ class Table:
                 parts.append(lines(self.to_the_loss_of(peer)))
         parts.append(f"{self.title}: times sooner at the loss that each peer has in the end, the soonest of ours:")
         return "\n\n".join([*parts, lines(self.against_each_peer())])
+
+
+def rates_of(results: dict[str, Any], begin: str) -> dict[str, dict[str, float]]:
+    """{rate: {method: seconds per step}} of the places that begin so, the slowest link first."""
+    timed = {key.removeprefix(begin): run for key, run in results["seconds"].items() if key.startswith(begin)}
+    return dict(sorted(timed.items(), key=lambda item: bits_per_second(item[0])))
 
 
 def lines(rows: list[list[str]]) -> str:

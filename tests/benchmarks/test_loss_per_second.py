@@ -55,6 +55,14 @@ def test_a_longer_schedule_may_come_to_a_peers_loss_sooner() -> None:
     assert table.against_each_peer()[2] == ["ddp", "1.600", "7.50 (gossip)"]
 
 
+def test_batches_of_another_size_may_come_to_a_peers_loss_sooner() -> None:
+    results = {kind: dict(of) for kind, of in RESULTS.items()}
+    results["curves"]["gpt-1024-tokens 4 0"] = {"gossip": {"steps": [2, 4, 6], "scores": [2.0, 1.1, 1.0]}}
+    results["seconds"]["gpt-1024-tokens 4 10mbit"] = {"gossip": 0.6}
+    rows = Table(results, "gpt", 4).against_each_peer()
+    assert rows[3] == ["ddp, Muon", "1.100", "15.00 (gossip; gpt-1024-tokens)"]  # 30 x 1.2 s, 4 x 0.6 s
+
+
 def test_every_method_is_one_that_the_command_line_takes() -> None:
     for name, words in METHODS.items():
         strategy = composed([*RECIPES["gpt"].words, *(w for w in words if not w.startswith(OWN))], 0).strategy
