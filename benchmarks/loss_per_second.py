@@ -119,9 +119,12 @@ def seconds(hosts: int, recipe: Recipe, rate: str, longest: float) -> dict[str, 
 def about(results: dict[str, Any], timed: bool) -> None:
     """Notes what it is measured on: `hardware` is that of the seconds, losses may come from another machine."""
     here = description()
+    other = results.get("hardware", here)["processor"] != here["processor"]
+    if timed and other and results["seconds"]:
+        raise SystemExit(f"the seconds there are of {results['hardware']['processor']}: give --results another file")
     if timed or "hardware" not in results:
         results["hardware"] = here
-    elif here["processor"] != results["hardware"]["processor"]:
+    elif other:
         results["losses also on"] = sorted({*results.get("losses also on", []), here["processor"]})
 
 

@@ -8,7 +8,7 @@ import peers
 import pytest
 from cluster_accuracy import mean_rows, scores
 from cluster_accuracy_worker import OWN, train
-from loss_per_second import METHODS, RECIPES, TIMED, keep, recipe_for
+from loss_per_second import METHODS, RECIPES, TIMED, about, keep, recipe_for
 from loss_tables import PEERS, Table, report
 from losses import can_be_rehearsed, rehearsed
 from quiet_recipe import composed
@@ -85,6 +85,15 @@ def test_results_keep_the_order_of_the_methods(tmp_path: Path) -> None:
     for method in ("ddp, Muon", "ddp"):
         keep(results, tmp_path / "r.json", ("curves", "gpt 4 0", method), {})
     assert [*results["curves"]["gpt 4 0"]] == ["ddp", "ddp, Muon"]
+
+
+def test_seconds_of_two_processors_are_not_mixed() -> None:
+    results: dict[str, Any] = {"seconds": {"gpt 4 10mbit": {}}, "hardware": {"processor": "another"}}
+    about(results, timed=False)
+    assert results["hardware"] == {"processor": "another"}
+    assert len(results["losses also on"]) == 1
+    with pytest.raises(SystemExit, match="the seconds there are of another: give --results another file"):
+        about(results, timed=True)
 
 
 def test_more_hosts_have_words_of_their_own() -> None:
