@@ -43,8 +43,9 @@ matrix: $(STAMP)
 	$(BIN)/python benchmarks/matrix.py $(PART) --work $(WORK) $(if $(INTERPRETER),--python $(INTERPRETER)) --write
 
 # What a CUDA device says of the predictions, in parts of ten minutes at most; PARTS=devices needs two. Without a device it says so.
-gpu: $(STAMP)
-	$(BIN)/python benchmarks/first_hour.py $(PARTS)
+# Where there is no .venv, $(PYTHON) as it is: machines with devices are often lent without a network.
+gpu:
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/first_hour.py $(PARTS)
 
 # The laws, and one world, trainer and process test of each method.
 quick: $(STAMP)

@@ -1,6 +1,9 @@
 """The first hour on a GPU, as far as a machine without one can go it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -47,6 +50,60 @@ def test_two_workers_train_save_and_go_on(case: str, device: str, backend: str) 
 
 def test_a_worker_that_fails_says_why() -> None:
     assert trained("no such strategy", CPU, 1, "gloo").endswith("KeyError: 'no such strategy'")
+
+
+ALONE = """
+import builtins, re, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def needed(name, found):
+    name = re.sub("[-_.]+", "-", name).lower()
+    if name in found:
+        return
+    try:
+        words = requires(name) or []
+    except PackageNotFoundError:  # of another system
+        return
+    found.add(name)
+    for word in words:
+        if "extra ==" not in word:
+            needed(re.match("[A-Za-z0-9._-]+", word)[0], found)
+
+found = set()
+for name in ("torch", "lightning", "transformers", "torchmetrics", "networkx"):
+    needed(name, found)
+there = packages_distributions()
+absent = {
+    top for top, owners in there.items()
+    if top not in ("lightning_decentral", "tests") and not {re.sub("[-_.]+", "-", o).lower() for o in owners} & found
+}
+
+imported = builtins.__import__
+
+def without(name, globals=None, locals=None, fromlist=(), level=0):
+    # Others may look for what isn't theirs, and do without.
+    ours = str((globals or {}).get("__file__")).startswith(sys.argv[1]) and "site-packages" not in globals["__file__"]
+    if ours and not level and name.partition(".")[0] in absent:
+        raise ModuleNotFoundError(f"{globals['__file__']} asks for {name}")
+    return imported(name, globals, locals, fromlist, level)
+
+builtins.__import__ = without
+assert {"hydra", "pytest", "wandb"} <= absent, absent
+import first_hour, first_hour_parts, first_hour_worker, torch
+for part in ("facts", "kernels", "codecs"):
+    assert list(first_hour_parts.PARTS[part](torch.device("cpu")))
+print("all there")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_needs_nothing_but_five_packages_and_what_they_bring() -> None:
+    here = Path(first_hour.__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    command = [sys.executable, "-c", ALONE, str(here.parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout.splitlines()[-1:] == ["all there"], done.stderr[-3000:]
 
 
 def test_a_part_that_fails_keeps_its_rows(tmp_path: Path) -> None:
