@@ -15,6 +15,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.wire.elastic.devices import FirstMixer, OtherMixer
+from lightning_decentral.gossip.wire.elastic.wholes import WholeBucket, Wholes
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -24,7 +25,6 @@ from lightning_decentral.shared.compute.gathered import means_of
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import is_sharded
 from lightning_decentral.shared.wire.transport import Wire
-from lightning_decentral.shared.wire.wholes import WholeBucket, Wholes
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
 
