@@ -153,6 +153,11 @@ def test_a_short_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         rehearsed(monkeypatch, GossipStrategy(), 2, STEPS + 1)
 
 
+def test_muon_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="one update for all workers: leave orthogonal out"):
+        rehearsed(monkeypatch, CompressedStrategy(orthogonal=Int8()), 2, STEPS)
+
+
 def test_no_message_stays_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker asks who lacks a gradient, and waits for the answers only where it lacks one itself."""
     crew = rehearsed(monkeypatch, DDPStrategy(), 2)
