@@ -241,4 +241,4 @@ def test_words_of_the_command_line_are_kept() -> None:
     )
     assert found.model.batch == 2
     assert {work.codec for work in found.model.rounds} >= {"Plain()", "Int8(block=256)"}
-    assert all(work.seconds_per_byte(1) > 0 for work in found.model.rounds)
+    assert all(work.seconds(found.model.parameter_bytes, 1) > 0 for work in found.model.rounds)
