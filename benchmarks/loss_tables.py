@@ -84,8 +84,10 @@ class Table:
         return rows
 
     def against_each_peer(self) -> list[list[str]]:
-        """The soonest of ours at the loss that each peer has in the end: in as many steps of as many tokens, with a
-        longer schedule, or in batches of another size."""
+        """The soonest of ours at the loss that each peer has in the end.
+
+        In as many steps of as many tokens, with a longer schedule, or in batches of another size.
+        """
         head = ["peer", "its loss", *self.rates]
         rows = [head, ["---"] * len(head)]
         for peer in self.peers:

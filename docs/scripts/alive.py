@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from pictures import ACCENT, IMAGES, INK, PALE, SAME, named, new_figure
 
-from lightning_decentral.gossip.elastic.picture import Stays, draw_bars
+from lightning_decentral.gossip.member_picture import Stays, draw_bars
 from lightning_decentral.shared.plan.elastic.view import Bounds
 from tests.shared.plan.elastic.virtual import World
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
@@ -14,11 +15,22 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.wire.island import FullyShard, Island
 from lightning_decentral.gossip.wire.island_member import IslandMember, inside
 from lightning_decentral.shared.checkpoint.replica import WholeModel
+from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 if TYPE_CHECKING:
     from lightning_decentral.optim.muon import Muon
+
+
+def joined(island: Island, strategy: "OnIsland", wire: Wire) -> IslandMember:
+    """This device's part of its island, which has the module laid out. Before the optimizers exist: FSDP gives it other
+    parameters."""
+    module = strategy._module
+    refuse_unsharded(island, module, callbacks_of(module.trainer), strategy.precision_plugin)
+    member = island.join(wire, strategy.root_device, strategy.meet)
+    member.arrange(module)
+    return member
 
 
 def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Callback], precision: Precision) -> None:
@@ -75,6 +87,18 @@ class Device(Protocol):
     def alone(self) -> bool: ...
     @property
     def keeps_wholes(self) -> bool: ...
+
+
+class OnIsland(Protocol):
+    """What is asked of a strategy by which a device joins its island."""
+
+    @property
+    def _module(self) -> LightningModule: ...
+    @property
+    def precision_plugin(self) -> Precision: ...
+    @property
+    def root_device(self) -> torch.device: ...
+    def meet(self, call: Callable[[], Any]) -> Any: ...
 
 
 class IslandModel(WholeModel):
@@ -146,6 +170,12 @@ def _muons(optimizers: Sequence[Optimizer]) -> "list[Muon]":
     from lightning_decentral.optim.muon import Muon  # no other run reads it
 
     return [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
+
+
+def sharded_states(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], own: bool) -> dict[str, Any]:
+    """The checkpoint with states of optimizers as this device's shards have them; see `sharded_state`."""
+    pairs = zip(optimizers, checkpoint["optimizer_states"], strict=True)
+    return {**checkpoint, "optimizer_states": [sharded_state(optimizer, state, own) for optimizer, state in pairs]}
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_decentral.gossip.callbacks import Watched
-from lightning_decentral.gossip.elastic.picture import draw_members
+from lightning_decentral.gossip.member_picture import draw_members
 from lightning_decentral.shared.compute.modules import evaluating
 from lightning_decentral.shared.figure import draw
 from lightning_decentral.shared.loggers import Rows

@@ -14,8 +14,7 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.elastic import elastic_if_asked
-from lightning_decentral.gossip.island_strategy import IslandStrategy
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined, sharded_states
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -31,14 +30,14 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
 
 
 @elastic_if_asked
 @checked
-class GossipStrategy(IslandStrategy):
+class GossipStrategy(ReplicaStrategy):
     """x_i+ = sum_j w_ij x_j + u_i: each worker updates its own replica and averages with a few neighbours, not all.
 
     `optimizer_step` is the user's update, then one round: land what was launched `delay` updates ago, launch the next.
@@ -76,6 +75,9 @@ class GossipStrategy(IslandStrategy):
     """
 
     drifts: ClassVar[bool] = True
+    island: Island
+    member: IslandMember
+    """This device's part in its island; alone until `arrange`."""
 
     def __init__(
         self,
@@ -144,6 +146,15 @@ class GossipStrategy(IslandStrategy):
         self.topology = self.topology.placed(self.workers_per_node)
         self.combine = self.combine.placed(self.topology.fragments[0], self.workers)
 
+    def arrange(self) -> None:
+        if self.wire is not None:
+            self.member = joined(self.island, self, self.wire)
+
+    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        own = self.checkpoints.resuming
+        states = sharded_states(self.optimizers, checkpoint, own) if self.member.shards > 1 else checkpoint
+        super().restore_optimizers(states)
+
     def prepare(self, wire: Wire | None) -> None:
         self.island.refuse(self.optimizers)
         self._mixers, self.health.left_out = Mixers(self._making), 0
@@ -160,7 +171,7 @@ class GossipStrategy(IslandStrategy):
         # Not by `mean_of`, which counts as one of Lightning's collectives: this one is a round.
         return self.member.mean_of_buckets(tensors, partial(mean, over=self.wire.world))
 
-    # ---- a step: the island's gradients and the user's update (`IslandStrategy`), one round -------------------------
+    # ---- a step: the island's gradients and the user's update (`ReplicaStrategy`), one round ------------------------
 
     def advance(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)

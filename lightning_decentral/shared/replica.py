@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
+from lightning_decentral.shared.compute.device_steps import DeviceSteps
 from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
@@ -35,6 +36,9 @@ class ReplicaStrategy(WorkersStrategy):
     """Whether `arrange` brings the model to the device, part by part."""
 
     checkpoints: ReplicaCheckpoints
+
+    member: DeviceSteps = DeviceSteps()
+    """This device's part in its worker."""
 
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)
@@ -75,6 +79,35 @@ class ReplicaStrategy(WorkersStrategy):
         world = self.wire.world
         self.meet(lambda: start_from_worker_0(tensors, world, self.root_device))
 
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self.member.train(self._module, *self._calls("training_step", args, kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.member.evaluate(*self._calls("validation_step", args, kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.member.evaluate(*self._calls("test_step", args, kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self.member.evaluate(*self._calls("predict_step", args, kwargs))
+
+    def _calls(self, name: str, args: Any, kwargs: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """A step of the module by itself, and inside the module's own call."""
+        module = self._module
+        return (
+            lambda: getattr(module, name)(*args, **kwargs),
+            lambda: self._forward_redirection(module, module, name, *args, **kwargs),
+        )
+
+    def block_backward_sync(self) -> Any:
+        return self.member.blocked()
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -84,9 +117,9 @@ class ReplicaStrategy(WorkersStrategy):
     ) -> Any:
         """Where all take one update, an optimizer that decides by the loss (a line search) gets the workers' mean."""
         alike = isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts
-        return super().optimizer_step(
-            optimizer, partial(self._mean_loss, closure) if alike else closure, model, **kwargs
-        )
+        # Under manual optimization the devices of a worker have averaged gradients in the backward.
+        whole = partial(self.member.averaging, closure) if self._module.automatic_optimization else closure
+        return super().optimizer_step(optimizer, partial(self._mean_loss, whole) if alike else whole, model, **kwargs)
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         # By its own loss each would call the closure another number of times, and wait for the others in vain.
@@ -138,6 +171,7 @@ class ReplicaStrategy(WorkersStrategy):
     # ---- the mean model -----------------------------------------------------------------------------------------
 
     def averaged(self) -> list[Tensor]:
+        self.member.rest()
         # A WeightAveraging callback validates with a copy of its own.
         callbacks = [c for c in callbacks_of(self._module.trainer) if isinstance(c, WeightAveraging)]
         copies = [c._average_model for c in callbacks if c._average_model is not None]

@@ -22,8 +22,7 @@ from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.holding import Holding, holding
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.elastic.run import ElasticRun
-from lightning_decentral.gossip.island_strategy import IslandStrategy
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined, sharded_states
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -33,12 +32,12 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.replica import Evaluate
+from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.wire.transport import Wire
 
 
 @checked
-class ElasticGossipStrategy(ElasticRun, IslandStrategy):
+class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
     """x_i+ = sum_j w_ij x_j + u_i over the members of the moment: as `GossipStrategy`, whose `elastic` makes it.
 
     A worker that dies costs the others the messages that it hasn't sent; one that is started takes everything from a
@@ -58,6 +57,8 @@ class ElasticGossipStrategy(ElasticRun, IslandStrategy):
     """
 
     own: ClassVar[Sequence[str]] = ("elastic",)
+    island: Island
+    member: IslandMember
 
     def __init__(
         self,
@@ -99,6 +100,15 @@ class ElasticGossipStrategy(ElasticRun, IslandStrategy):
     @property
     def keeps_wholes(self) -> bool:
         return self.is_global_zero if self._member is None else self._member.leads
+
+    def arrange(self) -> None:
+        if self.wire is not None:
+            self.member = joined(self.island, self, self.wire)
+
+    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        own = self.checkpoints.resuming
+        states = sharded_states(self.optimizers, checkpoint, own) if self.member.shards > 1 else checkpoint
+        super().restore_optimizers(states)
 
     def prepare(self, wire: Wire | None) -> None:
         super().prepare(wire)

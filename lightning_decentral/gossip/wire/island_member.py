@@ -12,6 +12,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.device_steps import DeviceSteps
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.gradients import GradientAverage
@@ -24,7 +25,7 @@ Meet = Callable[[Callable[[], Any]], Any]
 Group = Callable[[Disjoint], Transport | None]
 
 
-class IslandMember:
+class IslandMember(DeviceSteps):
     """One device's part in its island; here of an island that is this device alone.
 
     Args:
@@ -62,22 +63,6 @@ class IslandMember:
     def arrange(self, module: nn.Module) -> None:
         """Before the optimizers exist."""
 
-    def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        """Run a training step; `redirect` runs it inside the module's own call, where hooks of `forward` see it."""
-        return step()
-
-    def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
-        return step()
-
-    def averaging(self, closure: Callable[[], Any]) -> Any:
-        """Run what computes the gradients of one update."""
-        return closure()
-
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Gradients are only accumulated meanwhile."""
-        yield
-
     def change(self, tensors: Sequence[Tensor], change: InPlace) -> None:
         """Change whole tensors in place, such as a parameter's update; no more than once in an island of shards."""
         change(tensors)
@@ -86,9 +71,6 @@ class IslandMember:
         """Leave the module as it was; `alone`: without the other devices."""
 
     # ---- the mean and checkpoints -------------------------------------------------------------------------------
-
-    def rest(self) -> None:
-        """Before somebody looks at the parameters."""
 
     def mean(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
         """Of what a module holds, over the workers; `of_all` is over all devices."""

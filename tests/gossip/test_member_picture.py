@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_decentral.gossip.elastic.picture import draw_members, stays
+from lightning_decentral.gossip.member_picture import draw_members, stays
 from lightning_decentral.shared.plan.elastic.view import View
 
 
