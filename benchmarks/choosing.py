@@ -77,6 +77,12 @@ def at_rate(method: str, rate: str) -> str:
     return f"{found} times sooner at `ddp`'s loss"
 
 
+def uneven() -> str:
+    found = result("elastic-uneven-2-cores.json")["uneven"]["rows"]
+    waits, not_waiting = (found[f"uneven, {order}"]["seconds"] for order in ("waits", "asynchronous"))
+    return f"{waits / not_waiting:.2f} times the steps in a second, where one of four is three times slower"
+
+
 def questions() -> str:
     """What to type by the first question that is answered with yes, and one number for it."""
     slow = {row["method"]: row for row in rows("cluster-speed-2-cores.md") if row["straggler or model"] == "3"}
@@ -93,6 +99,8 @@ def questions() -> str:
          "`token-pipeline-width-512-*.json`"],
         ["workers that come and go", "`GossipStrategy(elastic=Elastic(...))`",
          "10 s of silence and a worker counts as dead", "[its guide](elastic.md)"],
+        ["workers that stay slower than others", "`GossipStrategy(elastic=Elastic(asynchronous=Asynchronous()))`",
+         uneven(), "`elastic-uneven-2-cores.json`"],
         ["workers that are slower now and then", "`strategy=gossip strategy.delay=4`",
          f"{slow['gossip, delay 4']['times faster than ddp']} times faster steps than `ddp`", speed],
         ["links of 400 Mb/s or less, images", "`strategy=gossip strategy/codec=int8`", sooner("resnet", "gossip, int8"),

@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md, from the results beside this file; a test holds the page to them.
+"""The tables of docs/measured.md, and of docs/elastic.md, from the results beside this file; tests hold them to these.
 
     python benchmarks/measured.py           # prints them
     python benchmarks/measured.py --write   # puts them into the page
@@ -9,6 +9,7 @@ Measures nothing.
 import re
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,64 @@ def kills(found: dict[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+ORDERS = {"elastic": "", "asynchronous": "-asynchronous", "torchft's DDP": "-torchft-ddp",
+          "torchft's LocalSGD": "-torchft-localsgd"}  # fmt: skip
+
+
+def beside() -> str:
+    found = [result(f"elastic-hosts{order}-2-cores.json") for order in ORDERS.values()]
+    kills, storms = ([one[part] for one in found] for part in ("kills", "storm"))
+    rows = [one["rows"] for one in storms]
+    faults = [{**one["storm"]["faults"], "fallen": 0} for one in rows]  # who ended for one is no further one
+    body = [
+        ["a survivor's longest step beyond its usual one, median", *(f"{median_of(one, 'beyond')} s" for one in kills)],
+        ["until a newcomer takes part, median", *(f"{median_of(one, 'joined')} s" for one in kills)],
+        ["a step without faults", *(f"{1000 * one['calm']['seconds'] / one['calm']['steps']:.0f} ms" for one in rows)],
+        ["minutes of the storm, faults", *(
+            f"{one['storm']['seconds'] / 60:.0f}, {sum(of.values())}" for one, of in zip(rows, faults, strict=True)
+        )],
+        ["steps in a second, of those without faults", *(percent(one["share"]) for one in rows)],
+        ["workers that took part", *(percent(one["storm"]["participation"]) for one in rows)],
+        ["final loss, of that without faults", *(percent(one["storm"]["loss"] / one["calm"]["loss"]) for one in rows)],
+    ]  # fmt: skip
+    return markdown(("one of 4 killed; a storm", *ORDERS), body)
+
+
+def median_of(part: dict[str, Any], what: str) -> str:
+    each = [row[what] for row in part["rows"]]
+    flat = [one for of in each for one in (of if isinstance(of, list) else [of])]
+    return f"{statistics.median(flat):.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+CHANGES = {
+    "one, then three again": "3-1-3",
+    "eight, half of them replaced": "half-of-8",
+}
+
+
+def changing() -> str:
+    part = result("elastic-uneven-2-cores.json")["uneven"]
+    even, slow = part["rows"]["even, waits"], f"one of four {part['settings']['slow']:g} times slower"
+    body = []
+    for name, row in part["rows"].items():
+        who = "four alike" if name.startswith("even") else slow
+        how = "asynchronous" if "asynchronous" in name else "who wait"
+        body.append([f"{who}, {how}", *shares(even, row)])
+    for title, name in CHANGES.items():
+        (part,) = result(f"elastic-{name}-2-cores.json").values()
+        body.append([title, *shares(part["rows"]["calm"], part["rows"].get("changed") or part["rows"]["storm"])])
+    return markdown(("workers", "steps in a second, of those of the calm run", "took part", "final loss"), body)
+
+
+def shares(calm: dict[str, Any], changed: dict[str, Any]) -> list[str]:
+    found = calm["seconds"] / changed["seconds"], changed["participation"], changed["loss"] / calm["loss"]
+    return [percent(share) for share in found]
+
+
 HAPPENED = {"kill": "killed", "stall": "stalled", "cut": "cut off", "fallen": "ended for it"}
 
 
@@ -160,11 +219,12 @@ TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
     partial, sweeps, faults, elastic,
 )  # fmt: skip
+ELASTIC = (beside, changing)
 
 
-def written(page: str) -> str:
+def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
     """The page with the tables as they are now, each where one with its headings stands."""
-    for table in TABLES:
+    for table in tables:
         made = table()
         heads = re.escape(made.partition("\n")[0])
         table_of = re.compile(rf"^{heads}(\n\|.*)*", re.MULTILINE)
@@ -173,10 +233,12 @@ def written(page: str) -> str:
     return page
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "measured.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {DOCS / "measured.md": TABLES, DOCS / "elastic.md": ELASTIC}
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(written(PAGE.read_text()))
-    else:
-        print("\n\n".join(table() for table in TABLES))
+    for page, tables in PAGES.items():
+        if sys.argv[1:] == ["--write"]:
+            page.write_text(written(page.read_text(), tables))
+        else:
+            print("\n\n".join(table() for table in tables))

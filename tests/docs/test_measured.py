@@ -16,6 +16,11 @@ def test_the_page_shows_the_committed_tables(table) -> None:  # type: ignore[no-
     assert table() in PAGE
 
 
+@pytest.mark.parametrize("table", measured.ELASTIC, ids=lambda table: table.__name__)
+def test_the_elastic_guide_shows_them_too(table) -> None:  # type: ignore[no-untyped-def]
+    assert table() in (ROOT / "docs" / "elastic.md").read_text()
+
+
 def test_it_is_short() -> None:
     assert len(re.findall(r"\w\S*", PAGE.replace("|", " "))) <= 1500
 
