@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import (
     Complete,
+    Elastic,
     Every,
     FullyShard,
     GossipReplicas,
@@ -28,6 +29,7 @@ from lightning_decentral.gossip.rounds import check, exact_steps_of
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.buckets import pack
 from tests.gossip.wire.test_exchange import gradient
+from tests.shared.wire.elastic.lobbies import LobbyProcess
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 SIZE, STEPS, TALK = 3, 6, 4
@@ -74,6 +76,29 @@ def test_the_anchor_is_validated_saved_and_handed_back(tmp_path: Path, rule: Any
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]["x"]
     for shown in (handed_back, torch.load(tmp_path / "validated.pt"), saved):
         torch.testing.assert_close(shown, anchor, rtol=1e-12, atol=1e-12)
+
+
+class Last(Callback):
+    """Remembers the parameters behind the last update."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.x = next(pl_module.parameters()).detach().clone()
+
+
+def test_an_elastic_run_saves_what_it_validates(tmp_path: Path) -> None:
+    """The anchor, not what its worker has learnt since."""
+    settings = {**QUIET, "max_steps": STEPS, "limit_val_batches": 1, "val_check_interval": STEPS}
+    watching = [Note(tmp_path / "validated.pt"), ModelCheckpoint(tmp_path, filename="saved"), last := Last()]
+    with LobbyProcess(least=1, most=1) as lobby:
+        elastic = Elastic(lobby=lobby.place, workers=(1, 1), host="127.0.0.1")
+        plan = {"topology": Every(TALK, Complete()), "combine": OuterNesterov(lr=0.7, momentum=0.9), "delay": 0}
+        strategy: Any = GossipStrategy(elastic=elastic, **plan)
+        Trainer(**{**settings, "enable_checkpointing": True}, devices=1, strategy=strategy, callbacks=watching).fit(
+            Validated()
+        )
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]["x"]
+    assert torch.equal(saved, torch.load(tmp_path / "validated.pt"))
+    assert not torch.allclose(saved, last.x, atol=1e-2)
 
 
 class Halves(Quadratic):

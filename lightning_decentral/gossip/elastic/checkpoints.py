@@ -11,10 +11,8 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint.saving import Worker
-from lightning_decentral.shared.checkpoint.worker import Checkpoints
+from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
-
-MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
 
 
 class Whole(Protocol):
@@ -41,9 +39,9 @@ class ElasticCheckpoints(Checkpoints):
     """Whether a device restored what no other has."""
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        states = {key: self._mean_model.own(checkpoint[key]) for key in MODELS if key in checkpoint}
-        drifts = self._mean_model.apart
-        means = {key: mean_of_states(s, self._mean_model.mean_of) if drifts else s for key, s in states.items()}
+        states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
+        apart = self._given(states) if self._mean_model.apart else {}
+        means = {**states, **{key: mean_of_states(s, self._mean_model.mean_of) for key, s in apart.items()}}
         self._saving.write_alone(self.held.whole({**checkpoint, **means}), filepath, storage_options)
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:

@@ -9,13 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint.saving import Worker
-from lightning_decentral.shared.checkpoint.worker import Checkpoints, Progress
+from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints, Progress
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 from lightning_decentral.shared.wire.transport import connected
-
-_OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
 
 
 class WholeModel:
@@ -82,7 +80,7 @@ class ReplicaCheckpoints(Checkpoints):
 
     def _save_own(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
         # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
-        states = {key: self._mean_model.own(checkpoint[key]) for key in _OF_MODELS if key in checkpoint}
+        states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
         apart = self._given(states) if self._worker.drifts else {}
         means = {key: mean_of_states(state, self._mean_model.mean_of) for key, state in apart.items()}
         if not self._full(checkpoint):
@@ -92,14 +90,6 @@ class ReplicaCheckpoints(Checkpoints):
         of_all = self.held.whole({**checkpoint, **means, KEY: mark})
         own = self.held.part({**checkpoint, **states, KEY: {**mark, **self._own_state()}})
         self._saving.commit(of_all, own, path, identity, storage_options)
-
-    def _given(self, states: dict[str, Any]) -> dict[str, Any]:
-        """What of these is averaged: the last is the model's, one before an average of it that a callback keeps."""
-        *others, model = states
-        return {
-            **{key: states[key] for key in others},
-            model: self._mean_model.given(states[model], self._module.state_dict()),
-        }
 
     def _own_state(self) -> dict[str, Any]:
         return {

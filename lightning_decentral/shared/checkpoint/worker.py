@@ -24,6 +24,8 @@ from lightning_decentral.shared.checkpoint.saving import Saving, Worker
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.wire.mean import MeanModel
 
+OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
+
 
 class Progress(Protocol):
     """What a method adds to a worker's own state."""
@@ -85,6 +87,13 @@ class Checkpoints(ABC):
             with suppress(FileNotFoundError):  # another node on the same file system was faster
                 self._worker.checkpoint_io.remove_checkpoint(store.folder(filepath))
             store.prune(store.folder(filepath))
+
+    def _given(self, states: dict[str, Any]) -> dict[str, Any]:
+        """What of these models' own states is averaged, such as anchors. The last is the module's; before it may be an
+        average that a callback keeps."""
+        *others, model = states
+        given = self._mean_model.given(states[model], self._module.state_dict())
+        return {**{key: states[key] for key in others}, model: given}
 
     # ---- where we are -----------------------------------------------------------------------------------------------
 
