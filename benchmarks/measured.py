@@ -175,6 +175,7 @@ def percent(share: float) -> str:
 CHANGES = {
     "one, then three again": "3-1-3",
     "eight, half of them replaced": "half-of-8",
+    "four, links of 10 Mb/s, sixty faults an hour": "10mbit",
 }
 
 
