@@ -147,7 +147,7 @@ def settled(workers: list[Any], mixers: list[Mixer], round: int, peers: int) -> 
     """Until all have all messages of a round, and nothing is leaving."""
     exchange: Any = mixers[0].exchange
     messages = peers * sum(map(len, exchange._since[-1][1]._sizes.values()))
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not all(
         sum(slot.round == round for slot in [*worker.mesh._inbox]) == messages
         and all(line.idle for line in [*worker.mesh._lines.values()])
