@@ -133,8 +133,8 @@ def test_nccl_has_few_blocks_for_messages_unless_the_user_says_how_many(
 
 
 def check_no_slope(first: tuple[int, int], *later: tuple[int, int]) -> None:
-    """A group that stays is two threads and five descriptors, in every fit. On a busy machine, where a group was made
-    twice, one fit may leave a connection."""
+    """A group that stays is two threads and five descriptors, in every fit. On a busy machine a
+    single fit was seen to leave two descriptors; why isn't known."""
     rows = (first, *later)
     assert all(threads <= first[0] for threads, _ in later), rows
     assert any(no_more(row, before) for before, row in pairwise(rows)), rows
