@@ -1,11 +1,11 @@
 """Forecast of a compressed all-reduce: bucket by bucket encode, scatter to owners, reduce, gather, decode.
 
-    network            scatter 0  gather 0  scatter 1 ...
-    compute   backward 0, encode 0, backward 1, encode 1, ..., reduce 0, decode 0, reduce 1, ..., update
+    network                         scatter 0              scatter 1, gather 0
+    compute   backward 0, encode 0, backward 1, encode 1, reduce 0, backward 2, encode 2, reduce 1, decode 0, ...
 
 Codes are made and reduced beside the training, on threads or streams of their own, and take it the processor or the
-device for as long: their work is the step's, and what it hides is the network. Messages queue in the order of buckets,
-though a scatter may in fact pass a gather that waits: the seconds are an upper bound by less than a bucket's.
+device for as long: their work is the step's, and what it hides is the network. A bucket is reduced, and then decoded,
+so many buckets later as makes the step shortest, where threads do it when messages have come.
 
     scatter, gather = an exchange with all others of (n - 1) / n of the codes; of (n - w) / n between nodes of w workers
     encode = round + (n - 1) / n bytes own
@@ -81,16 +81,15 @@ class CompressedForecast(Synchronous):
         each, messages = work.round_seconds, (n - 1) * work.message_seconds
         outside = n - (setting.cluster.per_node if setting.cluster.nodes > 1 else 1)
 
-        def travel(number: int, size: float, last: str) -> list[Task[str]]:
+        def travel(number: int, size: float, last: str) -> list[list[Task[str]]]:
             others, mine = (n - 1) / n * size, size / n
             way = exchange.seconds(outside / n * self.wire_bytes(size))
             reduced = each + messages + others * hear + mine * encode
-            return [
-                Task(f"encode {number}", "compute", each + others * encode, (last,)),
-                Task(f"scatter {number}", "network", way, (f"encode {number}",)),
-                Task(f"reduce {number}", "compute", reduced, (f"scatter {number}",)),
-                Task(f"gather {number}", "network", way, (f"reduce {number}",)),
-                Task(f"decode {number}", "compute", messages + others * hear, (f"gather {number}",)),
-            ]
+            coded = Task(f"encode {number}", "compute", each + others * encode, (last,))
+            scatter = Task(f"scatter {number}", "network", way, (coded.name,))
+            mean = Task(f"reduce {number}", "compute", reduced, (scatter.name,))
+            gather = Task(f"gather {number}", "network", way, (mean.name,))
+            decoded = Task(f"decode {number}", "compute", messages + others * hear, (gather.name,))
+            return [[coded, scatter], [mean, gather], [decoded]]
 
         return travel

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_decentral.shared.plan.forecast import Setting, Synchronous, passing_bytes, replica_bytes
 from lightning_decentral.shared.plan.network import Price
 from lightning_decentral.shared.plan.profile import BlockCost, Model
-from lightning_decentral.shared.plan.timeline import Task
+from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
@@ -45,13 +45,13 @@ def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Ite
                 bucket, room = bucket + 1, float(bucket_bytes)
 
 
-Travel = Callable[[int, float, str], list[Task[str]]]
-"""The tasks of a bucket: its number, its bytes, and the task that completes its gradients."""
+Travel = Callable[[int, float, str], list[list[Task[str]]]]
+"""The tasks of a bucket, in phases: its number, its bytes, and the task that completes its gradients."""
 
 
 def all_reduced(price: Price) -> Travel:
     """One all-reduce."""
-    return lambda number, size, last: [Task(f"all-reduce {number}", "network", price.seconds(size), (last,))]
+    return lambda number, size, last: [[Task(f"all-reduce {number}", "network", price.seconds(size), (last,))]]
 
 
 def step(
@@ -71,14 +71,35 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
         if piece.bytes:
             filled[piece.bucket] = name, filled.get(piece.bucket, ("", 0.0))[1] + piece.bytes
     sent = {last: travel(number, size, last) for number, (last, size) in filled.items()}
-    # Who computes begins with a bucket in the midst of the backward, and ends with the first when the last is under
-    # way.
-    begun = [each for task in tasks for each in (task, *sent.get(task.name, [])[:1])]
-    under_way = [task for row in sent.values() for task in row[1:-1]]
-    ends = [task for row in sent.values() for task in row[1:][-1:]]
-    update = factor * sum(b.update_seconds for b in blocks)
-    needs = tuple(row[-1].name for row in sent.values())
-    return [*begun, *under_way, *ends, Task("update", "compute", update, needs)]
+    needs = tuple(phases[-1][-1].name for phases in sent.values())
+    update = Task("update", "compute", factor * sum(b.update_seconds for b in blocks), needs)
+    orders = [[*behind(tasks, sent, lag), update] for lag in _lags(sent)]
+    return min(orders, key=lambda order: makespan(run(order))) if len(orders) > 1 else orders[0]
+
+
+def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], lag: int) -> list[Task[str]]:
+    """The tasks, and the first phase of each bucket behind what completes it, the next phases always `lag` buckets
+    later: a thread takes them up when their messages have come, which an order that is fixed only comes near."""
+    buckets, most = list(sent.values()), max(map(len, sent.values()), default=0)
+
+    def due(at: int) -> list[Task[str]]:
+        places = [(phase, at - phase * lag) for phase in range(most)]
+        return [task for phase, of in places if 0 <= of < len(buckets) for task in buckets[of][phase]]
+
+    order, complete = [], 0
+    for task in tasks:
+        order.append(task)
+        if task.name in sent:
+            order += due(complete)
+            complete += 1
+    return [*order, *(task for at in range(complete, complete + most * lag) for task in due(at))]
+
+
+def _lags(sent: dict[str, list[list[Task[str]]]]) -> list[int]:
+    """0, 1, 2, 4, ... up to all buckets, where there is more than one phase."""
+    if all(len(phases) == 1 for phases in sent.values()):
+        return [0]
+    return [0, *(2**power for power in range(len(sent).bit_length())), len(sent)]
 
 
 @dataclass(frozen=True)

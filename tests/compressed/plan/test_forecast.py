@@ -81,3 +81,12 @@ def test_the_planner_reads_the_codec() -> None:
     assert plain == DataParallel()
     assert isinstance(coded, CompressedForecast)
     assert coded.card_bytes(where) < 0.26 * plain.card_bytes(where)
+
+
+def test_a_network_as_fast_as_the_backward_hides_behind_it() -> None:
+    """Both ways of all buckets but the last ones': they don't wait until the gradients are complete."""
+    per_second = 4 * BLOCK_BYTES / (4 * 0.02) / 2  # half of the backward's for all codes and both ways
+    where, bucket = setting(rate=per_second), 2**20
+    found = seconds(CompressedForecast(bucket_bytes=bucket, wire_bytes=quarter), where)
+    way = bucket / 4 / per_second + 1e-4
+    assert model().seconds < found < model().seconds + 4 * way
