@@ -1,16 +1,18 @@
 """Rehearsed steps times forecast seconds against real seconds to a loss, and what a rehearsal computes.
 
-    python benchmarks/rehearsed.py                  # rehearses; some twenty minutes, a busy machine will do
-    sudo python benchmarks/rehearsed.py --forecast  # profiles and forecasts; about five minutes
+    python benchmarks/rehearsed.py                  # rehearses; some thirty minutes, a busy machine will do
+    sudo python benchmarks/rehearsed.py --forecast  # profiles, forecasts and real steps; a quiet half hour
     python benchmarks/rehearsed.py --cost           # one minute
 
-Real runs are those of `loss_per_second.py` (committed): `gpt` on four hosts, with 256 and 1,024 tokens a worker. The
-same settings are rehearsed for the first steps of the same schedule and the same seed, on the same test examples.
-Methods with a hook of torch's can't be rehearsed and are left out.
+Real losses are those of `loss_per_second.py` (committed): `gpt` on four hosts, with 256 and 1,024 tokens a worker.
+Those of two hosts, which have a processor each, are measured here, by the same whole runs. The same settings are
+rehearsed for the first steps of the same schedule and the same seed, on the same test examples. Methods with a hook of
+torch's or of another package can't be forecast and are left out.
 
 Seconds of a step are forecast as `plan` does it: from a profile of the model with each optimizer, and of the network at
-each rate. All hosts profile at once, as all train on the same processors. What was measured is kept and not measured
-again; take `networks` and `profiles` out of the results for that.
+each rate. As many hosts profile at once as there are processors, and a step's work takes as many times as long as hosts
+share one: where more take turns, their clocks would count the others' turns. Right after the profiles the real steps
+are timed on the same machine. What was measured is kept and not measured again; take it out of the results for that.
 
 The cost is processor time, which other programs don't change: of all threads over whole steps, against forward and
 backward alone, one torch thread.
@@ -18,6 +20,7 @@ backward alone, one torch thread.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -26,14 +29,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cluster import Cluster, ClusterError, cluster
 from cluster_accuracy import EXAMPLES, Recipe
+from cluster_accuracy import measure as measured
 from hardware import description, slug
 from hydra.utils import instantiate
-from loss_per_second import FREE, METHODS, RECIPES
+from loss_per_second import FREE, METHODS, RECIPES, options_of, seconds
 from predicted import profiled as with_network
 from quiet_recipe import built, composed
 from rich.console import Console
@@ -64,38 +68,60 @@ from lightning_decentral.shared.plan.profile import (
 RESULTS = Path(__file__).parent / "results"
 REAL = RESULTS / "loss-per-second-2-cores.json"
 SEED, HOSTS = 0, 4
-STEPS = {"gpt": 320, "gpt-1024-tokens": 120}
-TARGETS = {"gpt": (2.3, 2.1, 1.95), "gpt-1024-tokens": (2.3, 2.1, 1.95)}
+
+
+class Place(NamedTuple):
+    """What is compared: a recipe on so many hosts, rehearsed for so many steps, to these losses."""
+
+    recipe: str
+    hosts: int
+    steps: int
+    targets: tuple[float, ...] = (2.3, 2.1, 1.95)
+
+    @property
+    def key(self) -> str:
+        return f"{self.recipe} {self.hosts}"
+
+
+PLACES = (Place("gpt", HOSTS, 320), Place("gpt-1024-tokens", HOSTS, 120), Place("gpt", 2, 480))
 RATES = ("10mbit", "50mbit", "200mbit", "1gbit")
 WITHIN, ALIKE = 0.15, 0.1
 """Forecast seconds are right if not farther off; of methods nearer to each other none is the best."""
 COST_STEPS = 30
+PASSES = ("forward_seconds", "backward_seconds", "update_seconds")
 SIDES = ("own_seconds_per_byte", "heard_seconds_per_byte", "round_seconds", "message_seconds")
 SIZES = "16384 65536 262144 1048576"
 ANY_MODEL = Model("any", "cpu", (BlockCost("all", 1e-3, 1e-3, 1e-3, 2**20),))
-METHODS_HERE = {name: words for name, words in METHODS.items() if not any(w.startswith("hook=") for w in words)}
+METHODS_HERE = {
+    name: words for name, words in METHODS.items() if not any(w.startswith(("hook=", "peer=")) for w in words)
+}
+PROCESSORS = os.cpu_count() or 1
+AT_ONCE, LONGEST = 3, 900.0
+"""Methods, and seconds, of a launch of real steps."""
 
 
-def crew_of(recipe: Recipe, words: list[str], strategy: Any = None) -> tuple[Any, Any, Callable[[float], Crew]]:
+def crew_of(
+    recipe: Recipe, words: list[str], strategy: Any = None, hosts: int = HOSTS
+) -> tuple[Any, Any, Callable[[float], Crew]]:
     """(module, data, what makes the crew at a learning rate)."""
     cfg = composed([*recipe.words, *words], SEED)
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(loader_of(module, data), HOSTS)
+    batches, epoch = shared_out(loader_of(module, data), hosts)
     used = strategy or instantiate(cfg.strategy, _convert_="all")
 
     def make(rate: float) -> Crew:
         loop = Loop(cfg.trainer.gradient_clip_val, rate, epoch, recipe.steps)
-        return Crew(module, batches, used, HOSTS, recipe.steps, loop=loop)
+        return Crew(module, batches, used, hosts, recipe.steps, loop=loop)
 
     return module, data, make
 
 
-def curve(name: str, words: list[str]) -> list[Point]:
+def curve(place: Place, words: list[str]) -> list[Point]:
     """(step, test loss) of a method, rehearsed."""
-    module, data, make = crew_of(RECIPES[name], words)
+    module, data, make = crew_of(RECIPES[place.recipe], words, hosts=place.hosts)
     data.setup("test")
     tests = DataLoader(Subset(data.splits["test"], range(EXAMPLES)), batch_size=EXAMPLES // 4)
-    course = Course(STEPS[name], 0.0, Evaluation(module, list(tests)), lambda: None)
+    course = Course(place.steps, 0.0, Evaluation(module, list(tests)), lambda: None)
     return list(search(make, [1.0], course).points)
 
 
@@ -141,7 +167,7 @@ def _counted(module: Any) -> list[float]:
 
 
 def profiled(hosts: Cluster, words: list[str]) -> Profile:
-    """Mean of what all hosts measure at once, as `lightning-decentral profile` does it."""
+    """Mean of what these hosts measure at once, as `lightning-decentral profile` does it."""
     with tempfile.TemporaryDirectory() as folder:
         command = f"exec {Path(sys.executable).parent}/lightning-decentral profile {' '.join(words)}"
         codes = hosts.run(["bash", "-c", f"{command} --out {folder}/$NODE_RANK.json"], seconds=300)
@@ -157,7 +183,7 @@ def profiled(hosts: Cluster, words: list[str]) -> Profile:
 
 
 def _mean_block(same: tuple[BlockCost, ...]) -> BlockCost:
-    return replace(same[0], **_means(same, ("forward_seconds", "backward_seconds", "update_seconds")))
+    return replace(same[0], **_means(same, PASSES))
 
 
 def _mean_work(same: tuple[RoundWork, ...]) -> RoundWork:
@@ -169,7 +195,7 @@ def _means(same: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, float]:
 
 
 def measure(kept: dict[str, Any]) -> Iterator[str]:
-    """Each network and each profile that isn't kept yet, as `asdict` has them; says which it has measured."""
+    """Each that isn't kept yet, as `asdict` has them: networks, profiles, real steps, real losses; says which."""
     networks, profiles = kept.setdefault("networks", {}), kept.setdefault("profiles", {})
     for rate in RATES:
         if rate not in networks:
@@ -177,9 +203,39 @@ def measure(kept: dict[str, Any]) -> Iterator[str]:
             yield rate
     for key, words in profiled_with().items():
         if key not in profiles:
-            with cluster(HOSTS, FREE, name="profiles") as place:
-                profiles[key] = asdict(profiled(place, words))
+            with cluster(PROCESSORS, FREE, name="profiles") as hosts:
+                profiles[key] = asdict(profiled(hosts, words))
             yield key
+    for place in PLACES:
+        yield from real_seconds(place, kept.setdefault("real_seconds", {}))
+        if f"{place.key} {SEED}" not in json.loads(REAL.read_text())["curves"]:
+            yield from real_curves(place, kept.setdefault("real_curves", {}).setdefault(place.key, {}))
+
+
+def real_seconds(place: Place, kept: dict[str, Any]) -> Iterator[str]:
+    """Of a step of each method at each rate."""
+    for rate in RATES:
+        here = kept.setdefault(f"{place.key} {rate}", {})
+        for some in in_launches(place, here):
+            here |= seconds(place.hosts, some, rate, LONGEST)
+            yield f"{place.key} {rate} {', '.join(some.methods)}"
+
+
+def real_curves(place: Place, kept: dict[str, Any]) -> Iterator[str]:
+    """Losses of whole runs of each method on processes."""
+    for some in in_launches(place, kept):
+        with cluster(place.hosts, FREE, name="losses") as hosts:
+            runs = measured(hosts, some, options_of(None, LONGEST), SEED)["methods"]
+        kept |= {method: {what: run[what] for what in ("steps", "scores")} for method, run in runs.items()}
+        yield f"{place.key} losses {', '.join(some.methods)}"
+
+
+def in_launches(place: Place, done: dict[str, Any]) -> Iterator[Recipe]:
+    """The recipe, each time with some of the methods that aren't done."""
+    left = [method for method in METHODS_HERE if method not in done]
+    for at in range(0, len(left), AT_ONCE):
+        some = {method: METHODS_HERE[method] for method in left[at : at + AT_ONCE]}
+        yield RECIPES[place.recipe]._replace(methods=some)
 
 
 def network_at(rate: str) -> tuple[LinkCost, ...]:
@@ -191,7 +247,7 @@ def network_at(rate: str) -> tuple[LinkCost, ...]:
 def profiled_with() -> dict[str, list[str]]:
     """{recipe and optimizer: words}, each once."""
     found: dict[str, list[str]] = {}
-    for name in STEPS:
+    for name in dict.fromkeys(place.recipe for place in PLACES):
         for words in METHODS_HERE.values():
             own = [word for word in words if word.startswith(("experiment=", "optimizer="))]
             found.setdefault(profile_of(name, words), [*RECIPES[name].words, *own, "trainer=cpu"])
@@ -204,15 +260,16 @@ def profile_of(name: str, words: list[str]) -> str:
 
 
 def forecasts(kept: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """{recipe: {rate: {method: seconds per step}}}, by what was measured."""
+    """{place: {rate: {method: seconds per step}}}, by what was measured."""
     networks = {rate: Network(tuple(LinkCost(**one) for one in costs)) for rate, costs in kept["networks"].items()}
     profiles = {key: read_from(found) for key, found in kept["profiles"].items()}
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, rate in product(STEPS, RATES):
-        here = found.setdefault(name, {}).setdefault(rate, {})
+    for place, rate in product(PLACES, RATES):
+        here = found.setdefault(place.key, {}).setdefault(rate, {})
         for method, words in METHODS_HERE.items():
-            strategy = instantiate(composed([*RECIPES[name].words, *words], SEED).strategy, _convert_="all")
-            here[method] = seconds_of(profiles[profile_of(name, words)], strategy, networks[rate])
+            strategy = instantiate(composed([*RECIPES[place.recipe].words, *words], SEED).strategy, _convert_="all")
+            profile = profiles[profile_of(place.recipe, words)]
+            here[method] = seconds_of(profile, strategy, networks[rate], place.hosts)
     return found
 
 
@@ -223,9 +280,23 @@ def read_from(found: dict[str, Any]) -> Profile:
         return read(path)
 
 
-def seconds_of(profile: Profile, strategy: Any, network: Network) -> float:
-    where = Setting(profile.model, network, Devices(HOSTS))
-    factors = drawn(profile.variation, HOSTS)
+def shared(model: Model, hosts: int) -> Model:
+    """As it takes where so many hosts share the processors."""
+    turns = max(1.0, hosts / PROCESSORS)
+    blocks = tuple(replace(one, **{k: turns * getattr(one, k) for k in PASSES}) for one in model.blocks)
+    rounds = tuple(replace(one, **{k: turns * getattr(one, k) for k in SIDES}) for one in model.rounds)
+    return replace(
+        model,
+        blocks=blocks,
+        rounds=rounds,
+        loop_seconds=turns * model.loop_seconds,
+        products_per_second=model.products_per_second / turns,
+    )
+
+
+def seconds_of(profile: Profile, strategy: Any, network: Network, hosts: int) -> float:
+    where = Setting(shared(profile.model, hosts), network, Devices(hosts))
+    factors = drawn(profile.variation, hosts)
     return float(method_of(strategy, where.cluster, 1).seconds(where, factors).mean())
 
 
@@ -233,38 +304,40 @@ def seconds_of(profile: Profile, strategy: Any, network: Network) -> float:
 
 
 def compared(kept: dict[str, Any]) -> dict[str, Any]:
-    """Rows of each recipe, rate, target and method, and how many are right."""
-    real, rows = json.loads(REAL.read_text()), []
-    for name, curves in kept["curves"].items():
-        runs = real["curves"][f"{name} {HOSTS} {SEED}"]
-        for rate in RATES:
-            took, told = real["seconds"][f"{name} {HOSTS} {rate}"], kept["forecasts"][name][rate]
-            for target in TARGETS[name]:
-                for method, points in curves.items():
-                    marks = list(zip(runs[method]["steps"], runs[method]["scores"], strict=True))
-                    steps = reached(points, target), reached(marks, target)
-                    if steps[0] is not None and steps[1] is not None:
-                        row = {"recipe": name, "rate": rate, "target": target, "method": method, "steps": steps}
-                        row["step_seconds"] = told[method], took[method]
-                        row["seconds"] = steps[0] * told[method], steps[1] * took[method]
-                        rows.append(row)
+    """Rows of each place, rate, target and method, and how many are right."""
+    known, rows = json.loads(REAL.read_text())["curves"], []
+    for place, rate in product(PLACES, RATES):
+        runs = known.get(f"{place.key} {SEED}") or kept["real_curves"][place.key]
+        took, told = kept["real_seconds"][f"{place.key} {rate}"], kept["forecasts"][place.key][rate]
+        for target, (method, points) in product(place.targets, kept["curves"][place.key].items()):
+            run = runs.get(method, {"steps": (), "scores": ()})
+            steps = reached(points, target), reached([*zip(run["steps"], run["scores"], strict=True)], target)
+            if steps[0] is not None and steps[1] is not None:
+                row = {"place": place.key, "rate": rate, "target": target, "method": method, "steps": steps}
+                row["step_seconds"] = told[method], took[method]
+                row["seconds"] = steps[0] * told[method], steps[1] * took[method]
+                rows.append(row)
     return {"rows": rows, **verdict(rows)}
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How many seconds and steps are right, in how many settings the best is the best, how many pairs have their order.
-    A pair that is nearer than a setting's two best may be has no order."""
-    found = {"settings": 0, "clear": 0, "best_right": 0, "pairs": 0, "pairs_right": 0}
-    for setting in dict.fromkeys((row["recipe"], row["rate"], row["target"]) for row in rows):
-        here = [row for row in rows if (row["recipe"], row["rate"], row["target"]) == setting]
+    Pairs are counted twice: all, and those that are as far apart as a setting's two best have to be."""
+    found = {"settings": 0, "clear": 0, "best_right": 0, "pairs": 0, "pairs_right": 0, "apart": 0, "apart_right": 0}
+    for setting in dict.fromkeys((row["place"], row["rate"], row["target"]) for row in rows):
+        here = [row for row in rows if (row["place"], row["rate"], row["target"]) == setting]
         found["settings"] += 1
         first, second = sorted(here, key=lambda row: row["seconds"][1])[:2]
         if second["seconds"][1] > (1 + ALIKE) * first["seconds"][1]:
             found["clear"] += 1
             found["best_right"] += min(here, key=lambda row: row["seconds"][0]) is first
         for a, b in combinations((row["seconds"] for row in here), 2):
+            right = (a[0] < b[0]) == (a[1] < b[1])
             found["pairs"] += 1
-            found["pairs_right"] += (a[0] < b[0]) == (a[1] < b[1])
+            found["pairs_right"] += right
+            if max(a[1], b[1]) > (1 + ALIKE) * min(a[1], b[1]):
+                found["apart"] += 1
+                found["apart_right"] += right
     for what in ("seconds", "steps", "step_seconds"):
         off = [abs(row[what][0] / row[what][1] - 1) for row in rows]
         found[f"{what}_within"] = sum(one <= WITHIN for one in off)
@@ -273,11 +346,17 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    lines = ["| recipe, rate | method | target | s forecast | real s | off | steps | real | s a step | real |"]
+    lines = ["| recipe, hosts, rate | method | target | s forecast | real s | off | steps | real | s a step | real |"]
     lines.append("| --- " * 10 + "|")
     for row in found["rows"]:
         (told, took), (mine, theirs), (step, real) = row["seconds"], row["steps"], row["step_seconds"]
-        cells = [f"{row['recipe']}, {row['rate']}", row["method"], f"{row['target']}", f"{told:.1f}", f"{took:.1f}"]
+        cells = [
+            f"{row['place'].replace(' ', ', ')}, {row['rate']}",
+            row["method"],
+            f"{row['target']}",
+            f"{told:.1f}",
+            f"{took:.1f}",
+        ]
         cells += [f"{100 * (told / took - 1):+.0f} %", f"{mine}", f"{theirs}", f"{step:.3f}", f"{real:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     said = (
@@ -309,10 +388,10 @@ def main() -> None:
         kept["forecasts"] = forecasts(kept)
     else:
         torch.set_num_threads(1)
-        todo = [(name, method, words) for name in STEPS for method, words in METHODS_HERE.items()]
-        kept["curves"] = {name: {} for name in STEPS}
-        for name, method, words in track(todo, "methods"):
-            kept["curves"][name][method] = curve(name, words)
+        curves = kept.setdefault("curves", {})
+        todo = [(place, method) for place, method in product(PLACES, METHODS_HERE)]
+        for place, method in track([one for one in todo if one[1] not in curves.get(one[0].key, {})], "methods"):
+            curves.setdefault(place.key, {})[method] = curve(place, METHODS_HERE[method])
             path.write_text(json.dumps(kept, indent=1) + "\n")
     path.write_text(json.dumps({**kept, "hardware": description()}, indent=1) + "\n")
     if "curves" in kept and "forecasts" in kept:
