@@ -1,16 +1,18 @@
 """Connections among members: each sends on those it makes and hears on those it accepts.
 
-    rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting says the first round
+    rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting says the first (round, slot)
     beats    of members that don't hear the lobby
     heal     a newcomer fetches everything (`healing`)
 
-A member whose connection has ended is lost until it connects again; what it sent in rounds before that isn't awaited.
+A member whose connection has ended is lost until it connects again; what it sent before that isn't awaited. Who
+couldn't send a message connects again at once, so that nobody waits for it.
 """
 
 import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from lightning_decentral.shared.wire.elastic.frames import connected, frame, rec
 
 KEPT_ROUNDS = 8
 """Behind the present one, whose frames are still awaited by somebody."""
+AGAIN_SECONDS = 0.5
+"""Between two tries to connect to a member that waits for what was lost."""
 
 
 class Slot(NamedTuple):
@@ -28,6 +32,11 @@ class Slot(NamedTuple):
     key: int
     round: int
     slot: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """It rises from message to message of a line."""
+        return self.round, self.slot
 
 
 class Sent:
@@ -70,7 +79,7 @@ class Mesh:
         self._listening = socket.create_server((host, 0), backlog=128)
         self.place = f"{host}:{self._listening.getsockname()[1]}"
         self._inbox: dict[Slot, bytearray] = {}
-        self._floor: dict[str, int] = {}
+        self._floor: dict[str, tuple[int, int]] = {}
         self._newest: dict[str, socket.socket] = {}
         self._lines: dict[str, Line] = {}
         self._open: set[socket.socket] = set()
@@ -93,7 +102,7 @@ class Mesh:
         """
         with self.changed:
             while slot not in self._inbox:
-                gone = slot.sender in self.lost or slot.round < self._floor.get(slot.sender, 0)
+                gone = slot.sender in self.lost or slot.place < self._floor.get(slot.sender, (0, 0))
                 if gone or not expected():
                     return None
                 self.changed.wait(0.5)  # `expected` also depends on time
@@ -165,11 +174,12 @@ class Mesh:
 
     def _hear(self, connection: socket.socket) -> None:
         hello = receive(connection)
-        sender, first = str(hello["from"]), int(hello["round"])
+        sender, first = str(hello["from"]), (int(hello["round"]), int(hello["slot"]))
         with self.changed:
             self._newest[sender] = connection
             self._floor[sender] = first
             self.lost.discard(sender)
+            self.changed.notify_all()
         try:
             while True:
                 found = receive(connection)
@@ -192,7 +202,7 @@ class Mesh:
 
 
 class Line(threading.Thread):
-    """Sends to one member what is queued, in order; what can't be sent is lost, and the next message connects anew."""
+    """Sends to one member what is queued, in order; what can't be sent is lost, and that member hears of it."""
 
     def __init__(self, mesh: Mesh, to: str, place: str) -> None:
         super().__init__(name=f"lightning_decentral-to-{to}", daemon=True)
@@ -218,15 +228,33 @@ class Line(threading.Thread):
                 self._mesh.lose(self._to)  # its process has ended
             except OSError:
                 self._hang_up()
+                sent.over.set()
+                self._excuse(sent.slot)
             sent.over.set()
         self._hang_up()
 
+    def _excuse(self, lost: Slot) -> None:
+        """Connect where no message follows that would: a member that waits for this one sends nothing either."""
+        while self._connection is None and self._queue.empty():
+            try:
+                self._connect((lost.round, lost.slot + 1))
+            except ConnectionRefusedError:
+                self._mesh.lose(self._to)
+                return
+            except OSError:
+                self._hang_up()
+                time.sleep(AGAIN_SECONDS)
+
+    def _connect(self, first: tuple[int, int]) -> None:
+        self._connection = connected(self.place, "rounds", 5.0)
+        self._connection.settimeout(None)
+        self._connection.sendall(frame({"from": self._mesh.name, "round": first[0], "slot": first[1]}))
+
     def _send(self, sent: Sent) -> None:
-        if self._connection is None:
-            self._connection = connected(self.place, "rounds", 5.0)
-            self._connection.settimeout(None)
-            self._connection.sendall(frame({"from": self._mesh.name, "round": sent.slot.round}))
         slot = sent.slot
+        if self._connection is None:
+            self._connect(slot.place)
+        assert self._connection is not None
         head: dict[str, Any] = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
         self._connection.sendall(frame(head))
         self._connection.sendall(sent.payload)

@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from lightning_decentral.shared.wire.elastic import mesh as module
 from lightning_decentral.shared.wire.elastic.mesh import KEPT_ROUNDS, Mesh, Slot
 
 pytestmark = pytest.mark.threads
@@ -55,6 +57,57 @@ def test_a_round_before_a_new_connection_is_given_up(pair: tuple[Mesh, Mesh]) ->
     assert b.take(Slot("a", 1, 9, 0), always)
     assert b.take(Slot("a", 1, 8, 0), always) is None
     again.close()
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """So many connections aren't made, as through a network that is cut for a while."""
+    left, connected = [times], module.connected
+
+    def connects(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise TimeoutError("timed out")
+        return connected(*args)
+
+    monkeypatch.setattr(module, "connected", connects)
+
+
+def for_so_long() -> Callable[[], bool]:
+    """Fails where it ends a wait."""
+    end = time.monotonic() + 20
+
+    def holds() -> bool:
+        assert time.monotonic() < end, "it is still waited for"
+        return True
+
+    return holds
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_the_rest_of_a_round_whose_beginning_was_lost_is_not_waited_for(
+    pair: tuple[Mesh, Mesh], monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    a, b = pair
+    cut(monkeypatch, lost)
+    leaving = [a.send("b", b.place, 1, 5, slot, memoryview(b"text")) for slot in range(3)]
+    for one in leaving:
+        one.wait()
+    assert b.take(Slot("a", 1, 5, 2), for_so_long())
+    assert b.take(Slot("a", 1, 5, 0), for_so_long()) is None
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_was_lost_is_not_waited_for_though_nothing_follows(
+    pair: tuple[Mesh, Mesh], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """The two might wait for each other for ever."""
+    a, b = pair
+    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.01)
+    cut(monkeypatch, times)
+    sent(a, b, 5)
+    assert b.take(Slot("a", 1, 5, 0), for_so_long()) is None
+    sent(a, b, 6)
+    assert b.take(Slot("a", 1, 6, 0), for_so_long())
 
 
 def test_a_message_of_another_view_is_not_awaited(pair: tuple[Mesh, Mesh]) -> None:
