@@ -181,16 +181,17 @@ def test_in_time_over_connections_it_is_the_simulation(codec: Codec) -> None:
 
 
 def come_before(mesh: Mesh, round: int) -> None:
-    """Only what left before this round has come."""
-    late = {slot: mesh._inbox.pop(slot) for slot in [*mesh._inbox] if slot.round >= round}
+    """Only what left before this round has come, whenever the rest of it does."""
     newest = Mesh.newest
 
-    def back(*args: Any) -> Any:
-        found = newest(mesh, *args)
-        mesh._inbox.update({slot: came for slot, came in late.items() if slot.sender == args[0]})
+    def earlier(*args: Any) -> Any:
+        with mesh.changed:  # else the rest might come between the two looks, be taken, and never be there
+            late = {slot: mesh._inbox.pop(slot) for slot in [*mesh._inbox] if slot.round >= round}
+            found = newest(mesh, *args)
+            mesh._inbox.update(late)
         return found
 
-    mesh.newest = back  # type: ignore[method-assign]
+    mesh.newest = earlier  # type: ignore[method-assign]
 
 
 def test_nobody_waits_for_one_who_says_nothing() -> None:
