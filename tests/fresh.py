@@ -78,8 +78,12 @@ def _ask(*question: object) -> Any:
 def server() -> Connection:
     """Forked at the first call; it ends when nobody holds the other end of its pipe any more."""
     # What its children find imported.
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
     from lightning_decentral import GossipStrategy, PartialBackpropStrategy, SpilledStrategy, TokenPipelineStrategy  # noqa: F401
 
+    # A torchrun calls it for each of its events; as it is, it looks through all modules for the lines of all frames.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     ours, its = multiprocessing.Pipe()
     pid = os.fork()
     if pid == 0:
