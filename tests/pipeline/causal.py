@@ -60,6 +60,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         transformers.MistralConfig(**LLAMA, sliding_window=7)
     ),
 }  # fmt: skip
+for _name in ("GPT2LMHeadModel", "LlamaForCausalLM"):
+    getattr(transformers, _name)  # loads it now, and not in every forked process anew
 
 
 def built(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
