@@ -18,6 +18,7 @@ from lightning_decentral.pipeline.plan.schedule import Kind
 from lightning_decentral.pipeline.wire.channel import Edge, Edges, Links, Nowhere
 from lightning_decentral.pipeline.wire.executor import Executor
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport
+from tests.pipeline.nccl_order import Posting, ahead
 from tests.world import world
 
 VOCABULARY, WIDTH, BLOCKS = 61, 32, 4
@@ -116,11 +117,13 @@ def sliced(
     boundary: Boundary | None = None,
     watch: Callable[[Executor, Stage], None] = lambda executor, stage: None,
     stages: Callable[[int, Any], list[Any]] | None = None,
+    posting: Posting = ahead,
 ) -> tuple[float, Gradients]:
     """The same through the pipeline, each stage a thread; gradients of tied parameters summed over their stages.
 
     Args:
         stages: (number, worker) -> what `worker(rank, edges, device)` returns at each of them; by default on hosts.
+        posting: when receives are posted.
     """
     original = built(name, dtype)
     adapted(original)  # once, before there are threads
@@ -147,7 +150,7 @@ def sliced(
             return loss * shares[-1].weight
 
         executor = Executor(stage, channel, close)
-        executor.run(steps[rank])
+        executor.run(steps[rank], posting(steps, len(slices))[rank])
         watch(executor, stage)
         return shares, {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
 

@@ -1,14 +1,18 @@
-"""NCCL's order without NCCL: what the stages' real executors ask of their transports, played on a model of its streams.
+"""NCCL's order without NCCL: what the stages' real executors ask of their transports, as events that need each other.
 
 A communicator does its calls strictly in order, each once the compute stream has come to where it was made; a transfer
 needs both ends at the head of theirs. A wait holds up the compute stream, never the host. A pair's first message in a
-communicator holds up both hosts until the other's has come.
+communicator holds up both hosts until the other's has come. A drained host waits for all that its device was given.
+
+What all of this needs must have come before, so a run ends if and only if no event needs itself; and it's over as soon
+as the longest chain of events is.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from time import process_time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.pipeline import OneForwardOneBackward, TeraPipe, ZeroBubble
-from lightning_decentral.pipeline.plan.schedule import Schedule
+from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
+from lightning_decentral.pipeline.plan.schedule import Action, Costs, Kind, Schedule, halved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
 from lightning_decentral.pipeline.wire.channel import Links
 from lightning_decentral.pipeline.wire.executor import Executor
@@ -25,6 +30,20 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 Name = Callable[[Sequence[int], int], Hashable]
 """(workers, how many groups were made before) -> the communicator that the group's calls go to."""
+Posting = Callable[[Sequence[Sequence[Action]], int], Sequence[Posts]]
+"""(all stages' actions, slices) -> when each posts its receives."""
+
+
+def each_its_own(workers: Sequence[int], number: int) -> Hashable:
+    return number
+
+
+def ahead(stages: Sequence[Sequence[Action]], slices: int) -> list[Posts]:
+    return [two_ahead(actions) for actions in stages]
+
+
+def just_in_time(stages: Sequence[Sequence[Action]], slices: int) -> list[Posts]:
+    return [{action: [action] for action in own if action.kind is not Kind.WEIGHTS} for own in stages]
 
 
 class Call(NamedTuple):
@@ -47,7 +66,13 @@ class Wait(NamedTuple):
     call: int
 
 
-Program = list[Call | Wait]
+class Compute(NamedTuple):
+    action: Action
+
+
+Program = list[Call | Wait | Compute]
+Place = tuple[int, int]
+"""(worker, entry of its program)"""
 
 
 @dataclass
@@ -78,6 +103,16 @@ class Recorder(Transport):
         return [pending for _ in sends], [pending for _ in receives]
 
 
+class Noted(Executor):
+    """Writes down, too, when it would compute."""
+
+    program: Program
+
+    def _timed(self, action: Action) -> Any:
+        self.program.append(Compute(action))
+        return super()._timed(action)
+
+
 class Nothing:
     """A stage that computes nothing."""
 
@@ -100,13 +135,17 @@ class Nothing:
     def weights(self, *_: Any) -> None: ...
 
 
-def programs(schedule: Schedule, stages: int, microbatches: int, slices: int, name: Name) -> list[Program]:
+def programs(
+    schedule: Schedule, stages: int, microbatches: int, slices: int, name: Name = each_its_own,
+    posting: Posting = in_step,
+) -> list[Program]:  # fmt: skip
     """What each worker of one pipeline calls: its groups, then one step."""
     actions = schedule.actions(stages, microbatches, slices)
-    return [_program(actions[rank], rank, stages, slices, name) for rank in range(stages)]
+    posts = posting(actions, slices)
+    return [_program(actions, rank, slices, name, posts[rank]) for rank in range(stages)]
 
 
-def _program(actions: Any, rank: int, stages: int, slices: int, name: Name) -> Program:
+def _program(actions: list[list[Action]], rank: int, slices: int, name: Name, posts: Posts) -> Program:
     program: Program = []
     made: list[Sequence[Sequence[int]]] = []
 
@@ -116,96 +155,176 @@ def _program(actions: Any, rank: int, stages: int, slices: int, name: Name) -> P
         return Recorder(name(own, len(made) - 1), own, rank, program) if own else None
 
     wire: Any = SimpleNamespace(group=group)
+    stages = len(actions)
     edges = StageGroups(wire, StageLayout(stages, stages, stages), torch.device("cpu")).edges
     links = Links(edges, lambda action, stage: ((0,), torch.float32), torch.device("cpu"))
     stage: Any = Nothing(rank, stages, slices)
-    Executor(stage, links, lambda microbatch, output: output.sum()).run(actions)
+    executor = Noted(stage, links, lambda microbatch, output: output.sum(), own=lambda: 0.0)
+    executor.program = program
+    executor.run(actions[rank], posts)
     return program
 
 
 @dataclass
-class Worker:
-    """How far one worker has come."""
+class Events:
+    """Numbered; each with its seconds and the events that must have come before it starts."""
 
-    program: Program
-    host: int = 0
-    compute: int = 0
-    done: set[int] = field(default_factory=set)
-    queues: dict[Hashable, list[int]] = field(default_factory=lambda: defaultdict(list))
+    seconds: list[float] = field(default_factory=list)
+    needs: list[list[int]] = field(default_factory=list)
 
-    def arrive(self, number: int, came: dict[Any, set[int]], connects: bool) -> None:
-        """The host goes on until a first message's other end is missing."""
-        while self.host < len(self.program):
-            call = self.program[self.host]
-            if isinstance(call, Call) and connects:
-                came[call.pair].add(number)
-                if len(came[call.pair]) < 2:
-                    return
-            self.host += 1
+    def add(self, *needs: int, seconds: float = 0.0) -> int:
+        self.seconds.append(seconds)
+        self.needs.append(list(needs))
+        return len(self.seconds) - 1
 
-    def go_on(self) -> None:
-        """The compute stream goes on until a wait's transfer is missing."""
-        while self.compute < self.host:
-            at = self.program[self.compute]
-            if isinstance(at, Wait):
-                if at.call not in self.done:
-                    return
-            else:
-                self.queues[at.communicator].append(self.compute)
-            self.compute += 1
-
-    def heads(self) -> dict[Call, int]:
-        return {_call(self.program, queue[0]): queue[0] for queue in self.queues.values() if queue}
-
-    def finish(self, call: Call) -> None:
-        self.done.add(self.queues[call.communicator].pop(0))
+    def last(self) -> float | None:
+        """When the last one is over; None where some never come."""
+        followers: list[list[int]] = [[] for _ in self.needs]
+        for event, needs in enumerate(self.needs):
+            for needed in needs:
+                followers[needed].append(event)
+        missing = [len(needs) for needs in self.needs]
+        over = [0.0] * len(missing)
+        ready = [event for event, count in enumerate(missing) if count == 0]
+        came = 0
+        while ready:
+            event = ready.pop()
+            came += 1
+            over[event] += self.seconds[event]
+            for follower in followers[event]:
+                over[follower] = max(over[follower], over[event])
+                missing[follower] -= 1
+                if missing[follower] == 0:
+                    ready.append(follower)
+        return max(over) if came == len(over) else None
 
 
-def ends(programs: Sequence[Program], connects: bool = True) -> bool:
-    """Whether all workers come to the end of their programs.
+@dataclass(frozen=True)
+class Device:
+    """How devices behave.
 
     Args:
-        connects: whether a pair's first message holds up the hosts.
+        connects: a pair's first message in a communicator holds up the hosts.
+        rests: a send isn't over before its receive is posted; else NCCL's own memory takes the message.
+        drains: (worker, entry) -> whether its host waits there for all that its device was given so far.
+        seconds: of each action.
+        message: seconds.
     """
-    workers = [Worker(program) for program in programs]
-    came: dict[Any, set[int]] = defaultdict(set)
-    moved = True
-    while moved:
-        before = [(w.host, w.compute, len(w.done)) for w in workers]
-        for number, worker in enumerate(workers):
-            worker.arrive(number, came, connects)
-            worker.go_on()
-        _transfer(workers)
-        moved = before != [(w.host, w.compute, len(w.done)) for w in workers]
-    return all(w.compute == len(w.program) and not any(w.queues.values()) for w in workers)
+
+    connects: bool = True
+    rests: bool = True
+    drains: Callable[[int, int], bool] = lambda worker, entry: False
+    seconds: Costs = lambda action: 0.0
+    message: float = 0.0
+
+    def last(self, programs: Sequence[Program]) -> float | None:
+        """When these programs are over; None where they never are."""
+        events = Events()
+        transfers = self._transfers(events, programs)
+        places = [self._worker(events, worker, program, transfers) for worker, program in enumerate(programs)]
+        if self.connects:
+            for sent, heard in _firsts(programs):
+                for own, other in ((sent, heard), (heard, sent)):
+                    events.needs[places[own[0]][own[1]]].append(places[other[0]][other[1]] - 1)
+        return events.last()
+
+    def _transfers(self, events: Events, programs: Sequence[Program]) -> dict[Place, int]:
+        """Of each call, what it comes to."""
+        found = {}
+        for sent, heard in _pairs(programs):
+            found[sent] = events.add(seconds=self.message if self.rests else 0.0)
+            found[heard] = found[sent] if self.rests else events.add(found[sent], seconds=self.message)
+        return found
+
+    def _worker(self, events: Events, worker: int, program: Program, transfers: dict[Place, int]) -> list[int]:
+        """Adds the events of one worker; of each entry, that it was issued, one behind that its host has come there."""
+        issued: list[int] = []
+        heads: dict[Hashable, int] = {}
+        stream = events.add()
+        for entry, asked in enumerate(program):
+            came = events.add(*issued[-1:])
+            if self.drains(worker, entry):
+                events.needs[came] += [stream, *heads.values()]
+            issued.append(events.add(came))
+            seconds = self.seconds(asked.action) if isinstance(asked, Compute) else 0.0
+            stream = events.add(issued[-1], stream, seconds=seconds)
+            if isinstance(asked, Wait):
+                events.needs[stream].append(transfers[worker, asked.call])
+            elif isinstance(asked, Call):
+                transfer = transfers[worker, entry]
+                events.needs[transfer] += [
+                    stream,
+                    *([heads[asked.communicator]] if asked.communicator in heads else []),
+                ]
+                heads[asked.communicator] = transfer
+        return issued
 
 
-def _transfer(workers: Sequence[Worker]) -> None:
-    heads = [worker.heads() for worker in workers]
-    for source, calls in enumerate(heads):
-        for sent in calls:
-            if not sent.sends:
-                continue
-            # By order: the tags of what meets are seen to be equal, not looked for.
-            heard = next((c for c in heads[sent.target] if c.pair == sent.pair and not c.sends), None)
-            if heard is not None:
-                assert heard.tag == sent.tag, "another message than was expected"
-                workers[source].finish(sent)
-                workers[sent.target].finish(heard)
+def _pairs(programs: Sequence[Program]) -> Iterator[tuple[Place, Place]]:
+    """(send, its receive): by order. That their tags are equal is seen to, not looked for."""
+    calls: dict[Any, list[tuple[Place, Call]]] = defaultdict(list)
+    for worker, program in enumerate(programs):
+        for entry, asked in enumerate(program):
+            if isinstance(asked, Call):
+                calls[asked.pair, asked.sends].append(((worker, entry), asked))
+    for pair in {pair for pair, _ in calls}:
+        for (sent, a), (heard, b) in zip(calls[pair, True], calls[pair, False], strict=True):
+            assert a.tag == b.tag, "another message than was expected"
+            yield sent, heard
 
 
-def _call(program: Program, place: int) -> Call:
-    call = program[place]
-    assert isinstance(call, Call)
-    return call
+def _firsts(programs: Sequence[Program]) -> Iterator[tuple[Place, Place]]:
+    seen = set()
+    for sent, heard in _pairs(programs):
+        asked = programs[sent[0]][sent[1]]
+        assert isinstance(asked, Call)
+        if asked.pair not in seen:
+            seen.add(asked.pair)
+            yield sent, heard
+
+
+def ends(programs: Sequence[Program], **device: Any) -> bool:
+    """Whether all workers come to the end of their programs."""
+    return Device(**device).last(programs) is not None
+
+
+def one(worker: int) -> Callable[[int, int], bool]:
+    """One stage's host waits for its device, wherever it has come to."""
+    return lambda other, entry: other == worker
+
+
+def everyone(worker: int, entry: int) -> bool:
+    """All hosts wait for their devices, all the time: where this ends, any waits of any stages do, at any moments."""
+    return True
+
+
+def backward_twice(action: Action) -> float:
+    return {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}[action.kind]
+
+
+def slower(schedule: Schedule, in_time: Sequence[Program], ahead_of_it: Sequence[Program]) -> float:
+    """How many times longer a step takes where receives are posted in step instead of two ahead; a message takes a
+    tenth of a forward chunk."""
+    device = Device(seconds=halved(backward_twice) if schedule.splits else backward_twice, message=0.1)
+    found, least = device.last(in_time), device.last(ahead_of_it)
+    assert found is not None
+    assert least is not None
+    return found / least
 
 
 def main() -> None:
-    """Every schedule with 2 to 8 stages, 1 to 8 micro-batches, 1 to 16 slices; a minute."""
+    """Every schedule with 2 to 8 stages, 1 to 8 micro-batches, 1 to 16 slices; two ahead with some of them."""
     sizes = [*product(range(2, 9), range(1, 9), range(1, 17))]
+    some = [*product(range(2, 9), (1, 4, 8), (1, 4, 16))]
     for schedule in (TeraPipe(), OneForwardOneBackward(), ZeroBubble()):
-        stuck = [size for size in sizes if not ends(programs(schedule, *size, lambda workers, number: number))]
-        print(f"{schedule}: {len(stuck)} of {len(sizes)} sizes deadlock {stuck[:3]}", flush=True)
+        begin = process_time()
+        stuck = sum(not ends(programs(schedule, *size), drains=everyone) for size in sizes)
+        print(f"{schedule}, in step, all stages drained: {stuck} of {len(sizes)} sizes deadlock", flush=True)
+        pairs = [[programs(schedule, *size, posting=posting) for posting in (in_step, ahead)] for size in some]
+        stuck = sum(not ends(before, drains=one(0)) for _, before in pairs)
+        most = max(slower(schedule, now, before) for now, before in pairs)
+        print(f"  two ahead, the first stage drained: {stuck} of {len(some)}; in step takes {most:.3f} times as long")
+        print(f"  {process_time() - begin:.0f} s of a processor", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each link and direction is a communicator of two stages with NCCL's order, as th
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_decentral.pipeline import OneForwardOneBackward, ZeroBubble
+from lightning_decentral.pipeline import ExactActivations, OneForwardOneBackward, ZeroBubble
+from lightning_decentral.pipeline.plan.posting import in_step
 from lightning_decentral.pipeline.plan.schedule import Schedule
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
 from tests.pipeline.causal import apart, batch, sliced, whole
-from tests.simulated import CUDA, Engine
+from tests.pipeline.nccl_order import ahead
+from tests.simulated import CUDA, Engine, here
 from tests.simulated.streams import Event
 from tests.simulated.wire import Make, device_world
 
@@ -24,6 +28,7 @@ pytestmark = pytest.mark.threads
 
 
 INPUTS = batch(padded=False)
+every_schedule = pytest.mark.parametrize("schedule", [OneForwardOneBackward(), ZeroBubble()], ids=str)
 
 
 def on_devices(seed: int, waits: list[str], number: int, worker: Callable[..., Any]) -> list[Any]:
@@ -37,17 +42,17 @@ def on_devices(seed: int, waits: list[str], number: int, worker: Callable[..., A
     return device_world(number, stage, seed)
 
 
-def error(name: str, schedule: Schedule, seed: int, waits: list[str]) -> float:
+def error(name: str, schedule: Schedule, seed: int, waits: list[str], **options: Any) -> float:
     """Of the gradients, relative; what hosts waited for."""
     _, wanted = whole(name, torch.float64, *INPUTS)
     _, gradients = sliced(
         name, torch.float64, *INPUTS, num_stages=2, slices=[5, 1, 4, 3], microbatches=2, schedule=schedule,
-        stages=partial(on_devices, seed, waits),
+        stages=partial(on_devices, seed, waits), **{"posting": in_step, **options},
     )  # fmt: skip
     return apart(gradients, wanted)
 
 
-@pytest.mark.parametrize("schedule", [OneForwardOneBackward(), ZeroBubble()], ids=str)
+@every_schedule
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama"])
 def test_gradients_are_those_of_the_whole_model(name: str, schedule: Schedule) -> None:
     """Slices, keys and values, messages: hosts wait for nothing but the loss, which this test's last stage reads."""
@@ -56,6 +61,37 @@ def test_gradients_are_those_of_the_whole_model(name: str, schedule: Schedule) -
     ours = {wait.rpartition(" ")[2].partition(":")[0] for wait in waits if " /" not in wait}
     assert ours == {"pipeline/compute/loss.py", "pipeline/wire/executor.py"}
     assert sum(" /" not in wait for wait in waits) == 4, "targets and loss of two microbatches"
+
+
+@dataclass(frozen=True)
+class ShortOfMemory(ExactActivations):
+    """There is room for a message only when the device has done all that it was given, receives included."""
+
+    seconds: float
+
+    def buffer(self, *args: Any) -> Tensor:
+        self._drain()
+        return super().buffer(*args)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        self._drain()
+        return super().encode(tensor)
+
+    def _drain(self) -> None:
+        engine = here()
+        assert engine is not None
+        engine.seconds = self.seconds
+        engine.finish()
+
+
+@every_schedule
+def test_stages_whose_memory_is_short_go_on(schedule: Schedule) -> None:
+    assert error("gpt2, tied", schedule, 0, [], boundary=ShortOfMemory(30.0)) < 1e-9
+
+
+def test_two_ahead_they_wait_for_each_other() -> None:
+    with pytest.raises(RuntimeError, match="the device waits for what nobody does"):
+        error("gpt2, tied", OneForwardOneBackward(), 0, [], boundary=ShortOfMemory(1.0), posting=ahead)
 
 
 def test_a_stage_that_doesnt_wait_for_its_messages_is_seen() -> None:

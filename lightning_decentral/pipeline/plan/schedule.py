@@ -158,9 +158,18 @@ def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices:
             )
     # Transfers never block their sender: what can't start here is all that can deadlock.
     try:
-        run([Task(a, f"stage {a.stage}", 1.0, a.needs(len(stages), num_slices)) for stage in stages for a in stage])
+        equally_long(stages, num_slices)
     except Deadlock as error:
         raise ValueError(f"the schedule deadlocks: {error}") from error
+
+
+def equally_long(stages: Sequence[Sequence[Action]], num_slices: int) -> dict[Action, Span]:
+    """When each action runs if all take a second, and messages nothing.
+
+    Raises:
+        Deadlock: they can't go on to the end.
+    """
+    return run([Task(a, f"stage {a.stage}", 1.0, a.needs(len(stages), num_slices)) for stage in stages for a in stage])
 
 
 def in_flight(actions: Sequence[Action], tokens: Sequence[int] | None = None) -> int:

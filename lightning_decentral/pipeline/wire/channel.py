@@ -20,7 +20,8 @@ class Channel(ABC):
 
     @abstractmethod
     def expect(self, action: Action) -> None:
-        """Post the receive of what this action begins with; in the order of the schedule."""
+        """Post the receive of what this action begins with, so that it arrives while the stage computes; those of one
+        neighbour in the order of the schedule."""
 
     @abstractmethod
     def receive(self, action: Action) -> Tensor:
@@ -55,7 +56,7 @@ class Edge(NamedTuple):
     """What carries one direction between two neighbouring stages.
 
     By NCCL a transport of its own: a communicator does its calls strictly in order, so that what is sent would wait
-    behind the receives that were posted ahead. By gloo, which tells messages apart by tag, edges may share one.
+    behind receives that were posted before. By gloo, which tells messages apart by tag, edges may share one.
     """
 
     over: Transport
@@ -70,8 +71,7 @@ Edges = Mapping[tuple[Kind, int], Edge]
 def connect(edge: Edge, sends: bool, device: torch.device) -> None:
     """Send one number over a new edge. Both ends call it, for all edges in one order.
 
-    With NCCL's first message of a pair the hosts wait for each other: not at a receive that is posted ahead, whose
-    sender may still wait for this stage.
+    With NCCL's first message of a pair the hosts wait for each other, and memory is taken: not in a step.
     """
     messages = [Message(edge.peer, torch.zeros(1, device=device), 0)]
     outgoing, incoming = edge.over.exchange(messages, []) if sends else edge.over.exchange([], messages)
@@ -113,7 +113,6 @@ class Links(Channel):
         # A gradient has the shape of the hidden state that left the lower one of the two stages.
         shape = self._shapes(action, min(source, action.stage))
         message = self._boundary.buffer(*shape, self._device)
-        # Posted before its turn comes, so that the message arrives while the stage computes.
         (pending,) = self._receive(action, source, message)
         self._arriving[action] = _Arriving(pending, message, shape)
 

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_decentral.pipeline.compute.stage import Stage
+from lightning_decentral.pipeline.plan.posting import Posts, two_ahead
 from lightning_decentral.pipeline.plan.schedule import Action, Kind
 from lightning_decentral.pipeline.wire.channel import Channel
 from lightning_decentral.shared.plan.timeline import Span
@@ -19,8 +19,6 @@ Close = Callable[[int, Tensor], Tensor]
 
 Clock = Callable[[], float]
 """Seconds since any moment."""
-
-AHEAD = 2  # receives posted beyond the current action: one that is needed next, one that travels meanwhile
 
 
 class Executor:
@@ -43,19 +41,21 @@ class Executor:
         self.loss_seconds = 0.0
         """Of `own_seconds`, what the loss took, there and back."""
 
-    def run(self, actions: Sequence[Action]) -> None:
+    def run(self, actions: Sequence[Action], posts: Posts | None = None) -> None:
         """Take all actions in order.
+
+        Args:
+            posts: which receives are posted before which of them; by default two ahead.
 
         Raises:
             AssertionError: the order isn't one that a backward needs.
             PeerLost: a neighbouring stage ended.
         """
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._finish_backward}
-        coming = (action for action in actions if action.kind is not Kind.WEIGHTS)
-        self._expect(islice(coming, AHEAD))
+        posts = two_ahead(actions) if posts is None else posts
         for action in actions:
-            if action.kind is not Kind.WEIGHTS:
-                self._expect(islice(coming, 1))
+            for coming in posts.get(action, ()):
+                self._channel.expect(coming)
             with record_function(str(action)):
                 do[action.kind](action)
             self.most_chunks_held = max(self.most_chunks_held, self._stage.chunks_held)
@@ -67,10 +67,6 @@ class Executor:
         yield
         self.own_seconds[action] = self._own() - own
         self.spans[action] = Span(f"stage {action.stage}", start, time.perf_counter())
-
-    def _expect(self, actions: Iterator[Action]) -> None:
-        for action in actions:
-            self._channel.expect(action)
 
     def _forward(self, action: Action) -> None:
         hidden = None if self._stage.place.first else self._channel.receive(action)

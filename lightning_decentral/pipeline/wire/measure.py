@@ -187,8 +187,8 @@ def _timed(work: Callable[[], None], now: Clock) -> float:
 
 
 def _call(channel: Channel, stage: int, message: torch.Tensor) -> None:
-    channel.expect(back := Action(Kind.BACKWARD, stage, 0, 0))
     channel.send(Action(Kind.FORWARD, stage, 0, 0), message)
+    channel.expect(back := Action(Kind.BACKWARD, stage, 0, 0))  # not before what it answers (`plan.posting`)
     channel.receive(back)
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, S
 from lightning_decentral.pipeline.compute.repeatable import put_back, unchanged
 from lightning_decentral.pipeline.compute.stage import Activations, Stage
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
+from lightning_decentral.pipeline.plan.posting import Posts, in_step, two_ahead
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Schedule
 from lightning_decentral.pipeline.wire.channel import Channel, Edges, Links, Nowhere
 from lightning_decentral.pipeline.wire.executor import Clock, Close, Executor
@@ -22,6 +24,13 @@ from lightning_decentral.shared.wire.transport import Message, Transport
 
 TIED = (1 << 24) - 1  # a tag that no chunk has
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Program(NamedTuple):
+    """What a stage does in a step, and when it posts what it hears."""
+
+    actions: Sequence[Action]
+    posts: Posts
 
 
 class StageRunner:
@@ -49,6 +58,7 @@ class StageRunner:
         self._edges, self.schedule, self._activations = edges, schedule, activations
         self._boundary, self.device = boundary, device
         self._shapes: dict[torch.Size, list[Shape]] = {}
+        self._programs: dict[tuple[int, int], Program] = {}
         self._known_repeatable = False
         self.rank = 0 if over is None else over.rank
         self.size = 1 if over is None else over.size
@@ -63,16 +73,26 @@ class StageRunner:
         self, calls: Sequence[Call], slices: Sequence[int], close: Close, own: Clock = time.thread_time
     ) -> Executor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`. Collective."""
-        return self._run(calls, slices, close, self._actions(len(calls), len(slices)), own)[0]
+        return self._run(calls, slices, close, self.program(len(calls), len(slices)), own)[0]
 
-    def _actions(self, microbatches: int, slices: int) -> list[Action]:
-        return self.schedule.actions(self.size, microbatches, slices)[self.rank]
+    def program(self, microbatches: int, slices: int) -> Program:
+        """Of a training step; the same object for the same numbers."""
+        if (microbatches, slices) not in self._programs:
+            stages = self.schedule.actions(self.size, microbatches, slices)
+            self._programs[microbatches, slices] = self._posting(stages, slices)
+        return self._programs[microbatches, slices]
+
+    def _posting(self, stages: Sequence[Sequence[Action]], slices: int) -> Program:
+        own = stages[self.rank]
+        queued = self.over is not None and self.over.queued
+        return Program(own, in_step(stages, slices)[self.rank] if queued else two_ahead(own))
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
         """The model's output, on every stage. Collective."""
-        actions = [action for action in self._actions(1, len(slices)) if action.kind is Kind.FORWARD]
+        stages = self.schedule.actions(self.size, 1, len(slices))
+        forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():
-            _, stage = self._run([call], slices, lambda _, output: output, actions)
+            _, stage = self._run([call], slices, lambda _, output: output, self._posting(forward, len(slices)))
         parts = stage.outputs.get(0, [])
         return self._from_last(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None)
 
@@ -81,14 +101,14 @@ class StageRunner:
         calls: Sequence[Call],
         slices: Sequence[int],
         close: Close,
-        actions: Sequence[Action],
+        program: Program,
         own: Clock = time.thread_time,
     ) -> tuple[Executor, Stage]:
         weights = Apart() if self.schedule.splits else AtOnce()
         stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
         executor = Executor(stage, self.channel(stage), close, own)
         with self._repeatable(slices):
-            executor.run(actions)
+            executor.run(*program)
         return executor, stage
 
     @contextmanager
