@@ -50,7 +50,7 @@ class StageGroups:
     Attributes:
         over: the stages of its pipeline, for whatever is small.
         edges: one group of two stages for each neighbour and direction.
-        replicas: the workers that are this stage.
+        replicas: the workers that are this stage; None where there is one pipeline.
     """
 
     def __init__(self, wire: Wire, layout: StageLayout, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class StageGroups:
             pairs = [range(first + lower, first + lower + 2) for first in firsts]
             self._join(Kind.FORWARD, lower, pairs)
             self._join(Kind.BACKWARD, lower, pairs)
-        self.replicas = self.replica_group()
+        self.replicas = self.replica_group() if layout.pipelines > 1 else None
 
     def _join(self, kind: Kind, lower: int, pairs: Sequence[range]) -> None:
         """The edges of this direction between stage `lower` and the next, one for each pipeline. Collective."""

@@ -138,8 +138,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        layout = self.layout
-        if layout.pipelines > 1:
+        if (layout := self.layout).pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
         super().setup_environment()
 
@@ -250,8 +249,9 @@ class TokenPipelineStrategy(WorkersStrategy):
     # ---- the mean of the pipelines, checkpoints, the end ------------------------------------------------------------
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        assert self._groups is not None
-        return mean(tensors, self._groups.replicas, self.bond.share())  # other stages have other tensors
+        over = self.replica_group()  # other stages have other tensors
+        assert over is not None
+        return mean(tensors, over, self.bond.share())
 
     def replica_group(self) -> Transport | None:
         return None if self._groups is None else self._groups.replicas
