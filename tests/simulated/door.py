@@ -7,12 +7,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.codec import counter_rng
+from tests.simulated.memory import pin, pinned, poison
 from tests.simulated.streams import Engine, Event, Stream, at, current, here, on, the
-from tests.simulated.tensors import Simulated, host_like, move, pin, pinned, poison, target
+from tests.simulated.tensors import Simulated, become, host_like, move, target
 
 FACTORIES = [
     *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "eye", "rand"),
@@ -28,6 +30,8 @@ def _factory(func: Any) -> Any:
         device, engine = kwargs.get("device"), here()
         if device is None or engine is None:
             return func(*args, **kwargs)
+        if active_fake_mode():  # torch asks for shapes
+            return func(*args, **{**kwargs, "device": "cpu"})
         if (where := torch.device(kwargs.pop("device"))).type != "cuda":
             return func(*tree_map_only(Simulated, lambda t: t.inner, args), **kwargs, device=where)
         if func.__name__ in ("tensor", "as_tensor"):
@@ -46,9 +50,22 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to` of a tensor of the host."""
     if here() is not None and not isinstance(tensor, Simulated):
         where, dtype, late = target(tensor, *args, **kwargs)
-        if where.type == "cuda":
-            return _moved(tensor, dtype, late)
+        if where.type == "cuda":  # a shard's may lie there already
+            return move(tensor, dtype) if tensor.is_cuda else _moved(tensor, dtype, late)
     return move(tensor, *args, **kwargs)
+
+
+def _data(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value` of a tensor of the host."""
+    (become if isinstance(value, Simulated) else torch._C.TensorBase.data.__set__)(tensor, value)
+
+
+def _fork_rng(devices: Any = None, enabled: bool = True, **_: Any) -> Any:
+    """The device draws from the host's generator."""
+    return fork_rng(devices=[], enabled=enabled)
+
+
+fork_rng = torch.random.fork_rng
 
 
 def _moved(tensor: Tensor, dtype: torch.dtype, late: bool) -> Tensor:
@@ -95,6 +112,8 @@ def door() -> Iterator[None]:
             mock.patch.multiple(cuda, **DOOR),
             mock.patch.multiple(torch, **made),
             mock.patch.object(Tensor, "to", _to),
+            mock.patch.object(Tensor, "data", property(torch._C.TensorBase.data.__get__, _data), create=True),
+            mock.patch.object(torch.random, "fork_rng", _fork_rng),
             mock.patch.multiple(counter_rng, **{name: _by_engine(getattr(counter_rng, name)) for name in TABLES}),
         ):
             yield

@@ -143,6 +143,13 @@ class Stream:
         if self.engine.random.random() < EARLY:
             self.engine.step()
 
+    def takes(self) -> None:
+        """Memory, now."""
+
+    def reuses(self, run: Callable[[], object]) -> None:
+        """`run`, which stands for whoever has memory that it took once and gave back: anybody, at once."""
+        self.then(run)
+
     def behind(self, mark: Mark) -> None:
         """Whatever comes next waits until another stream has come there."""
         self.then(lambda: None, lambda: mark.passed)

@@ -1,61 +1,31 @@
 """Tensors of the simulated device: what torch does with them is queued on the current stream."""
 
-import weakref
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from tests.simulated.streams import CUDA, Engine, Mark, Stream, the
+from tests.simulated.memory import Block, is_pinned, poison, poisoned_like
+from tests.simulated.streams import CUDA, Engine, Stream, the
 
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive"}
 """Operations whose result, or its shape, the host must see."""
 MEMORY = {"empty_like", "new_empty", "empty", "empty_strided", "new_empty_strided"}
+PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
+"""Of other operations, by "namespace::name", or what stands for them."""
+OWN = {"block", "_inner", "_storage"}
 move = Tensor.to
 
 
-class Block:
-    """Memory. It goes back where the last tensor on it dies, and is poisoned as soon as its stream gets there."""
-
-    def __init__(self, inner: Tensor, engine: Engine) -> None:
-        self.readers: set[Stream] = set()
-        engine.takes(inner.untyped_storage().nbytes())
-        weakref.finalize(self, _give_back, inner.untyped_storage(), inner.dtype, engine.current, self.readers)
-
-
-def _give_back(storage: torch.UntypedStorage, dtype: torch.dtype, stream: Stream, readers: set[Stream]) -> None:
-    marks = []
-    stream.engine.takes(-storage.nbytes())
-    for reader in readers - {stream}:
-        reader.then((mark := Mark()).pass_)
-        marks.append(mark)
-
-    def reuse() -> None:
-        stream.then(lambda: poison(torch.empty(0, dtype=dtype).set_(storage), stream.engine))  # type: ignore[call-overload]
-
-    if marks:  # as the allocator does: nobody waits, the memory is used again when it has seen that all have passed
-        stream.engine.kept.append((marks, reuse))
-    else:
-        reuse()
-
-
-def poison(tensor: Tensor, engine: Engine) -> Tensor:
-    """Values that no test expects."""
-    if tensor.dtype == torch.bool:
-        return tensor.fill_(engine.random.random() < 0.5)
-    return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 99)
-
-
 class Simulated(Tensor):
-    """A tensor of the device. `inner` holds its values, once the streams have come that far."""
+    """A tensor of the device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    inner: Tensor
     block: Block
 
     @staticmethod
@@ -64,7 +34,21 @@ class Simulated(Tensor):
         return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, **like)  # type: ignore[attr-defined]
 
     def __init__(self, inner: Tensor, block: Block | None = None) -> None:
-        self.inner, self.block = inner, block or Block(inner, the())
+        self.block = block or Block(inner, the())
+        self._inner, self._storage = inner, self.block.storage
+
+    @property
+    def inner(self) -> Tensor:
+        """Its values, once the streams have come that far.
+
+        Raises:
+            RuntimeError: its memory was given back.
+        """
+        if self._storage is not self.block.storage:  # other memory since
+            place = self.storage_offset(), self.size(), self.stride()
+            self._inner = torch.empty(0, dtype=self.dtype).set_(self.block.storage, *place)  # type: ignore[call-overload]
+            self._storage = self.block.storage
+        return self._inner
 
     device = property(lambda self: CUDA)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
@@ -75,18 +59,38 @@ class Simulated(Tensor):
         return Simulated(self.inner, self.block)
 
     @data.setter
-    def data(self, other: "Simulated") -> None:
-        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.inner, self.block = other.inner, other.block
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, Simulated):
+            become(self, other)
+            return
+        torch._C.TensorBase.data.__set__(self, other)
+        self._inner, self.block, self._storage = other.inner, other.block, other.block.storage
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Simulated({self.inner})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Simulated":
+        """As torch's: tensors that shared memory share the copy's."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if id(self.block) not in memo:
+            memo[id(self.block)] = self.set_(self.block).clone()
+        whole = memo[id(self.block)]
+        inner = torch.as_strided(whole.inner, self.size(), self.stride(), self.storage_offset())
+        memo[id(self)] = copied = Simulated(inner, whole.block).requires_grad_(self.requires_grad)
+        vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in OWN})
+        copied.grad = copy.deepcopy(self.grad, memo)
+        return copied
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.inner.untyped_storage()
+    def untyped_storage(self) -> Block:  # type: ignore[override]
+        return self.block
+
+    def set_(self, source: Block) -> "Simulated":  # type: ignore[override]
+        """Another tensor of this type on the whole of a storage."""
+        return Simulated(torch.empty(0, dtype=self.dtype).set_(source.storage), source)  # type: ignore[call-overload]
 
     def is_pinned(self, *_: Any) -> bool:  # type: ignore[override]
         return False
@@ -116,7 +120,19 @@ class Simulated(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
-            return _launch(func, args, kwargs or {})
+            return PUT_TOGETHER.get(func._schema.name, partial(_launch, func))(*args, **(kwargs or {}))
+
+
+def become(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value` between host and device, by which the very tensor, which others hold, changes its class."""
+    other: Tensor = Simulated(value.inner, value.block) if isinstance(value, Simulated) else value.detach()
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other)
+    other.requires_grad_(tensor.requires_grad)
+    vars(other).update({name: kept for name, kept in vars(tensor).items() if name not in {*OWN, "_is_param"}})
+    if hooks := tensor._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        other._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+    torch.utils.swap_tensors(tensor, other)
 
 
 def target(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[torch.device, torch.dtype, bool]:
@@ -157,7 +173,7 @@ def _kind(func: Any) -> Kind:
     )
 
 
-def _launch(func: Any, args: Any, kwargs: Any) -> Any:
+def _launch(func: Any, *args: Any, **kwargs: Any) -> Any:
     engine: Engine = the()
     kind = _kind(func)
     leaves, tree = tree_flatten((args, kwargs))
@@ -272,19 +288,4 @@ def _to_device(engine: Engine, target: Simulated, source: Tensor, late: bool = F
 
 
 def host_like(like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    like = like.inner if isinstance(like, Simulated) else like
-    with _disable_current_modes():
-        return pin(poison(torch.empty_like(like, dtype=dtype, requires_grad=False), the()))
-
-
-def pin(tensor: Tensor) -> Tensor:
-    the().pinned[tensor.untyped_storage().data_ptr()] = tensor
-    return tensor
-
-
-def is_pinned(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() in the().pinned
-
-
-def pinned(tensor: Tensor) -> Tensor:
-    return tensor if is_pinned(tensor) else pin(tensor.clone())
+    return poisoned_like(like.inner if isinstance(like, Simulated) else like, dtype)

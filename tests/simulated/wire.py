@@ -30,7 +30,10 @@ T = TypeVar("T")
 class Network:
     """What has been sent and not yet heard, and what collectives have been given."""
 
+    numbers = itertools.count()
+
     def __init__(self) -> None:
+        self.number = next(Network.numbers)
         self.messages: dict[Hashable, deque[Tensor]] = defaultdict(deque)
         self.given: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
         self.lock, self.failed = threading.Lock(), threading.Event()
@@ -69,6 +72,19 @@ class OnStream:
         return self.event.query()
 
 
+class Group:
+    """What torch takes for the process group of a communicator."""
+
+    def __init__(self, over: "QueuedTransport", name: str) -> None:
+        self.over, self.group_name = over, name
+
+    def rank(self) -> int:
+        return self.over.rank
+
+    def size(self) -> int:
+        return self.over.size
+
+
 class QueuedTransport(Transport):
     """One worker's end of a communicator.
 
@@ -81,7 +97,8 @@ class QueuedTransport(Transport):
     queued = True
 
     def __init__(self, network: Network, rank: int, size: int, name: Hashable, aborted: threading.Event) -> None:
-        self.group, self.rank, self.size, self._aborted = None, rank, size, aborted
+        self.rank, self.size, self._aborted = rank, size, aborted
+        self.group = Group(self, f"{network.number} {name}")
         self._network, self._name, self._calls = network, name, itertools.count()
         self._stream: Any = cuda.Stream()
 

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from lightning_decentral.shared.compute.codec import BFloat16, Codec, Float32, Int8, Plain, TopK
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.owners import by_owners, each_once, row_counts
+from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 from tests.shared.wire import test_compressed_mean as formula
 from tests.shared.wire import test_gradients as reference
+from tests.shared.wire import test_owners as owned
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
 from tests.simulated.wire import Make, device_world, without_waiting
@@ -78,6 +82,46 @@ def test_gradients_of_devices_are_their_mean(codec: Codec, error: float, bucket_
             assert measured["never"] is None
             for name, value in expected.items():
                 torch.testing.assert_close(measured[name], value, rtol=error, atol=error)
+
+
+def whole(make: Make, engine: Engine) -> list[list[Tensor]]:
+    """(shards put together on their owners, wholes that all hold, gradients of a stage's replicas), each changed"""
+    over, rank = make(), make.hosts.rank
+    shards = [t.split(row_counts(len(t), SIZE))[rank].to(CUDA) for t in owned.drawn()]
+    wholes, own = [t.to(CUDA) for t in owned.drawn()], [t.to(CUDA) * rank for t in owned.drawn()]
+    bond = AverageGradients().join(make, CUDA, 1)
+    with without_waiting(engine):
+        each_once(summed, shards, owned.SHAPES, over)
+        by_owners(summed, wholes, Plain(), over, turn=0)
+        means = bond.gradients(own, own)
+    return [[t.cpu() for t in tensors] for tensors in (shards, wholes, means)]
+
+
+def summed(tensors: Any) -> None:
+    for tensor in tensors:
+        tensor.copy_(tensor.flatten().cumsum(0).view(tensor.shape))  # every element needs those before it
+
+
+def check_wholes() -> None:
+    """AssertionError where devices don't find what one host does."""
+    expected = owned.drawn()
+    summed(expected)
+    found = device_world(SIZE, whole, seed=1)
+    for k, tensor in enumerate(expected):
+        assert torch.equal(torch.cat([shards[k] for shards, _, _ in found]), tensor)
+        for _, wholes, means in found:
+            assert torch.equal(wholes[k], tensor)
+            torch.testing.assert_close(means[k], owned.drawn()[k] * (SIZE - 1) / 2)
+
+
+def test_what_is_changed_on_one_device_and_what_replicas_average_is_that_of_hosts() -> None:
+    check_wholes()
+
+
+@pytest.mark.parametrize(("owner", "call"), [(Stream, "wait_stream"), (Event, "wait")], ids=["sent", "heard"])
+def test_what_is_sent_or_used_too_early_is_seen(owner: type, call: str) -> None:
+    with mock.patch.object(owner, call), pytest.raises(AssertionError):
+        check_wholes()
 
 
 # ---- training steps ---------------------------------------------------------------------------------------------
