@@ -103,9 +103,9 @@ def _by_engine(cached: Any) -> Any:
 @contextmanager
 def door() -> Iterator[None]:
     """Within, `shared/compute/cuda.py` leads to the simulated device, in every thread that is `at` one."""
-    was = torch.__future__.get_overwrite_module_params_on_conversion()
-    # To C++ the tensors are the host's, and `module.to` would keep the parameters, with memory that nobody has.
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    was = torch.__future__.get_swap_module_params_on_conversion()
+    # To C++ the tensors are the host's, and `module.to` would give the parameters memory that nobody has.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         made = {name: _factory(getattr(torch, name)) for name in FACTORIES}
         with (
@@ -118,7 +118,7 @@ def door() -> Iterator[None]:
         ):
             yield
     finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(was)
+        torch.__future__.set_swap_module_params_on_conversion(was)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Its tensors, hooks, waits and the order of its collectives are torch's. They go 
 between threads, and by gloo, staged, between processes.
 """
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -146,6 +147,8 @@ PUT_TOGETHER.update(
 def door() -> Iterator[None]:
     """Within, `fully_shard` shards over simulated devices."""
     with ExitStack() as stack:
+        gc.disable()  # FSDP's objects hold each other: what they hold would go back when and where a collector comes by
+        stack.callback(gc.enable)
         for module in ASKING:
             stack.enter_context(mock.patch.object(module, "_get_device_handle", return_value=HANDLE))
         for function, names in ((_gather, GATHERS), (_scatter, SCATTERS)):

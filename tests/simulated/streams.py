@@ -140,7 +140,7 @@ class Stream:
     def then(self, run: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
         """Behind all that it has to do, and not before it's `ready`."""
         self.queue.append((ready, run))
-        if self.engine.random.random() < EARLY:
+        if here() is self.engine and self.engine.random.random() < EARLY:  # a collector may come by in any thread
             self.engine.step()
 
     def takes(self) -> None:

@@ -1,7 +1,7 @@
 """Real Trainers whose strategy computes on the simulated device; a worker is a process, their messages go by gloo."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.meeting import Attendance
 from tests import simulated
-from tests.simulated import CUDA
+from tests.simulated import CUDA, fsdp
 from tests.tiny import QUIET
 
 Make = Callable[[], tuple[type[Strategy], dict[str, Any], LightningModule, tuple[Any, ...]]]
@@ -71,7 +71,11 @@ def fit(
         strategy, where = type(strategy.__name__, (strategy,), there), {"accelerator": Accelerator()}
         options = {**options, "process_group_backend": "gloo"}
     waits = Waits()
-    with simulated.device(seed=3) if on_device else nullcontext(), mock.patch.object(Attendance, "_settings", UNBOUND):
+    with ExitStack() as stack:
+        if on_device:
+            stack.enter_context(fsdp.door())
+            stack.enter_context(simulated.device(seed=3))
+            stack.enter_context(mock.patch.object(Attendance, "_settings", UNBOUND))
         trainer = Trainer(**{**QUIET, **where}, **settings, strategy=strategy(**options), callbacks=[waits])
         trainer.fit(module, *loaders)
         found = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
