@@ -2,7 +2,7 @@
 
     python benchmarks/rehearsed.py                  # rehearses; some thirty minutes, a busy machine will do
     sudo python benchmarks/rehearsed.py --forecast  # profiles, forecasts and real steps; a quiet half hour
-    python benchmarks/rehearsed.py --cost           # one minute
+    python benchmarks/rehearsed.py --cost           # two minutes
 
 Real losses are those of `loss_per_second.py` (committed): `gpt` on four hosts, with 256 and 1,024 tokens a worker.
 Those of two hosts, which have a processor each, are measured here, by the same whole runs. The same settings are
@@ -14,8 +14,8 @@ each rate. As many hosts profile at once as there are processors, and a step's w
 share one: where more take turns, their clocks would count the others' turns. Right after the profiles the real steps
 are timed on the same machine. What was measured is kept and not measured again; take it out of the results for that.
 
-The cost is processor time, which other programs don't change: of all threads over whole steps, against forward and
-backward alone, one torch thread.
+The cost is processor time: of all threads over whole steps, against forward and backward alone, one torch thread. The
+same is counted of `plain` training: one worker's forward, backward, clipping and update, by loops of torch's own.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 from lightning_decentral.planner.rehearsal.rehearse import METHODS as REHEARSED
 from lightning_decentral.planner.rehearsal.search import Course, Point, reached, search
-from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.rehearsal.worker import Loop, configured, quiet
 from lightning_decentral.shared.plan.forecast import Cluster as Devices
 from lightning_decentral.shared.plan.forecast import Setting, drawn
 from lightning_decentral.shared.plan.network import Network
@@ -87,7 +88,7 @@ PLACES = (Place("gpt", HOSTS, 320), Place("gpt-1024-tokens", HOSTS, 120), Place(
 RATES = ("10mbit", "50mbit", "200mbit", "1gbit")
 WITHIN, ALIKE = 0.15, 0.1
 """Forecast seconds are right if not farther off; of methods nearer to each other none is the best."""
-COST_STEPS = 30
+COST_STEPS, TURNS, PLAIN = 30, 3, "plain"
 PASSES = ("forward_seconds", "backward_seconds", "update_seconds")
 SIDES = ("own_seconds_per_byte", "heard_seconds_per_byte", "round_seconds", "message_seconds")
 SIZES = "16384 65536 262144 1048576"
@@ -126,9 +127,33 @@ def curve(place: Place, words: list[str]) -> list[Point]:
 
 
 def shares() -> dict[str, float]:
-    """{method: processor time of steps over that of forward and backward}."""
+    """{method, or plain: processor time of steps over that of forward and backward}, median of turns."""
     torch.set_num_threads(1)
-    return {one.title: _share(one.words) for one in track(REHEARSED, "cost")}
+    kinds: dict[str, Callable[[], float]] = {PLAIN: _plain_share}
+    kinds |= {one.title: partial(_share, one.words) for one in REHEARSED}
+    turns = [{title: share() for title, share in kinds.items()} for _ in track(range(TURNS), "cost")]
+    return {title: statistics.median(turn[title] for turn in turns) for title in kinds}
+
+
+def _plain_share() -> float:
+    cfg = composed([*RECIPES["gpt"].words], SEED)
+    data, module, _ = built(cfg)
+    optimizer, _ = configured(quiet(module).train(), RECIPES["gpt"].steps)
+    batches = shared_out(loader_of(module, data), HOSTS)[0](0)
+    rows = [next(batches) for _ in range(3 + COST_STEPS)]
+
+    def train(some: list[Any]) -> None:
+        for index, batch in enumerate(some):
+            loss = module.training_step(batch, index)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), cfg.trainer.gradient_clip_val)
+            optimizer.step()
+
+    train(rows[:3])
+    needed, begun = _counted(module), time.process_time()
+    train(rows[3:])
+    return (time.process_time() - begun) / sum(needed)
 
 
 def _share(words: str) -> float:
@@ -381,6 +406,7 @@ def main() -> None:
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if options.cost:
         kept["cost"] = shares()
+        kept["plain_cost"] = kept["cost"].pop(PLAIN)
     elif options.forecast:
         for what in measure(kept):
             path.write_text(json.dumps(kept, indent=1) + "\n")

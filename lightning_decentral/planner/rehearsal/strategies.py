@@ -95,7 +95,8 @@ class Averaging(Member):
 
     def __init__(self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None) -> None:
         self._module, self._place, self._codec = module, place, codec
-        self._bucket_bytes = bucket_bytes or bucket_bytes_of(module.parameters())
+        self._parameters = list(module.parameters())  # to walk through the module takes longer than to average them
+        self._bucket_bytes = bucket_bytes or bucket_bytes_of(self._parameters)
         self._looked, self._after_backward = False, ExitStack()
 
     def begin(self) -> None:
@@ -111,7 +112,7 @@ class Averaging(Member):
         self._after_backward.enter_context(self._gradients.blocked())
 
     def average(self) -> None:
-        self._gradients.watch(list(self._module.parameters()))
+        self._gradients.watch(self._parameters)
         self._gradients.begin()
         self._gradients.finish()
 

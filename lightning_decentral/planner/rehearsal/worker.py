@@ -17,6 +17,8 @@ from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_s
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.planner.rehearsal.joined import JoinedUpdate
+
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Entries of a parameter group that are learning rates."""
 QUIET: dict[str, Any] = {
@@ -71,6 +73,7 @@ class Worker:
         self.module, self._batches, self._loop = quiet(module).train(), batches, loop
         self.optimizer, self._schedulers = configured(module, loop.run_steps)
         scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
+        self._update = JoinedUpdate(self.optimizer)
         self._random, self._count = seeded(loop.seed), 0
 
     def gradients(self, within: Within) -> Tensor:
@@ -96,7 +99,7 @@ class Worker:
         if self._loop.clip:
             nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], self._loop.clip)
         with self._own_random():
-            self.optimizer.step()
+            self._update.step()
 
     def schedule(self) -> None:
         """After the round: it mixes at the rate of the update."""
