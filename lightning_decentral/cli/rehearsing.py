@@ -23,6 +23,7 @@ from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
 
 LATENCY = "100us"
+STACKED: dict[str, bool | None] = {"auto": None, "true": True, "false": False}
 
 
 def add(commands: Any) -> None:
@@ -39,6 +40,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--seeds", type=whole, default=2, help="of batches' order and dropout (default %(default)s)")
     parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
     parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
+    parser.add_argument(
+        "--stacked", choices=STACKED, default="auto", help="workers are computed at once (auto: if faster)"
+    )
     parser.add_argument("--method", action="append", help="words of a method, beside ddp; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: rehearsal.html")
     parser.set_defaults(run=run, outputs=("report",))
@@ -68,6 +72,7 @@ def run(options: argparse.Namespace) -> None:
         per_node=options.per_node,
         clip=cfg.trainer.gradient_clip_val,
         minutes=options.minutes,
+        stacked=STACKED[options.stacked],
         say=lambda text: say(errors, text),
     )
     if options.report:

@@ -1,6 +1,7 @@
 """Trains n workers in one process, before there is a cluster, and says which method reaches a loss soonest.
 
-`crew` trains them under one strategy, by the parts that `strategies` takes from it, on the batches of `batches`;
+`crew` trains them under one strategy, by the parts that `strategies` takes from it, on the batches of `batches`; by
+themselves (`worker`) or at once (`stacked`);
 `search` finds a learning rate for each method by the losses of `evaluation`, `answer` joins steps with the planner's
 seconds, `clock` bounds the time. Public: `rehearse`.
 """

@@ -1,9 +1,9 @@
 """So many workers under one strategy in one process: the strategy's own rules, mixers and codecs, and no network.
 
-Gradients and updates are computed one after the other; only while they talk has each worker a thread of its own.
-Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated once. On the CPU every worker's
-parameters are, bit for bit, those of the run on so many processes that gets the same batches, but where more than two
-all-reduce: sums are rounded in another order there.
+Gradients are computed one after the other, or at once (`stacked`); only while they talk has each worker a thread of
+its own. Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated once. On the CPU every
+worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches, but where more
+than two all-reduce, whose sums are rounded in another order, and where gradients are stacked.
 """
 
 import copy
@@ -16,8 +16,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_decentral.planner.rehearsal.member import Place
+from lightning_decentral.planner.rehearsal.member import Member, Place
 from lightning_decentral.planner.rehearsal.noise import NoiseScale
+from lightning_decentral.planner.rehearsal.stacked import Stack
 from lightning_decentral.planner.rehearsal.strategies import member_of
 from lightning_decentral.planner.rehearsal.worker import Loop, Worker
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
@@ -34,6 +35,7 @@ class Crew:
         strategy: only read.
         steps: of the whole rehearsal, for what is a share of it.
         per_node: workers on a node, for topologies that ask.
+        stacked: gradients are computed at once where the strategy and the batches allow it (`stacked.tried`).
 
     Attributes:
         alike: workers stay equal.
@@ -54,6 +56,7 @@ class Crew:
         *,
         per_node: int = 1,
         loop: Loop | None = None,
+        stacked: bool = False,
     ) -> None:
         self._boxes, loop = Mailboxes(), loop or Loop()
         self.workers = [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)]
@@ -65,6 +68,7 @@ class Crew:
         self.members = [member_of(strategy, one.module, one.optimizer, place) for one, place in pairs]
         self.alike = not any(member.drifts for member in self.members)
         self._updating = self.workers[:1] if self.alike else self.workers
+        self._stack = Stack(self.workers) if stacked and all(member.stacks for member in self.members) else None
         self.losses: list[Tensor] = []
         self.noise = NoiseScale()
         self._threads = ThreadPoolExecutor(workers)
@@ -98,13 +102,20 @@ class Crew:
             worker.share(self.workers[0].module)
 
     def _gradients(self) -> list[Tensor]:
-        """Losses. Workers that update by their own gradients do it at once, while these are in the cache."""
-        losses = []
-        for worker, member in zip(self.workers, self.members, strict=True):
-            losses.append(worker.gradients(member))
-            if not self.alike:
-                worker.update()
+        """Losses; workers that update by their own gradients have done it."""
+        batches = [worker.batch() for worker in self.workers]
+        losses = None if self._stack is None else self._stack.gradients(batches)
+        if losses is None:
+            return [self._one(*each) for each in zip(self.workers, self.members, batches, strict=True)]
+        for worker in () if self.alike else self.workers:
+            worker.update()
         return losses
+
+    def _one(self, worker: Worker, member: Member, batch: Any) -> Tensor:
+        loss = worker.gradients(batch, member)
+        if not self.alike:
+            worker.update()  # now, while the gradients are in the cache
+        return loss
 
     def release(self) -> None:
         """After the last step; messages in flight don't land any more."""

@@ -5,13 +5,12 @@ Short, and a module of its own: the parts of `strategies` and `partial_member` b
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
+from lightning_decentral.planner.rehearsal.worker import Within
 from lightning_decentral.shared.wire.transport import Wire
 
 CPU = torch.device("cpu")
@@ -35,27 +34,21 @@ class Place:
     steps: int
 
 
-class Member(ABC):
+class Member(Within, ABC):
     """One worker's part. Every call but those within a training step is collective: all workers, each in a thread of
     its own.
 
     Attributes:
         drifts: whether workers differ after an update, which each makes; else one's serves all.
+        stacks: whether it does nothing within a step, so that the steps of all workers may be computed at once.
     """
 
     drifts: ClassVar[bool]
+    stacks: ClassVar[bool] = True
 
     @abstractmethod
     def begin(self) -> None:
         """Before the first step."""
-
-    def forward(self, batch: Any, step: int) -> AbstractContextManager[None]:
-        """Around the forward on this batch; worker 0 comes first."""
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        """Through all of the graph, or a part of it."""
-        loss.backward()
 
     @abstractmethod
     def average(self) -> None:

@@ -17,6 +17,7 @@ from lightning_decentral.planner.rehearsal.clock import Clock, OutOfTime
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
 from lightning_decentral.planner.rehearsal.search import Course, search, updates
+from lightning_decentral.planner.rehearsal.stacked import tried
 from lightning_decentral.planner.rehearsal.worker import Loop
 from lightning_decentral.planner.variations import RUNS
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
@@ -41,12 +42,14 @@ FEWEST = 10
 """Steps of a rehearsal."""
 MARGIN = 0.9
 """Of the time that is left, what steps are planned for."""
+PAYS = 0.9
+"""Of the time of one worker after the other: what gains less isn't worth that bits differ."""
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What all methods are rehearsed alike with; arguments as of `rehearse`."""
+    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers."""
 
     module: LightningModule
     loader: DataLoader[Any]
@@ -58,6 +61,7 @@ class Ask:
     network: Network | None
     per_node: int
     clip: float | None
+    stacked: frozenset[int] = frozenset()
 
     @property
     def updates(self) -> int:
@@ -86,6 +90,7 @@ def rehearse(
     per_node: int = 1,
     clip: float | None = None,
     minutes: float = 10.0,
+    stacked: bool | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """Train copies of a module, which stays as it is, as so many workers on this CPU under each method.
@@ -103,6 +108,8 @@ def rehearse(
         network: that they are forecast on; the profile's.
         clip: the Trainer's `gradient_clip_val`.
         minutes: it takes at most: fewer steps where they wouldn't do, and methods that get no turn are said.
+        stacked: all workers' gradients are computed at once, equal to rounding; None: where that is faster. One after
+            the other where the module doesn't allow it, which is said.
         say: hears how long it will take, and how far it is.
 
     Raises:
@@ -117,6 +124,7 @@ def rehearse(
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
     jobs: list[Job] = [(count, method) for count in sorted(set(workers)) for method in chosen]
     refused: dict[str, str] = {}
+    ask = replace(ask, stacked=_stacked(ask, workers, stacked, say))
     probed = _each(jobs, lambda job: _probed(ask, job), clock, refused)
     ask = _fitted(ask, sum(probed.values()), clock, say)
     left = {job: seconds * ask.updates for job, seconds in probed.items()}
@@ -151,12 +159,26 @@ def _name(job: Job) -> str:
     return f"{job[1].title} on {job[0]} workers"
 
 
+def _stacked(ask: Ask, workers: Sequence[int], asked: bool | None, say: Callable[[str], None]) -> frozenset[int]:
+    """Numbers of workers whose gradients are computed at once."""
+    found = set()
+    for count in sorted(set(workers)) if asked is not False else ():
+        ratio, why = tried(ask.module, ask.loader, count)
+        if ratio is None:
+            say(f"{count} workers are computed one after the other: {why}")
+        elif asked or ratio < PAYS:
+            found.add(count)
+            say(f"{count} workers are computed at once, in {ratio:.2f} of the time of one after the other")
+    return frozenset(found)
+
+
 def _crew(ask: Ask, job: Job, seed: int, rate: float) -> Crew:
     workers, method = job
     batches, epoch = shared_out(ask.loader, workers, seed)
     loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed)
     strategy, steps = strategy_of(method.words), ask.run_steps
-    return Crew(ask.module, batches, strategy, workers, steps, per_node=ask.per_node, loop=loop)
+    stacked = workers in ask.stacked
+    return Crew(ask.module, batches, strategy, workers, steps, per_node=ask.per_node, loop=loop, stacked=stacked)
 
 
 def _probed(ask: Ask, job: Job) -> float:

@@ -6,10 +6,10 @@ Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, a
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -50,14 +50,16 @@ class Loop:
     seed: int = 0
 
 
-class Within(Protocol):
-    """What a strategy does within a training step."""
+class Within:
+    """What a strategy does within a training step: nothing, where it doesn't say."""
 
     def forward(self, batch: Any, step: int) -> AbstractContextManager[None]:
-        """Around the forward on this batch."""
+        """Around the forward on this batch; worker 0 comes first."""
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Through all of the graph, or a part of it."""
+        loss.backward()
 
 
 class Worker:
@@ -76,17 +78,27 @@ class Worker:
         self._update = JoinedUpdate(self.optimizer)
         self._random, self._count = seeded(loop.seed), 0
 
-    def gradients(self, within: Within) -> Tensor:
-        """Those of the next batch, by this worker's random numbers; its loss before the update."""
+    def batch(self) -> Any:
+        """The next one, by this worker's random numbers."""
         with self._own_random():
             batch = next(self._batches, None)
-            if batch is None:
-                raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
-            with within.forward(batch, self._count):
-                loss = loss_of(self.module.training_step(batch, self._count))
+        if batch is None:
+            raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
+        self._count += 1
+        return batch
+
+    @property
+    def index(self) -> int:
+        """Of the batch that it got last."""
+        return self._count - 1
+
+    def gradients(self, batch: Any, within: Within) -> Tensor:
+        """Those of the batch that it got last, by its random numbers; its loss before the update."""
+        with self._own_random():
+            with within.forward(batch, self.index):
+                loss = loss_of(self.module.training_step(batch, self.index))
             self.optimizer.zero_grad()
             within.backward(loss)
-        self._count += 1
         return torch.as_tensor(loss.detach()).double()
 
     def share(self, other: nn.Module) -> None:
