@@ -39,6 +39,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--steps", type=whole, default=300, help="of each method, at most (default %(default)s)")
     parser.add_argument("--seeds", type=whole, default=2, help="of batches' order and dropout (default %(default)s)")
     parser.add_argument("--run-steps", type=whole, help="of the run that schedules are made for (default: --steps)")
+    parser.add_argument("--device", default="cpu", help="where workers are computed, cpu or cuda (default %(default)s)")
     parser.add_argument("--minutes", type=number, default=10, help="that it takes at most (default %(default)s)")
     parser.add_argument(
         "--stacked", choices=STACKED, default="auto", help="workers are computed at once (auto: if faster)"
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace) -> None:
         clip=cfg.trainer.gradient_clip_val,
         minutes=options.minutes,
         stacked=STACKED[options.stacked],
+        device=options.device,
         say=lambda text: say(errors, text),
     )
     if options.report:

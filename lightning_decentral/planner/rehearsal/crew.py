@@ -28,7 +28,7 @@ LOOK = 10
 
 
 class Crew:
-    """Copies of a module, which stays as it is, trained as workers on the CPU; `with` ends their threads.
+    """Copies of a module, which stays as it is, trained as workers on one device; `with` ends their threads.
 
     Args:
         batches: of a rank, in order.
@@ -63,7 +63,7 @@ class Crew:
         wires = [in_process_wire(self._boxes, rank, workers) for rank in range(workers)]
         told = [in_process_broadcast(self._boxes, rank, workers) for rank in range(workers)]
         where = zip(wires, told, range(workers), strict=True)
-        places = [Place(*one, workers, per_node, steps) for one in where]
+        places = [Place(*one, workers, per_node, steps, loop.device) for one in where]
         pairs = zip(self.workers, places, strict=True)
         self.members = [member_of(strategy, one.module, one.optimizer, place) for one, place in pairs]
         self.alike = not any(member.drifts for member in self.members)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.rehearsal.worker import loss_of, quiet
+from lightning_decentral.planner.rehearsal.worker import CPU, loss_of, moved, quiet, random_states, set_random_states
 
 BATCHES = 16
 """Of the validation data, the first ones."""
@@ -22,19 +22,22 @@ class Evaluation:
 
     Args:
         module: whose copy takes the means.
+        device: where the workers are.
     """
 
-    def __init__(self, module: LightningModule, batches: Sequence[Any]) -> None:
-        self._module, self._batches = quiet(copy.deepcopy(module)).eval(), batches
+    def __init__(self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU) -> None:
+        self._module, self._device = quiet(copy.deepcopy(module)).eval().to(device), device
+        self._batches = [moved(module, batch, device) for batch in batches]
 
     @torch.no_grad()
     def loss(self, modules: Sequence[LightningModule]) -> float:
         """Of these workers. Random numbers are drawn from the same seed each time."""
         self._mean([list(module.state_dict().values()) for module in modules])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            steps = enumerate(self._batches)
-            losses = [float(loss_of(self._module.training_step(batch, index))) for index, batch in steps]
+        before = random_states(self._device)
+        torch.manual_seed(0)
+        steps = enumerate(self._batches)
+        losses = [float(loss_of(self._module.training_step(batch, index))) for index, batch in steps]
+        set_random_states(before, self._device)
         return sum(losses) / len(losses)
 
     def _mean(self, rows: list[list[Any]]) -> None:

@@ -10,10 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_decentral.planner.rehearsal.worker import Within
+from lightning_decentral.planner.rehearsal.worker import CPU, Within
 from lightning_decentral.shared.wire.transport import Wire
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,7 @@ class Place:
         broadcast: hands worker 0's value to all.
         per_node: workers on a node.
         steps: of the whole rehearsal.
+        device: where it's computed.
     """
 
     wire: Wire
@@ -32,6 +31,7 @@ class Place:
     workers: int
     per_node: int
     steps: int
+    device: torch.device = CPU
 
 
 class Member(Within, ABC):

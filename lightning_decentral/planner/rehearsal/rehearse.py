@@ -6,6 +6,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
@@ -18,8 +19,9 @@ from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
 from lightning_decentral.planner.rehearsal.search import Course, search, updates
 from lightning_decentral.planner.rehearsal.stacked import tried
-from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.rehearsal.worker import CPU, Loop
 from lightning_decentral.planner.variations import RUNS
+from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
@@ -61,6 +63,7 @@ class Ask:
     network: Network | None
     per_node: int
     clip: float | None
+    device: torch.device
     stacked: frozenset[int] = frozenset()
 
     @property
@@ -91,9 +94,10 @@ def rehearse(
     clip: float | None = None,
     minutes: float = 10.0,
     stacked: bool | None = None,
+    device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """Train copies of a module, which stays as it is, as so many workers on this CPU under each method.
+    """Train copies of a module, which stays as it is, as so many workers on one device under each method.
 
     Each worker gets the batches that Lightning would serve it. No callbacks, hooks or accumulation of gradients.
 
@@ -110,16 +114,17 @@ def rehearse(
         minutes: it takes at most: fewer steps where they wouldn't do, and methods that get no turn are said.
         stacked: all workers' gradients are computed at once, equal to rounding; None: where that is faster. One after
             the other where the module doesn't allow it, which is said.
+        device: "cpu", or "cuda" for the first device that is visible.
         say: hears how long it will take, and how far it is.
 
     Raises:
         ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
     """
     _check(workers, steps, rates, seeds, minutes)
-    clock = Clock(minutes)
-    loader, evaluation = loader_of(module, data), Evaluation(module, held_out(module, data, validation))
+    clock, place = Clock(minutes), _device(device)
+    loader, evaluation = loader_of(module, data), Evaluation(module, held_out(module, data, validation), place)
     course = Course(steps, target, evaluation, clock.tick)
-    ask = Ask(module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip)
+    ask = Ask(module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
     chosen = METHODS if methods is None else _asked(methods)
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
     jobs: list[Job] = [(count, method) for count in sorted(set(workers)) for method in chosen]
@@ -152,6 +157,8 @@ def _each(
             refused[_name(job)] = f"the {clock.minutes:g} minutes were over"
         except (ValueError, FloatingPointError) as error:
             refused[_name(job)] = str(error)
+        except torch.OutOfMemoryError:
+            refused[_name(job)] = "the device's memory doesn't hold them: take fewer workers, or smaller batches"
     return found
 
 
@@ -163,7 +170,7 @@ def _stacked(ask: Ask, workers: Sequence[int], asked: bool | None, say: Callable
     """Numbers of workers whose gradients are computed at once."""
     found = set()
     for count in sorted(set(workers)) if asked is not False else ():
-        ratio, why = tried(ask.module, ask.loader, count)
+        ratio, why = tried(ask.module, ask.loader, count, ask.device)
         if ratio is None:
             say(f"{count} workers are computed one after the other: {why}")
         elif asked or ratio < PAYS:
@@ -175,7 +182,7 @@ def _stacked(ask: Ask, workers: Sequence[int], asked: bool | None, say: Callable
 def _crew(ask: Ask, job: Job, seed: int, rate: float) -> Crew:
     workers, method = job
     batches, epoch = shared_out(ask.loader, workers, seed)
-    loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed)
+    loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed, ask.device)
     strategy, steps = strategy_of(method.words), ask.run_steps
     stacked = workers in ask.stacked
     return Crew(ask.module, batches, strategy, workers, steps, per_node=ask.per_node, loop=loop, stacked=stacked)
@@ -260,6 +267,14 @@ def _asked(methods: Sequence[str]) -> tuple[Candidate, ...]:
     for one in found:  # a mistake in words is the user's to mend, not a row that is refused
         strategy_of(one.words)
     return tuple(dict.fromkeys([METHODS[0], *found]))
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {name}: CUDA_VISIBLE_DEVICES chooses among several")
+    if name == "cuda" and not cuda.device_count():
+        raise ValueError("device=cuda, and there is no CUDA device here: leave device out")
+    return torch.device(name, 0) if name == "cuda" else CPU
 
 
 def _check(workers: Sequence[int], steps: int, rates: Sequence[float], seeds: int, minutes: float) -> None:

@@ -28,8 +28,9 @@ from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
-from lightning_decentral.planner.rehearsal.member import CPU, Member, Place
+from lightning_decentral.planner.rehearsal.member import Member, Place
 from lightning_decentral.planner.rehearsal.partial_member import Cutting
+from lightning_decentral.planner.rehearsal.worker import CPU
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
@@ -106,6 +107,7 @@ class Averaging(Member):
         assert hosts is not None
         self._buffers = RunningBuffers(self._module, buffers)
         taken = self._codec.encodes or not self._place.worker
+        # On threads of the host on a device, too: their operations are queued on one stream, in the order of messages.
         self._mean = mean_by(self._codec, partial(of_all, wire), CPU) if taken else NotTaken(of_all(wire))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
         # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
@@ -154,8 +156,8 @@ def placed(of: GossipStrategy, place: Place) -> Placed:
     topology = of.topology.placed(place.per_node)
     combine = of.combine.placed(topology.fragments[0], place.workers)
     values = topology, combine, of.weights, of.codec, of.states, of.island, of.delay, of.bucket_bytes, of.heals
-    member = of.island.join(place.wire, CPU, lambda call: call())
-    return Placed(*values, member, place.wire, place.workers, place.worker, CPU)
+    member = of.island.join(place.wire, place.device, lambda call: call())
+    return Placed(*values, member, place.wire, place.workers, place.worker, place.device)
 
 
 class Gossiping(Member):

@@ -5,8 +5,8 @@ Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, a
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.planner.rehearsal.joined import JoinedUpdate
+from lightning_decentral.shared.compute import cuda
 
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Entries of a parameter group that are learning rates."""
+CPU = torch.device("cpu")
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -41,6 +43,7 @@ class Loop:
         epoch_steps: after which schedulers of epochs step; None: never.
         run_steps: what `trainer.estimated_stepping_batches` says, for schedules as long as the run.
         seed: added to that of `seed_everything`.
+        device: where all workers are computed.
     """
 
     clip: float | None = None
@@ -48,6 +51,7 @@ class Loop:
     epoch_steps: int | None = None
     run_steps: int = -1
     seed: int = 0
+    device: torch.device = CPU
 
 
 class Within:
@@ -72,11 +76,11 @@ class Worker:
     def __init__(self, module: LightningModule, batches: Iterator[Any], loop: Loop) -> None:
         if not module.automatic_optimization:
             raise ValueError(f"{type(module).__name__} optimizes by hand: only automatic optimization can be rehearsed")
-        self.module, self._batches, self._loop = quiet(module).train(), batches, loop
+        self.module, self._batches, self._loop = quiet(module).train().to(loop.device), batches, loop
         self.optimizer, self._schedulers = configured(module, loop.run_steps)
         scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
         self._update = JoinedUpdate(self.optimizer)
-        self._random, self._count = seeded(loop.seed), 0
+        self._random, self._count = seeded(loop.device, loop.seed), 0
 
     def batch(self) -> Any:
         """The next one, by this worker's random numbers."""
@@ -85,7 +89,7 @@ class Worker:
         if batch is None:
             raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
         self._count += 1
-        return batch
+        return moved(self.module, batch, self._loop.device)
 
     @property
     def index(self) -> int:
@@ -125,14 +129,17 @@ class Worker:
             if found.interval == interval and times % found.frequency == 0:
                 self.module.lr_scheduler_step(found.scheduler, None)
 
-    def _own_random(self) -> "_Random":
-        return _Random(self._get, self._set)
-
-    def _get(self) -> Tensor:
-        return self._random
-
-    def _set(self, state: Tensor) -> None:
-        self._random = state
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """This worker's random numbers within, the process's own behind it."""
+        device = self._loop.device
+        before = random_states(device)
+        set_random_states(self._random, device)
+        try:
+            yield
+        finally:
+            self._random = random_states(device)
+            set_random_states(before, device)
 
 
 Module = TypeVar("Module", bound=LightningModule)
@@ -152,27 +159,31 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-class _Random:
-    """A worker's random numbers within, the process's own behind it."""
-
-    def __init__(self, get: Callable[[], Tensor], keep: Callable[[Tensor], None]) -> None:
-        self._get, self._keep = get, keep
-
-    def __enter__(self) -> None:
-        self._before = torch.get_rng_state()
-        torch.set_rng_state(self._get())
-
-    def __exit__(self, *_: object) -> None:
-        self._keep(torch.get_rng_state())
-        torch.set_rng_state(self._before)
+def random_states(device: torch.device) -> list[Tensor]:
+    """Of the host's generator, and of the device's where that is another."""
+    return [torch.get_rng_state(), *([cuda.random_state(device)] if device.type == "cuda" else [])]
 
 
-def seeded(seed: int = 0) -> Tensor:
-    """The state of random numbers that a worker begins with: by the seed of `seed_everything`, if there was one."""
-    with torch.random.fork_rng(devices=[]):
-        if seed or "PL_GLOBAL_SEED" in os.environ:
-            torch.manual_seed(int(os.environ.get("PL_GLOBAL_SEED", "0")) + seed)
-        return torch.get_rng_state()
+def set_random_states(states: list[Tensor], device: torch.device) -> None:
+    """Go on drawing where `random_states` was taken."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        cuda.set_random_state(state, device)
+
+
+def seeded(device: torch.device, seed: int = 0) -> list[Tensor]:
+    """The random states that a worker begins with: by the seed of `seed_everything`, if there was one."""
+    before = random_states(device)
+    if seed or "PL_GLOBAL_SEED" in os.environ:
+        torch.manual_seed(int(os.environ.get("PL_GLOBAL_SEED", "0")) + seed)
+    found = random_states(device)
+    set_random_states(before, device)
+    return found
+
+
+def moved(module: LightningModule, batch: Any, device: torch.device) -> Any:
+    """The batch on the device, as the module moves it."""
+    return batch if device.type == "cpu" else module.transfer_batch_to_device(batch, device, 0)
 
 
 def configured(module: LightningModule, run_steps: int = -1) -> tuple[Optimizer, list[Any]]:
