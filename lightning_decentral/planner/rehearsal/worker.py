@@ -17,7 +17,7 @@ from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_s
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.planner.rehearsal.joined import JoinedUpdate
+from lightning_decentral.optim.joined import JoinedUpdate
 from lightning_decentral.shared.compute import cuda
 
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")

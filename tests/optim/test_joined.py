@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.optim import Muon
-from lightning_decentral.planner.rehearsal.joined import ELEMENTWISE, MOST_ELEMENTS, JoinedUpdate
+from lightning_decentral.optim.joined import ELEMENTWISE, MOST_ELEMENTS, JoinedUpdate
 
 SHAPES = [(3,), (5, 7), (1,), (129,), (2, 3, 4), (MOST_ELEMENTS + 1,), (31, 33)]
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from lightning_decentral.shared.wire.gradients import parts
-
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
 EXACT = (torch.float32, torch.float64)
 MOST_ELEMENTS = 2**16
 """Of a small parameter: more fill a cache, and a copy of them costs more than a call."""
+
+
+def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of what lies one behind the other."""
+    rows = flat.split([other.numel() for other in like])
+    return [row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
 class Joined:
