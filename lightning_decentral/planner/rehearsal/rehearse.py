@@ -170,7 +170,7 @@ def _stacked(ask: Ask, workers: Sequence[int], asked: bool | None, say: Callable
     """Numbers of workers whose gradients are computed at once."""
     found = set()
     for count in sorted(set(workers)) if asked is not False else ():
-        ratio, why = tried(ask.module, ask.loader, count, ask.device)
+        ratio, why = tried(ask.module, ask.loader, count, Loop(run_steps=ask.run_steps, device=ask.device))
         if ratio is None:
             say(f"{count} workers are computed one after the other: {why}")
         elif asked or ratio < PAYS:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.rehearsal.batches import shared_out
-from lightning_decentral.planner.rehearsal.worker import CPU, Loop, Within, Worker, loss_of
+from lightning_decentral.planner.rehearsal.worker import Loop, Within, Worker, loss_of
 from lightning_decentral.shared.compute import cuda
 
 REPEATS = 3
@@ -100,15 +100,12 @@ def _alike(row: Sequence[Any]) -> bool:
     return all(type(value) in VALUES and value == first for value in row)
 
 
-def tried(
-    module: LightningModule, loader: DataLoader[Any], workers: int, device: torch.device = CPU
-) -> tuple[float | None, str]:
+def tried(module: LightningModule, loader: DataLoader[Any], workers: int, loop: Loop) -> tuple[float | None, str]:
     """(seconds of stacked gradients over those one after the other; None: they can't be stacked, and why)."""
     try:
         batches, _ = shared_out(loader, workers)
         apart, together = (
-            [Worker(copy.deepcopy(module), batches(rank), Loop(device=device)) for rank in range(workers)]
-            for _ in range(2)
+            [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)] for _ in range(2)
         )
         stack = Stack(together)
 
@@ -123,7 +120,7 @@ def tried(
             return None, "their batches differ in shape"
         if not all(map(_equal, apart, together)):
             return None, "stacked, their gradients are others"
-        seconds = [[_seconds(call, device) for call in (at_once, one_by_one)] for _ in range(REPEATS)]
+        seconds = [[_seconds(call, loop.device) for call in (at_once, one_by_one)] for _ in range(REPEATS)]
     except Exception as error:  # whatever vmap refuses, and whatever the module does with a stacked tensor
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
     stacked, after_another = map(min, zip(*seconds, strict=True))

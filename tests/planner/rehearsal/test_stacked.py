@@ -67,6 +67,15 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.layer.parameters(), lr=0.02)
 
 
+class Scheduled(Plain):
+    """By the length of the run."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        length = int(self.trainer.estimated_stepping_batches)  # of a run without an end: OverflowError
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, length)]
+
+
 class Noisy(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step([batch[0] + torch.randn_like(batch[0]), batch[1]], batch_idx)
@@ -90,7 +99,7 @@ def loader(examples: int = 24) -> DataLoader[Any]:
 
 
 def test_what_can_be_stacked_is_timed() -> None:
-    ratio, why = tried(Plain(), loader(), 3)
+    ratio, why = tried(Plain(), loader(), 3, Loop())
     assert ratio is not None
     assert ratio > 0
     assert not why
@@ -100,7 +109,7 @@ def test_what_can_be_stacked_is_timed() -> None:
     ("module", "why"), [(Noisy(), "random"), (Branching(), "vmap"), (Chance(), "gradients are others")]
 )
 def test_what_cant_be_stacked_is_said(module: LightningModule, why: str) -> None:
-    ratio, said = tried(module, loader(), 2)
+    ratio, said = tried(module, loader(), 2, Loop())
     assert ratio is None
     assert why in said
 
@@ -108,7 +117,7 @@ def test_what_cant_be_stacked_is_said(module: LightningModule, why: str) -> None
 def test_a_rehearsal_says_how_workers_are_computed() -> None:
     asked: dict[str, Any] = {"workers": [2], "target": 0.0, "methods": [], "steps": 10, "rates": (1.0,), "seeds": 1}
     found = {}
-    for name, kind, stacked in (("plain", Plain, False), ("at once", Plain, True), ("noisy", Noisy, True)):
+    for name, kind, stacked in (("plain", Scheduled, False), ("at once", Scheduled, True), ("noisy", Noisy, True)):
         heard: list[str] = []
         torch.manual_seed(0)
         found[name] = rehearse(kind(), loader(), validation=loader(8), stacked=stacked, say=heard.append, **asked)
