@@ -77,7 +77,7 @@ def test_whatever_the_ages_it_contracts_within_what_it_began_with(topology: Topo
     size, (pace, transit) = 3 + seed % 5, uneven(seed)
     order = Asynchronous(damping=(0.0, 1.0)[seed % 2], behind=(4, 40)[seed // 2 % 2])
     x0 = start(size)
-    path = simulate_asynchronous(topology, still, x0, 1500, 0.1, pace, transit, order, every=100)
+    path = simulate_asynchronous(topology, still, x0, 400, 0.1, pace, transit, order, every=50)
     assert (path >= x0.amin(0) - 1e-9).all()
     assert (path <= x0.amax(0) + 1e-9).all()
     apart = (path.amax(1) - path.amin(1)).amax(1)
