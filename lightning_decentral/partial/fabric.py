@@ -127,7 +127,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         driver = DepthController(module, plan, self.depth, place)
         recall(driver, self._saved)
         if self.wire is not None:
-            self._reducer = Reducer(driver.segments, place, self.wire.group, self.bucket_bytes)
+            self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
         if self.global_rank == 0:
             print(described(driver, type(module).__name__))
         self.driver, self._saved = driver, None

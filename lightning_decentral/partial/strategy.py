@@ -120,7 +120,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         driver = DepthController(self._module, plan, timed(self.depth, self._module.trainer, self._saved or {}), place)
         recall(driver, self._saved)
         if self.wire is not None:
-            self._reducer = Reducer(driver.segments, place, self.wire.group, self.bucket_bytes)
+            self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
         self.driver, self._saved = driver, None
         rank_zero_info(described(driver, type(self._module).__name__))
         return driver

@@ -7,56 +7,34 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
-from lightning_decentral.shared.wire.gradients import GradientBucket, flag, pack
+from lightning_decentral.shared.wire.gradients import GradientBucket, pack
 
 Kind = tuple[torch.dtype, torch.device]
 Ranks = tuple[int, ...]
 
 
 class ContributorBucket(GradientBucket):
-    """Gradients with the same contributors, the flags behind them in the same message.
+    """Gradients with the same contributors.
 
     Args:
-        flat: [elements of the gradients, flags], for this backward.
+        flat: [elements of the gradients], for this backward.
     """
 
     def __init__(self, ranks: Ranks, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         super().__init__(parameters)
         self.ranks, self.flat = ranks, flat
         self.bytes = flat.numel() * flat.element_size()
-        self._sums, self.flags = flat.split([self.elements, len(self.parameters)])
 
     def pack(self, weight: float) -> None:
-        """weight * gradient, zeros where there is none; and the flags."""
-        pack(self.gradients, self.parameters, self._sums)
-        self._sums.mul_(weight)
-        flag(self.gradients, self.flags)
+        """weight * gradient, zeros where there is none."""
+        pack(self.gradients, self.parameters, self.flat)
+        self.flat.mul_(weight)
 
     def land(self, used: Sequence[bool]) -> None:
         """Wait; then into `.grad` of every parameter for which some worker had a gradient."""
-        self.wait()
-        self.store(self._sums, used)
-
-    def wait(self) -> None:
-        """Until its sums are here; on a device the stream waits."""
         if self.pending is not None:
-            self.pending.wait()
-
-
-def used(buckets: Sequence[ContributorBucket]) -> list[list[bool]]:
-    """Of which parameters some worker had a gradient, bucket by bucket.
-
-    Only who lacks a gradient waits for the others, and reads it from its device: once, for all buckets.
-    """
-    lacking = [any(gradient is None for gradient in bucket.gradients) for bucket in buckets]
-    asked = [bucket for bucket, some in zip(buckets, lacking, strict=True) if some]
-    for bucket in asked:
-        bucket.wait()
-    counts = iter(torch.cat([bucket.flags.float() for bucket in asked]).tolist() if asked else ())
-    return [
-        [bool(next(counts)) if some else True for _ in bucket.parameters]
-        for bucket, some in zip(buckets, lacking, strict=True)
-    ]
+            self.pending.wait()  # on a device the stream does
+        self.store(self.flat, used)
 
 
 @dataclass
@@ -69,8 +47,7 @@ class _Row:
 
     @property
     def elements(self) -> int:
-        """Of the gradients and of their flags."""
-        return sum(p.numel() for p in self.parameters) + len(self.parameters)
+        return sum(p.numel() for p in self.parameters)
 
 
 class Packing:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
-from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing, used
-from lightning_decentral.shared.wire.gradients import Launcher
+from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
+from lightning_decentral.shared.wire.gradients import Launcher, flag, used
 from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
@@ -56,6 +56,7 @@ class Reducer:
     Args:
         segments: parameters of each segment from the bottom.
         group: makes groups of workers; every worker calls it at the same point.
+        hosts: the same for CPU tensors.
         bucket_bytes: gradients that travel together, at most, unless one parameter is larger; by default
             `bucket_bytes_of` them.
 
@@ -68,12 +69,13 @@ class Reducer:
         segments: Sequence[Sequence[nn.Parameter]],
         place: Rank,
         group: Group,
+        hosts: Group,
         bucket_bytes: int | None = None,
     ) -> None:
         self.sent_bytes = 0.0
         self._segments, self._place = segments, place
         self._bucket_bytes = bucket_bytes
-        self._groups = Groups(place.size, group)
+        self._groups, self._hosts = Groups(place.size, group), of_all(hosts)
         self._launcher = Launcher(self._launch)
         self._packing = Packing([], bucket_bytes)
         self._contributors: Sequence[tuple[int, ...]] = ()
@@ -116,11 +118,18 @@ class Reducer:
         """
         self._refuse_strays()
         self._launcher.rest()
-        for bucket in self._launcher.buckets:  # all under way before the first landing waits
+        buckets, size = self._launcher.buckets, self._place.size
+        gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
+        # The hosts tell each other who used what: no host reads what its device computes.
+        flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
+        told = self._hosts.all_reduce(flags)
+        for bucket in buckets:  # all under way before the first landing waits
             self._hand_on(bucket)
-        for bucket, some in zip(self._launcher.buckets, used(self._launcher.buckets), strict=True):
-            bucket.land(some)
-            self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), self._place.size)
+        some = iter(used(gradients, flags, told))
+        for bucket in buckets:
+            bucket.land([next(some) for _ in bucket.parameters])
+            self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
+        self.sent_bytes += sent_bytes(flags.nbytes, size, size)
         self._launcher.begin(())
 
     def _hand_on(self, bucket: ContributorBucket) -> None:
@@ -142,15 +151,20 @@ class Reducer:
                 )
 
 
+def of_all(group: Group) -> Transport:
+    """A new group of all workers. Collective."""
+    made = group(None)
+    assert made is not None
+    return made
+
+
 class Groups:
     """Groups of contributors, each made when it's first met: all workers know the plan, so all meet it together."""
 
     def __init__(self, size: int, group: Group) -> None:
         self._size, self._group = size, group
         self._made: dict[tuple[int, ...], Transport | None] = {}
-        world = group(None)
-        assert world is not None
-        self.world = world
+        self.world = of_all(group)
 
     def prepare(self, contributors: Sequence[tuple[int, ...]]) -> None:
         for ranks in contributors:

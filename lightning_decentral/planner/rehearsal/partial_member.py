@@ -66,7 +66,8 @@ class Cutting(Member):
         plan = agreed(at.worker, at.broadcast, find)
         rank = Rank(at.worker, (1 / at.workers,) * at.workers)
         self._driver = DepthController(self._module, plan, self._depth, rank)
-        self._reducer = Reducer(self._driver.segments, rank, at.wire.group, self._strategy.bucket_bytes)
+        most = self._strategy.bucket_bytes
+        self._reducer = Reducer(self._driver.segments, rank, at.wire.group, at.wire.hosts, most)
 
     def backward(self, loss: Tensor) -> None:
         assert self._driver is not None

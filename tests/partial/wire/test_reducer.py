@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,17 +75,27 @@ def step(group: Any, stores: Any, assignment: DepthAssignment, log: list[Any], b
         store = dist.PrefixStore(f"{members}", stores)
         return Counted(transport(dist.ProcessGroupGloo(store, members.index(rank), len(members)), CPU), log)
 
+    def hosts(groups: None) -> Transport:
+        return Counted(transport(dist.ProcessGroupGloo(dist.PrefixStore("hosts", stores), rank, size), CPU), log)
+
     blocks = chain()
-    sent = backward(rank, size, blocks, make, assignment, bucket_bytes, inputs(rank))
+    sent = backward(rank, size, blocks, make, hosts, assignment, bucket_bytes, inputs(rank))
     return [p.grad for p in blocks.parameters()], sent, norms([list(b.parameters()) for b in blocks])
 
 
 def backward(
-    rank: int, size: int, blocks: nn.ModuleList, make: Any, assignment: DepthAssignment, bucket_bytes: int, x: Tensor
+    rank: int,
+    size: int,
+    blocks: nn.ModuleList,
+    make: Any,
+    hosts: Any,
+    assignment: DepthAssignment,
+    bucket_bytes: int,
+    x: Tensor,
 ) -> float:
     """The same, on any device; bytes by the reducer's own count."""
     shares = tuple(assignment.share(r, size) for r in range(size))
-    reducer = Reducer([list(b.parameters()) for b in blocks], Rank(rank, shares), make, bucket_bytes)
+    reducer = Reducer([list(b.parameters()) for b in blocks], Rank(rank, shares), make, hosts, bucket_bytes)
     found = contributors(assignment, size, 0, SEGMENTS)
     scales = factors(found, shares)
     lowest = SEGMENTS - assignment.depth(rank, size, 0, SEGMENTS)
@@ -160,9 +171,9 @@ def test_a_staircase_sends_three_quarters() -> None:
         store = dist.HashStore()
         rows = world(4, lambda group, a=assignment, s=store: step(group, s, a, [], 10**7))
         sent[name] = sum(bytes_sent for _, bytes_sent, _ in rows)
-    assert sent["stairs"] / sent["full"] == pytest.approx(0.75)
-    payload = sum(p.numel() + 1 for p in chain().parameters()) * 4
-    assert sent["full"] == 2 * 3 * payload, "one flag for each parameter travels along"
+    flags, payload = 2 * 3 * 4 * len([*chain().parameters()]), 2 * 3 * 4 * sum(p.numel() for p in chain().parameters())
+    assert sent["full"] == payload + flags, "the hosts tell each other of each parameter who used it"
+    assert sent["stairs"] == pytest.approx(0.75 * payload + flags)
 
 
 def test_buckets_leave_while_backward_still_runs() -> None:
@@ -177,16 +188,18 @@ def test_buckets_leave_while_backward_still_runs() -> None:
 
         class Noted(Counted):
             def all_reduce(self, tensor: Tensor) -> Any:
-                if self.rank == 0:
+                if self.rank == 0 and tensor.is_floating_point():
                     with lock:
                         order.append("leaves")
                 return self._inner.all_reduce(tensor)
 
-        def make(groups: Any) -> Transport:
-            return Noted(transport(dist.ProcessGroupGloo(store, group.rank(), group.size()), CPU), log)
+        def make(groups: Any, name: str = "gradients") -> Transport:
+            over = dist.ProcessGroupGloo(dist.PrefixStore(name, store), group.rank(), group.size())
+            return Noted(transport(over, CPU), log)
 
         block_bytes = 4 * sum(p.numel() for p in blocks[0].parameters())
-        reducer = Reducer([list(b.parameters()) for b in blocks], Rank(group.rank(), (0.5, 0.5)), make, block_bytes)
+        segments, place = [list(b.parameters()) for b in blocks], Rank(group.rank(), (0.5, 0.5))
+        reducer = Reducer(segments, place, make, partial(make, name="hosts"), block_bytes)
         reducer.begin([(0, 1)] * SEGMENTS)
         x = inputs(0)
         for index, block in enumerate(blocks):
