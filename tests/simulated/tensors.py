@@ -82,6 +82,9 @@ class Simulated(Tensor):
         copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().to("cpu").__reduce_ex__(protocol)  # where files are read to
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
