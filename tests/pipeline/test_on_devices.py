@@ -3,7 +3,7 @@
 Each link and direction is a communicator of two stages with NCCL's order, as the strategy makes them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.pipeline import ExactActivations, OneForwardOneBackward, ZeroBubble
+from lightning_decentral.pipeline.compute.stage import Stage
 from lightning_decentral.pipeline.plan.posting import in_step
 from lightning_decentral.pipeline.plan.schedule import Schedule
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
+from lightning_decentral.shared.wire.transport import Message
 from tests.pipeline.causal import apart, batch, sliced, whole
 from tests.pipeline.nccl_order import ahead
 from tests.simulated import CUDA, Engine, here
 from tests.simulated.streams import Event
-from tests.simulated.wire import Make, device_world
+from tests.simulated.wire import Make, QueuedTransport, device_world
 
 pytestmark = pytest.mark.threads
 
@@ -97,3 +99,30 @@ def test_two_ahead_they_wait_for_each_other() -> None:
 def test_a_stage_that_doesnt_wait_for_its_messages_is_seen() -> None:
     with mock.patch.object(Event, "wait"):
         assert not error("gpt2, tied", OneForwardOneBackward(), 0, []) < 1e-9
+
+
+def test_a_message_that_is_overwritten_before_it_was_sent_is_seen() -> None:
+    exchange = QueuedTransport.exchange
+
+    def early(self: QueuedTransport, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        pending = exchange(self, sends, receives)
+        for message in sends:
+            message.tensor.detach().zero_()
+        return pending
+
+    with mock.patch.object(QueuedTransport, "exchange", early):
+        assert not error("gpt2, tied", OneForwardOneBackward(), 0, []) < 1e-9
+
+
+def test_a_stage_whose_host_reads_what_it_computes_is_seen() -> None:
+    """Once a slice and microbatch: in each of them, beyond the targets and the loss."""
+    forward, waits = Stage.forward, list[str]()
+
+    def reading(self: Stage, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:
+        output = forward(self, microbatch, index, hidden)
+        float(output.detach().sum())
+        return output
+
+    with mock.patch.object(Stage, "forward", reading):
+        assert error("gpt2, tied", OneForwardOneBackward(), 0, waits) < 1e-9
+    assert sum(" /" not in wait for wait in waits) == 4 + 2 * 2 * 4, "stages, microbatches, slices"

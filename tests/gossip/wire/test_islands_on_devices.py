@@ -109,3 +109,14 @@ def test_islands_of_devices_train_as_islands_of_hosts(codec: Codec, delay: int) 
 def test_an_island_that_waits_for_less_is_seen(owner: type, call: str) -> None:
     with mock.patch.object(owner, call), pytest.raises((AssertionError, RuntimeError, FloatingPointError)):
         train_both(Plain(), 1)
+
+
+def test_an_island_whose_host_reads_its_loss_is_seen() -> None:
+    backward = Tensor.backward
+
+    def reading(self: Tensor) -> None:
+        float(self.detach())
+        backward(self)
+
+    with mock.patch.object(Tensor, "backward", reading), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        train_both(Plain(), 1)

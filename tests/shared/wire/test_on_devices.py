@@ -14,13 +14,14 @@ from lightning_decentral.shared.compute.codec import BFloat16, Codec, Float32, I
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.owners import by_owners, each_once, row_counts
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 from tests.shared.wire import test_compressed_mean as formula
 from tests.shared.wire import test_gradients as reference
 from tests.shared.wire import test_owners as owned
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, device_world, without_waiting
+from tests.simulated.wire import Make, QueuedTransport, device_world, without_waiting
 
 pytestmark = pytest.mark.threads
 SIZE = 3
@@ -178,3 +179,27 @@ def test_models_on_devices_train_as_one_process(codec: Codec) -> None:
 def test_a_step_that_waits_for_less_is_seen(owner: type, call: str, codec: Codec) -> None:
     with mock.patch.object(owner, call), pytest.raises((AssertionError, RuntimeError)):
         train(codec, seed=0)
+
+
+def test_a_step_whose_host_reads_its_loss_is_seen() -> None:
+    backward = Tensor.backward
+
+    def reading(self: Tensor) -> None:
+        float(self.detach())
+        backward(self)
+
+    with mock.patch.object(Tensor, "backward", reading), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        train(Plain(), seed=0)
+
+
+def test_gradients_whose_memory_goes_back_before_they_were_sent_are_seen() -> None:
+    """A bucket's sums are filled while the communicator still has to read them."""
+    begin = QueuedTransport.all_reduce
+
+    def early(self: QueuedTransport, tensor: Tensor) -> Pending:
+        pending = begin(self, tensor)
+        tensor.zero_()
+        return pending
+
+    with mock.patch.object(QueuedTransport, "all_reduce", early), pytest.raises((AssertionError, RuntimeError)):
+        train(Plain(), seed=0)
