@@ -67,9 +67,10 @@ def sooner(recipe: str, method: str) -> str:
     return f"{found} times sooner at the target than `ddp`"
 
 
-def by_rate(recipe: str, what: str) -> list[Row]:
+def by_rate(recipe: str, what: str, hosts: int = 4) -> list[Row]:
     """Of the table of a text with this title."""
-    return [row for row in rows("loss-per-second-2-cores.md") if row["title"].startswith(f"{recipe}, 4 hosts: {what}")]
+    page = "loss-per-second-2-cores.md" if hosts == 4 else f"loss-per-second-{hosts}-hosts-2-cores.md"
+    return [row for row in rows(page) if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
 
 
 def at_rate(method: str, rate: str) -> str:
@@ -145,11 +146,11 @@ def seconds_to_a_target() -> str:
     return markdown(("recipe", "steps", "target", "method", "reached after", "at the end"), body)
 
 
-def text_by_rate(recipe: str) -> str:
+def text_by_rate(recipe: str, hosts: int = 4) -> str:
     """Loss at the end, and times sooner than `ddp` at the loss that it has in the end, by rate."""
-    losses = {row["method"]: row["test loss in nats per byte at the end"] for row in by_rate(recipe, "")
+    losses = {row["method"]: row["test loss in nats per byte at the end"] for row in by_rate(recipe, "", hosts)
               if "MB sent per step" in row}  # fmt: skip
-    found = by_rate(recipe, "times sooner than `ddp` ")
+    found = by_rate(recipe, "times sooner than `ddp` ", hosts)
     rates = [head for head in found[0] if head.endswith("bit")]
     body = [[r["method"], losses[r["method"]], *(r[rate] or "not reached" for rate in rates)] for r in found]
     return markdown(("method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
@@ -161,6 +162,10 @@ def gpt_by_rate() -> str:
 
 def larger_batch_by_rate() -> str:
     return text_by_rate("gpt-1024-tokens")
+
+
+def eight_hosts_by_rate() -> str:
+    return text_by_rate("gpt", 8)
 
 
 def strongest_peer() -> str:
@@ -182,7 +187,7 @@ def at_equal_steps() -> str:
 
 TABLES = (
     questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
-    strongest_peer,
+    eight_hosts_by_rate, strongest_peer,
 )  # fmt: skip
 
 if __name__ == "__main__":

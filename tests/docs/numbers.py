@@ -141,6 +141,7 @@ def rehearse() -> Iterator[str]:
     yield f"the product: {found['seconds_within']} are within 15 %"
     yield f"is named in {found['best_right']} of {found['clear']} settings"
     yield f"{found['pairs_right']} of {found['pairs']} pairs"
+    yield f"{found['apart_right']} of the {found['apart']} that differ by more than 10 %"
     off = foretold["beyond"]
     half, most_off = (100 * off[name] for name in ("median off", "nine in ten within"))
     errors = f"within {half:.1f} % of the steps that came, nine in ten within {most_off:.1f} %"
