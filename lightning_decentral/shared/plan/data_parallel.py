@@ -78,8 +78,10 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
 
 
 def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], lag: int) -> list[Task[str]]:
-    """The tasks, and the first phase of each bucket behind what completes it, the next phases always `lag` buckets
-    later: a thread takes them up when their messages have come, which an order that is fixed only comes near."""
+    """The tasks, and each bucket's first phase behind what completes it, the next phases `lag` buckets later each.
+
+    Threads take a phase up when its messages have come: an order that is fixed only comes near that.
+    """
     buckets, most = list(sent.values()), max(map(len, sent.values()), default=0)
 
     def due(at: int) -> list[Task[str]]:
