@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -224,3 +225,16 @@ def without_waiting(engine: Engine) -> Iterator[None]:
     before = len(engine.waits)
     yield
     assert not engine.waits[before:], engine.waits[before:]
+
+
+@contextmanager
+def losses_read() -> Iterator[None]:
+    """A planted defect: hosts read what each backward begins with."""
+    backward = Tensor.backward
+
+    def reading(self: Tensor) -> None:
+        float(self.detach())
+        backward(self)
+
+    with mock.patch.object(Tensor, "backward", reading):
+        yield

@@ -26,7 +26,7 @@ from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, device_world, without_waiting
+from tests.simulated.wire import Make, device_world, losses_read, without_waiting
 from tests.world import world
 
 pytestmark = pytest.mark.threads
@@ -112,11 +112,5 @@ def test_an_island_that_waits_for_less_is_seen(owner: type, call: str) -> None:
 
 
 def test_an_island_whose_host_reads_its_loss_is_seen() -> None:
-    backward = Tensor.backward
-
-    def reading(self: Tensor) -> None:
-        float(self.detach())
-        backward(self)
-
-    with mock.patch.object(Tensor, "backward", reading), pytest.raises(AssertionError, match="_local_scalar_dense"):
+    with losses_read(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         train_both(Plain(), 1)

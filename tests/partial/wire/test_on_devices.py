@@ -22,7 +22,7 @@ from tests.partial.towers import Scripted
 from tests.partial.wire import test_reducer as reference
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, QueuedTransport, device_world, without_waiting
+from tests.simulated.wire import Make, QueuedTransport, device_world, losses_read, without_waiting
 
 pytestmark = pytest.mark.threads
 SIZE = 3
@@ -154,11 +154,5 @@ def test_a_step_that_waits_for_less_is_seen(owner: type, call: str) -> None:
 
 
 def test_a_step_whose_host_reads_its_loss_is_seen() -> None:
-    backward = Tensor.backward
-
-    def reading(self: Tensor) -> None:
-        float(self.detach())
-        backward(self)
-
-    with mock.patch.object(Tensor, "backward", reading), pytest.raises(AssertionError, match="_local_scalar_dense"):
+    with losses_read(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         train(ASSIGNMENTS[0], seed=0)

@@ -21,7 +21,7 @@ from tests.shared.wire import test_gradients as reference
 from tests.shared.wire import test_owners as owned
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, QueuedTransport, device_world, without_waiting
+from tests.simulated.wire import Make, QueuedTransport, device_world, losses_read, without_waiting
 
 pytestmark = pytest.mark.threads
 SIZE = 3
@@ -182,13 +182,7 @@ def test_a_step_that_waits_for_less_is_seen(owner: type, call: str, codec: Codec
 
 
 def test_a_step_whose_host_reads_its_loss_is_seen() -> None:
-    backward = Tensor.backward
-
-    def reading(self: Tensor) -> None:
-        float(self.detach())
-        backward(self)
-
-    with mock.patch.object(Tensor, "backward", reading), pytest.raises(AssertionError, match="_local_scalar_dense"):
+    with losses_read(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         train(Plain(), seed=0)
 
 
