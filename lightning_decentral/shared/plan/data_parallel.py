@@ -101,7 +101,7 @@ def _lags(sent: dict[str, list[list[Task[str]]]]) -> list[int]:
     """0, 1, 2, 4, ... up to all buckets, where there is more than one phase."""
     if all(len(phases) == 1 for phases in sent.values()):
         return [0]
-    return [0, *(2**power for power in range(len(sent).bit_length())), len(sent)]
+    return sorted({0, *(2**power for power in range(len(sent).bit_length())), len(sent)})
 
 
 @dataclass(frozen=True)
