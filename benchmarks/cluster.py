@@ -13,6 +13,7 @@ Needs root and iproute2 (ip, tc).
 """
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -29,12 +30,10 @@ from typing import IO
 
 MOST_HOSTS = 64
 GRACE_SECONDS = 20.0
-# Two of the largest packets that TCP hands down. A bucket that holds none has the kernel cut each into those of the
-# wire first, which costs this machine nine times the processor time of the whole transfer.
-BURST = "128kb"
-# At slow rates the cut costs little, and a large bucket fills while hosts compute: at 10 Mbit/s in 0.1 s, a third of a
-# round's bytes, which no real link would give.
-SLOW_BURST, SLOW = "16kb", 4e7
+# A bucket fills while hosts compute, and what is in it leaves at once, which no real link would give: 128 kB are 20 ms
+# of one of 50 Mbit/s. So it holds this time's bytes, within limits, and TCP hands down at most half of it at a time: a
+# packet that doesn't fit has the kernel cut it into those of the wire, which costs up to ten times the processor time.
+BURST_SECONDS, LEAST_BURST, MOST_BURST = 1.3e-3, 2**14, 2**17
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -48,6 +47,12 @@ def bits_per_second(rate: str) -> float:
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
     raise ClusterError(f"tc refuses the rate {rate!r}, give one like 200mbit or 1gbit")
+
+
+def burst_of(rate: str) -> int:
+    """Bytes of a link's bucket, a power of two."""
+    wanted = min(max(BURST_SECONDS * bits_per_second(rate) / 8, LEAST_BURST), MOST_BURST)
+    return 2 ** round(math.log2(wanted))
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,10 @@ class Cluster:
         self._limit(index, rate)
 
     def _limit(self, index: int, rate: str) -> None:
+        burst = burst_of(rate)
         for namespace, device in ((self.host(index), "eth0"), (self.switch, f"port{index}")):
-            burst = SLOW_BURST if bits_per_second(rate) < SLOW else BURST
-            bucket = ("tbf", "rate", rate, "burst", burst, "latency", "50ms")
+            _ip("-n", namespace, "link", "set", device, "gso_max_size", str(burst // 2))
+            bucket = ("tbf", "rate", rate, "burst", f"{burst}b", "latency", "50ms")
             try:
                 _call(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket])
             except ClusterError as error:

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
 from lightning_decentral.recipes.learner import Learner
@@ -68,6 +69,8 @@ ON_TEXT = {
     "gossip, int8, AccumAdamW": [*INT8, "optimizer=accum_adamw"],
 }
 LOSS = "test loss in nats per byte"
+CROSS_ENTROPY = "test cross-entropy"
+"""Of classifiers, whose own score is their accuracy."""
 RECIPES = {
     "resnet": Recipe(
         words=["recipe=resnet", "model.config.hidden_sizes=[32,64,128]"],
@@ -94,21 +97,23 @@ RECIPES = {
 }
 
 
-def scores(words: list[str], seed: int, rows: Tensor) -> list[float]:
-    """Mean score of the test examples for each row, which is a model, [marks, numbers]."""
+def scores(words: list[str], seed: int, rows: Tensor, kind: str = "") -> list[float]:
+    """Mean score, or cross-entropy, of the test examples for each row, which is a model, [marks, numbers]."""
     cfg = composed(words, seed)
     data = instantiate(cfg.data, _convert_="all")
     model = build_model(cfg, data.sizes).eval()
     data.setup("test")
     loader = DataLoader(Subset(data.splits["test"], range(EXAMPLES)), batch_size=EXAMPLES // 4)
-    return [_score(model, row, loader) for row in rows]
+    return [_score(model, row, loader, kind) for row in rows]
 
 
 @torch.no_grad()
-def _score(model: Learner, row: Tensor, loader: DataLoader[Any]) -> float:
+def _score(model: Learner, row: Tensor, loader: DataLoader[Any], kind: str) -> float:
     tensors = floating([model.network])
     for tensor, part in zip(tensors, row.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+    if kind == CROSS_ENTROPY:
+        return statistics.mean(float(cross_entropy(model(inputs), labels)) for inputs, labels in loader)
     return float(torch.cat([model.score(batch) for batch in loader]).mean())
 
 
@@ -129,6 +134,7 @@ def measure(
     """{"alone": seconds per step without a network, "methods": what each reached when}; one launch for all."""
     plan = {"words": recipe.words, "methods": list(recipe.methods.values()), "hosts": hosts.hosts, "seed": seed}
     plan |= {"steps": options.steps or recipe.steps, "every": recipe.every, "alone_steps": alone_steps}
+    plan |= {"score": recipe.score}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
@@ -151,7 +157,7 @@ def found(folder: Path, place: str, plan: dict[str, Any]) -> dict[str, Any]:
     return {
         "steps": steps,
         "seconds": seconds_at(records, steps),
-        "scores": scores(plan["words"], plan["seed"], rows),
+        "scores": scores(plan["words"], plan["seed"], rows, plan["score"]),
         "seconds_per_step": seconds_per_step([record["ends"] for record in records], warm_up(len(records[0]["ends"]))),
         "bytes_sent": records[0]["sent"],
         "bytes": records[0]["bytes"],

@@ -231,6 +231,13 @@ def test_a_namespace_of_a_run_killed_while_it_built_is_removed() -> None:
 
 
 @needs_cluster
+@pytest.mark.parametrize(
+    ("rate", "size"), [("10mbit", 2**14), ("50mbit", 2**14), ("200mbit", 2**15), ("400mbit", 2**16), ("1gbit", 2**17)]
+)
+def test_a_silent_link_saves_up_milliseconds(rate: str, size: int) -> None:
+    assert clusters.burst_of(rate) == size
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["run", "--", "true"], "is up: run `cluster.py up"),
     (["run"], "no command given"),

@@ -129,11 +129,11 @@ def gossip() -> Iterator[str]:
 
 
 def rehearse() -> Iterator[str]:
-    found, foretold = result("rehearsed"), result("foretold")
-    least, most = min(found["cost"].values()), max(found["cost"].values())
+    found, foretold, cost = result("rehearsed"), result("foretold"), result("rehearsed-cost")
+    least, most = min(cost["cost"].values()), max(cost["cost"].values())
     yield f"a step takes {least:.2f} to {most:.2f} times the processor time of its forwards and backwards"
-    yield f"Plain training of one worker takes {found['plain_cost']:.2f} times"
-    gossip = [share for title, share in found["cost"].items() if title.startswith(("gossip", "streamed"))]
+    yield f"Plain training of one worker takes {cost['plain_cost']:.2f} times"
+    gossip = [share for title, share in cost["cost"].items() if title.startswith(("gossip", "streamed"))]
     yield f"Gossip takes {min(gossip):.2f} to {max(gossip):.2f}"
     yield f"{found['steps_within']} of {found['values']} numbers of steps are within 15 % of"
     yield f"the median is {100 * found['steps_median_off']:.1f} % off"

@@ -1,0 +1,104 @@
+"""What a rehearsal computes beside what its gradients need.
+
+    python benchmarks/rehearsed_cost.py   # two minutes
+
+It is the processor time of all threads over whole steps, against forward and backward alone, one torch thread. The same
+is counted of `plain` training: one worker's forward, backward, clipping and update, by loops of torch's own.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hardware import description, slug
+from quiet_recipe import built, composed
+from rehearsed import crew_of
+from rehearsed_seconds import HOSTS, RECIPES, SEED
+from rich.console import Console
+from rich.progress import track
+
+from lightning_decentral.planner.forecasts import strategy_of
+from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.rehearse import METHODS
+from lightning_decentral.planner.rehearsal.worker import configured, quiet
+
+COST_STEPS, TURNS, PLAIN = 30, 3, "plain"
+
+
+def shares() -> dict[str, float]:
+    """{method, or plain: processor time of steps over that of forward and backward}, median of turns."""
+    torch.set_num_threads(1)
+    kinds: dict[str, Callable[[], float]] = {PLAIN: _plain_share}
+    kinds |= {one.title: partial(_share, one.words) for one in METHODS}
+    turns = [{title: share() for title, share in kinds.items()} for _ in track(range(TURNS), "cost")]
+    return {title: statistics.median(turn[title] for turn in turns) for title in kinds}
+
+
+def _plain_share() -> float:
+    cfg = composed([*RECIPES["gpt"].words], SEED)
+    data, module, _ = built(cfg)
+    optimizer, _ = configured(quiet(module).train(), RECIPES["gpt"].steps)
+    batches = shared_out(loader_of(module, data), HOSTS)[0](0)
+    rows = [next(batches) for _ in range(3 + COST_STEPS)]
+
+    def train(some: list[Any]) -> None:
+        for index, batch in enumerate(some):
+            loss = module.training_step(batch, index)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), cfg.trainer.gradient_clip_val)
+            optimizer.step()
+
+    train(rows[:3])
+    needed, begun = _counted(module), time.process_time()
+    train(rows[3:])
+    return (time.process_time() - begun) / sum(needed)
+
+
+def _share(words: str) -> float:
+    _, _, make = crew_of(RECIPES["gpt"], [], strategy_of(words))
+    with make(1.0) as crew:
+        crew.train(3)
+        needed = [_counted(worker.module) for worker in crew.workers]
+        begun = time.process_time()
+        crew.train(COST_STEPS)
+        return (time.process_time() - begun) / sum(map(sum, needed))
+
+
+def _counted(module: Any) -> list[float]:
+    """Seconds of each forward and backward from now on."""
+    forward, found = module.training_step, []
+
+    def step(*batch: Any) -> torch.Tensor:
+        begun = time.process_time()
+        loss = forward(*batch)
+        backward = loss.backward
+
+        def timed() -> None:
+            start = time.process_time()
+            backward()
+            found.append(time.process_time() - start)
+
+        loss.backward = timed
+        found.append(time.process_time() - begun)
+        return loss  # type: ignore[no-any-return]
+
+    module.training_step = step
+    return found
+
+
+def main() -> None:
+    found = shares()
+    plain = found.pop(PLAIN)
+    kept = {"cost": found, "plain_cost": plain, "hardware": description()}
+    (Path(__file__).parent / "results" / f"rehearsed-cost-{slug()}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    Console().print(kept)
+
+
+if __name__ == "__main__":
+    main()
