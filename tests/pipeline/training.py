@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.pipeline import Given
+from lightning_decentral.pipeline.compute.causal.trial import adapted
 from tests.pipeline.causal import VOCABULARY, built, token_mean
 from tests.tiny import QUIET, in_processes
 
@@ -85,6 +86,11 @@ class Language(LightningModule):
         return self._loader(count=6)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+with torch.random.fork_rng(devices=[]):
+    for _name in ("gpt2, tied", "llama"):
+        adapted(built(_name))  # tried in slices now, and not in every forked process anew
 
 
 class Losses(Callback):
