@@ -5,20 +5,24 @@ that interpreter is a shell, which says what it was given, waits for a process o
 the same file, words and variables, and ends as that does.
 """
 
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tests.fresh import STAND_IN, Script
 
+# It waits at a named pipe: a loop with `sleep` in it would start twenty processes a second.
 SHELL = """#!/bin/sh
 me={folder}/$$
 printf '%s\\0' "$(pwd)" "$@" > $me.words
+mkfifo $me.code
 env -0 > $me.partial && mv $me.partial $me.environment
-while ! test -e $me.code; do sleep 0.05; done
-exit $(cat $me.code)
+read code < $me.code
+exit $code
 """
 
 
@@ -45,6 +49,8 @@ class Launching(Script):
             self._start()
             self._pass_on()
         ended = [super().finish(0), *(worker.finish(0) for worker in self._workers.values())]
+        for given in self._workers:
+            _tell(given, 1)  # a shell that torchrun left behind
         shutil.rmtree(self._place)
         return ended[0][0], "\n".join(printed for _, printed in ended)
 
@@ -57,10 +63,15 @@ class Launching(Script):
 
     def _pass_on(self) -> None:
         for given, worker in self._workers.items():
-            code = given.with_suffix(".code")
-            if not code.exists() and (status := worker.status(0)) is not None:
-                code.write_text(str(abs(status)))  # a signal is one of the codes of a failure
+            if (status := worker.status(0)) is not None:
+                _tell(given, abs(status))  # a signal is one of the codes of a failure
 
 
 def _entries(file: Path) -> list[str]:
     return file.read_text().rstrip("\0").split("\0")
+
+
+def _tell(given: Path, code: int) -> None:
+    """To the shell, where it waits: it may not do so yet, or not any more."""
+    with suppress(OSError), open(os.open(given.with_suffix(".code"), os.O_WRONLY | os.O_NONBLOCK), "w") as pipe:
+        pipe.write(f"{code}\n")
