@@ -1,6 +1,7 @@
 """What a rehearsal foretells from little, against what came: steps beyond those rehearsed, and steps of more workers.
 
     nice python benchmarks/foretold.py          # about five minutes on two cores; a busy machine will do
+    nice python benchmarks/foretold.py --apart  # what disagreement costs; about ten minutes
     python benchmarks/foretold.py --whole       # a rehearsal as users ask for it: at most ten minutes
 
 Beyond: every committed curve of `loss_per_second.py` is cut off after 0.3, 0.4, ... of its steps, and the steps to the
@@ -8,6 +9,9 @@ loss that it has 1.1 to 1.5 times as far are extrapolated as a rehearsal does.
 
 Noise: `ddp` is rehearsed on 2 to 16 workers, `gpt` with AdamW and `vit` with its own optimizer. The noise scale of the
 gradients on two workers foretells the ratio of the steps to a loss; the rehearsals on more workers say what it is.
+
+Apart: what the disagreement of gossip's workers costs, under several methods on 4 workers, each at its best of three
+learning rates, and on 8. The probe of the first one, on 4 workers, foretells it for all.
 
 Stacked: forward and backward of four workers, one after the other and stacked by `torch.func`, in one run, one torch
 thread, processor time.
@@ -27,7 +31,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +48,10 @@ from torch.utils._pytree import tree_map
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.disagreement import Drift
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
 from lightning_decentral.planner.rehearsal.noise import steps_ratio
+from lightning_decentral.planner.rehearsal.rehearse import METHODS, RATES
 from lightning_decentral.planner.rehearsal.search import Course, Found, beyond, reached, search, smoothed
 from lightning_decentral.planner.rehearsal.worker import Loop, loss_of, quiet
 
@@ -54,6 +61,15 @@ PARTS, FARTHER = (0.3, 0.4, 0.5, 0.6), (1.1, 1.2, 1.3, 1.4, 1.5)
 WORKERS, STEPS = (2, 4, 8, 16), 300
 TARGETS = {"gpt": (2.6, 2.4, 2.3), "vit": (1.6, 1.2, 0.9)}
 STACKED, REPEATS = 4, 20
+APART = {
+    "gossip": "strategy=gossip",
+    "gossip, ring": "strategy=gossip strategy/topology=ring",
+    "gossip, int8": "strategy=gossip strategy/codec=int8",
+    "gossip, every eighth step": "strategy=gossip strategy/topology=every",
+    "streamed outer rounds": METHODS[-1].words,
+}
+FEW, MANY = 4, 8
+SAID = ("the noise", "the disagreement", "so the learning", "on 4 workers", "~", "train with", "stay", "recipe=")
 
 
 def far() -> dict[str, Any]:
@@ -79,16 +95,34 @@ def far() -> dict[str, Any]:
     return {**found, "nine in ten within": off[int(0.9 * len(off))], "bias": statistics.median(errors)}
 
 
-def trained(recipe: str, workers: int) -> Found:
+def trained(
+    recipe: str, workers: int, words: str = "strategy=ddp", rates: Sequence[float] = (1.0,), probes: bool = False
+) -> Found:
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
     batches, epoch = shared_out(loader_of(module, data), workers)
-    loop = Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, STEPS)
-    course = Course(STEPS, 0.0, Evaluation(module, held_out(module, data, None)), lambda: None)
-    make: Callable[[float], Crew] = lambda rate: Crew(  # noqa: E731
-        module, batches, strategy_of("strategy=ddp"), workers, STEPS, loop=loop
-    )
-    return search(make, [1.0], course)
+    course = Course(STEPS, 0.0, Evaluation(module, held_out(module, data, None)), lambda: None, probes)
+    clip = cfg.trainer.gradient_clip_val
+
+    def make(rate: float) -> Crew:
+        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=Loop(clip, rate, epoch, STEPS))
+
+    return search(make, rates, course)
+
+
+def apart(recipe: str) -> dict[str, Any]:
+    """What disagreement costs each method, foretold and come; the best rates."""
+    rows: list[dict[str, Any]] = []
+    drift: Drift | None = None
+    for workers, title in track([(n, title) for n in (FEW, MANY) for title in APART], f"{recipe}, apart"):
+        words = APART[title]
+        found = trained(recipe, workers, words, RATES if workers == FEW else (1.0,), probes=drift is None)
+        drift = drift or found.drift
+        assert drift is not None
+        foretold = drift.apart(strategy_of(words), workers, 1, found.rate)
+        numbers = {"rate": found.rate, "loss": found.loss, "foretold": foretold, "came": found.apart}
+        rows.append({"method": title, "workers": workers, **numbers})
+    return {"drift": asdict(drift) if drift else None, "rows": rows}
 
 
 def noisy(recipe: str) -> dict[str, Any]:
@@ -165,19 +199,22 @@ def whole() -> dict[str, Any]:
         words = ["recipe=gpt", "workers=4", "--profile", profile, "--bandwidth", "200mbit", "--target", "2.2"]
         printed = subprocess.run([command, "rehearse", *words], check=True, capture_output=True, text=True)
     minutes, lines = (time.monotonic() - begun) / 60, printed.stdout.splitlines()
-    behind = [
-        line for line in lines if line.startswith(("the noise", "on 4 workers", "~", "train with", "stay", "recipe="))
-    ]
+    behind = [line for line in lines if line.startswith(SAID)]
     return {"minutes": minutes, "words": words[:2] + words[4:], "lines": behind, "printed": lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--apart", action="store_true", help="what disagreement costs, and nothing else")
     parser.add_argument("--whole", action="store_true", help="a rehearsal as users ask for it, and nothing else")
     path = RESULTS / f"foretold-{slug()}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if parser.parse_args().whole:
+    options = parser.parse_args()
+    if options.whole:
         found["whole"] = whole()
+    elif options.apart:
+        torch.set_num_threads(1)
+        found["apart"] = {recipe: apart(recipe) for recipe in TARGETS}
     else:
         found["beyond"] = far()
         found["stacked"] = {recipe: stacked(recipe) for recipe in ("gpt", "vit", "resnet")}

@@ -123,7 +123,7 @@ def table(found: Answer) -> Table:
 @dataclass(frozen=True)
 class Rehearsed:
     """One row; what isn't known is null. `seeds` are the steps of each, `step_seconds_at` by a card's bytes per second,
-    `noise` in batches of a worker."""
+    `noise` in batches of a worker, `rates` how many learning rates were tried."""
 
     title: str
     words: str
@@ -134,6 +134,8 @@ class Rehearsed:
     extrapolated: bool
     loss: float
     apart: float
+    apart_foretold: float | None
+    rates: int
     noise: float | None
     step_seconds: float | None
     step_seconds_at: dict[float, float]
@@ -167,6 +169,8 @@ def rehearsed(found: Answer, command: str | None) -> Rehearsal:
             extrapolated=row.extrapolated,
             loss=row.loss,
             apart=row.apart,
+            apart_foretold=row.apart_foretold,
+            rates=row.rates,
             noise=row.noise,
             step_seconds=row.step_seconds,
             step_seconds_at=dict(row.step_seconds_at),

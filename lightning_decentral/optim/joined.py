@@ -1,9 +1,10 @@
 """An update of many small parameters as one: elementwise optimizers over flat copies, with the bits of each by itself.
 
-    x = cat(x_1 ... x_k)    g = cat(g_1 ... g_k)    x <- update(x, g)    x_i <- its part of x
+    x = cat(x_1 ... x_k)    g = cat(g_1 ... g_k)    x <- update(x, clip(g))    x_i <- its part of x
 
 An operation on a few numbers takes as long as its call: for `gpt` AdamW's update takes half the time so. In float32 and
 float64 a number's place in a tensor doesn't change what becomes of it; in bfloat16 it may, by torch's kernels.
+Parameters that lie one behind the other, as in a bucket of gossip, are x where they lie: nothing is copied.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop)
@@ -26,6 +28,22 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
+def memory_of(members: Sequence[nn.Parameter]) -> Tensor | None:
+    """What they lie in, flat, one behind the other with nothing between; None: they don't."""
+    first, *_ = members
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    place = start
+    for p in members:
+        if not p.is_contiguous() or (p.untyped_storage().data_ptr(), p.storage_offset()) != (storage, place):
+            return None
+        place += p.numel()
+    return first.detach().as_strided((place - start,), (1,), start)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
 class Joined:
     """The small parameters of one group that have a gradient, as one.
 
@@ -35,7 +53,9 @@ class Joined:
 
     def __init__(self, group: dict[str, Any], members: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
         self.group, self.members, self._others = group, members, others
-        self.flat = nn.Parameter(members[0].new_zeros(sum(p.numel() for p in members)))
+        memory = memory_of(members)
+        self._copied = memory is None
+        self.flat = nn.Parameter(members[0].new_zeros(sum(p.numel() for p in members)) if memory is None else memory)
         self.flat.grad = torch.zeros_like(self.flat)
         self._rows, self._gradients = parts(self.flat.detach(), members), parts(self.flat.grad, members)
         self.state: dict[str, Any] = {}
@@ -43,25 +63,30 @@ class Joined:
         self._places: list[tuple[Tensor, int]] = []
 
     def stands(self, states: Mapping[Tensor, Any]) -> bool:
-        """Whether these still are those with a gradient, and their states where they were put."""
+        """Whether these still are those with a gradient, and they and their states where they were."""
         return (
             all(p.grad is not None for p in self.members)
             and all(p.grad is None or p.numel() > MOST_ELEMENTS for p in self._others)
             and all(states.get(p) is own for p, own in zip(self.members, self._states, strict=True))
+            and (self._copied or list(map(_address, self.members)) == list(map(_address, self._rows)))
             and all(tensor.data_ptr() == place for tensor, place in self._places)
         )
 
     @torch.no_grad()
     def take(self) -> list[nn.Parameter]:
-        """Their values and gradients; what the group's parameters are meanwhile."""
-        torch._foreach_copy_(self._rows, [*self.members])
+        """Their values and gradients, which are views from now on; what the group's parameters are meanwhile."""
+        if self._copied:
+            torch._foreach_copy_(self._rows, [*self.members])
         torch._foreach_copy_(self._gradients, [p.grad for p in self.members if p.grad is not None])
+        for p, gradient in zip(self.members, self._gradients, strict=True):
+            p.grad = gradient
         return [self.flat, *self._others]
 
     @torch.no_grad()
     def give(self, states: dict[Tensor, Any]) -> None:
         """Their new values, and in the first step their states."""
-        torch._foreach_copy_([*self.members], self._rows)
+        if self._copied:
+            torch._foreach_copy_([*self.members], self._rows)
         self.state = states.pop(self.flat, {})
         if not self._states:
             self._states = [states[p] for p in self.members]
@@ -99,8 +124,11 @@ class JoinedUpdate:
         self._optimizer = optimizer
         self._joined: list[Joined] | None = None if type(optimizer) in ELEMENTWISE else []
 
-    def step(self) -> None:
+    def step(self, clip: float | None = None) -> None:
+        """By gradients whose norm, of all together, is at most `clip`: `torch.nn.utils.clip_grad_norm_`, in place."""
         groups, states = self._optimizer.param_groups, self._optimizer.state
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        norm = get_total_norm(gradients) if clip else None
         if self._joined is None:
             self._joined = [found for group in groups if (found := joined(group, states))]
         elif not all(one.stands(states) for one in self._joined):
@@ -108,6 +136,8 @@ class JoinedUpdate:
                 one.part()
             self._joined = []
         with self._as_one(self._joined):
+            if clip and norm is not None:
+                clip_grads_with_norm_([p for group in groups for p in group["params"]], clip, norm)
             self._optimizer.step()
 
     @contextmanager

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.optim import Muon
 from lightning_decentral.optim.joined import ELEMENTWISE, MOST_ELEMENTS, JoinedUpdate
+from lightning_decentral.shared.compute.buckets import Bucket
 
 SHAPES = [(3,), (5, 7), (1,), (129,), (2, 3, 4), (MOST_ELEMENTS + 1,), (31, 33)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,8 +55,9 @@ def test_every_step_has_the_bits_of_the_optimizer_by_itself(kind: type[Optimizer
                 p.grad = None if step == 6 and place == 1 else g.clone()  # from then on it steps by itself
         for optimizer in (alone, other):
             optimizer.param_groups[0]["lr"] = 0.02 / (1 + step)
+        torch.nn.utils.clip_grad_norm_(own[0], 1.0)
         alone.step()
-        joined.step()
+        joined.step(1.0)
         assert bool(joined._joined) is (step < 6)
         torch.testing.assert_close(own[1], own[0], rtol=0, atol=0)
         torch.testing.assert_close(states(other, own[1]), states(alone, own[0]), rtol=0, atol=0)
@@ -90,3 +92,25 @@ def test_what_may_have_other_bits_is_left_as_it_is(like: str) -> None:
     joined = JoinedUpdate(made.get(like, lambda: torch.optim.SGD(row, lr=0.1))())
     joined.step()
     assert joined._joined == []
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
+def test_parameters_of_a_bucket_are_clipped_and_updated_where_they_lie(kind: type[Optimizer], clip: float) -> None:
+    own = [[nn.Parameter(torch.ones(shape)) for shape in [(32,), (4, 8), (3, 32)]] for _ in range(2)]
+    alone, other = (kind(row, lr=0.01, **OPTIONS.get(kind.__name__, {})) for row in own)  # type: ignore[call-arg]
+    bucket, joined = Bucket(own[1]), JoinedUpdate(other)
+    for step in range(6):
+        if step == 4:  # the user gives one another storage
+            own[1][1].data = own[1][1].data.clone()
+        for row in own:
+            chance = torch.Generator().manual_seed(step)
+            for p in row:
+                p.grad = torch.randn(p.shape, generator=chance)
+        torch.nn.utils.clip_grad_norm_(own[0], clip)
+        alone.step()
+        joined.step(clip)
+        assert [one.flat.data_ptr() for one in joined._joined or []] == [bucket.flat.data_ptr()] * (step < 4)
+        torch.testing.assert_close(own[1], own[0], rtol=0, atol=0)
+        torch.testing.assert_close([p.grad for p in own[1]], [p.grad for p in own[0]], rtol=0, atol=0)
+        torch.testing.assert_close(states(other, own[1]), states(alone, own[0]), rtol=0, atol=0)

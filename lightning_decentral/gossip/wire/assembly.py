@@ -13,7 +13,6 @@ from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.clique import CliqueExchange
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -80,7 +79,7 @@ def assembled(
         alone = tuple((rank,) for rank in range(workers))
         reduced, sent = by_cliques([step or alone for step in cliques]), by_peers()
         exchange = ExchangeByStep([reduced if step else sent for step in cliques])
-    return member.exchange(overlapped(exchange, device, delay))
+    return member.exchange(member.beside(exchange, device, delay))
 
 
 class ExchangeByStep(Exchange[Started]):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
+from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
@@ -50,6 +51,10 @@ class IslandMember(DeviceSteps):
         assert self._wire is not None
         places = range(self.devices)
         return self._wire.group([[w * self.devices + p for w in workers] for workers in groups for p in places])
+
+    def beside(self, peers: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
+        """An exchange between the peers as it's done beside the training, where a delay lets it."""
+        return overlapped(peers, device, delay)
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
         """What a mixer of whole buckets talks to, given an exchange between the peers."""

@@ -32,6 +32,8 @@ class Reached:
         step_seconds_at: forecast, by bytes per second of a node's network card.
         noise: of the gradients, in batches of a worker; of methods whose workers stay equal.
         apart: loss of the workers' own models over that of their mean, in the end.
+        apart_foretold: the same, by the probe of the first method of gossip (`disagreement`); of gossip.
+        rates: how many were tried.
     """
 
     title: str
@@ -47,6 +49,8 @@ class Reached:
     step_seconds_at: Mapping[float, float] = field(default_factory=dict)
     noise: float | None = None
     apart: float = 0.0
+    apart_foretold: float | None = None
+    rates: int = 1
 
     @property
     def steps(self) -> int | None:
@@ -144,7 +148,7 @@ class Answer:
             said.append(
                 f"~ extrapolated, to {BEYOND:g} times the rehearsed steps at most, by a line over their logarithm"
             )
-        said += [*self._of_noise(), *self._over_rates()]
+        said += [*self._of_noise(), *self._of_disagreement(), *self._over_rates()]
         best = self.best
         if best is None:
             missing = not any(row.steps for row in self.rows)
@@ -161,6 +165,18 @@ class Answer:
     def _of_noise(self) -> list[str]:
         known = [row for row in self.rows if row.words == BASELINE and row.noise is not None]
         return [noise_said(row.noise, row.workers) for row in known[:1] if row.noise is not None]
+
+    def _of_disagreement(self) -> list[str]:
+        known = [(row.apart_foretold, row.apart, row) for row in self.rows if row.apart_foretold is not None]
+        if not known:
+            return []
+        columns = zip(*((told, came, abs(told - came)) for told, came, _ in known), strict=True)
+        foretold, came, off = (max(0.0, *column) for column in columns)
+        said = f"the disagreement of gossip's workers was foretold to cost {foretold:.4f} of loss at most, and cost "
+        most = max(row.rates for row in self.rows)
+        fewer = [f"{row.title} on {row.workers} workers" for *_, row in known if row.rates < most]
+        less = [f"so the learning rate of the first method of gossip was taken for {', '.join(fewer)}"] if fewer else []
+        return [f"{said}{came:.4f}; of no method it was further off than {off:.4f}", *less]
 
     def _over_rates(self) -> list[str]:
         """What to train with at other rates, a line for each number of workers."""

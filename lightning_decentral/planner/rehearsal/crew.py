@@ -1,9 +1,9 @@
 """So many workers under one strategy in one process: the strategy's own rules, mixers and codecs, and no network.
 
 Gradients are computed one after the other, or at once (`stacked`); only while they talk has each worker a thread of
-its own. Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated once. On the CPU every
-worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches, but where more
-than two all-reduce, whose sums are rounded in another order, and where gradients are stacked.
+its own, one of which runs at a time. Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated
+once. On the CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same
+batches, but where more than two all-reduce, whose sums are rounded in another order, and where gradients are stacked.
 """
 
 import copy
@@ -96,6 +96,14 @@ class Crew:
                 worker.schedule()
             self.losses.append(losses)
 
+    def drift(self, steps: int) -> None:
+        """So many further updates of workers that drift, each by its own gradients, and no word between them."""
+        assert not self.alike
+        for _ in range(steps):
+            self._gradients()
+            for worker in self.workers:
+                worker.schedule()
+
     def _begin(self) -> None:
         self._together([member.begin for member in self.members])
         for worker in self.workers[1:] if self.alike else ():
@@ -103,18 +111,21 @@ class Crew:
 
     def _gradients(self) -> list[Tensor]:
         """Losses; workers that update by their own gradients have done it."""
+        if self._stack is None:
+            return [self._one(*pair) for pair in zip(self.workers, self.members, strict=True)]
         batches = [worker.batch() for worker in self.workers]
-        losses = None if self._stack is None else self._stack.gradients(batches)
+        losses = self._stack.gradients(batches)
         if losses is None:
             return [self._one(*each) for each in zip(self.workers, self.members, batches, strict=True)]
         for worker in () if self.alike else self.workers:
             worker.update()
         return losses
 
-    def _one(self, worker: Worker, member: Member, batch: Any) -> Tensor:
-        loss = worker.gradients(batch, member)
-        if not self.alike:
-            worker.update()  # now, while the gradients are in the cache
+    def _one(self, worker: Worker, member: Member, batch: Any = None) -> Tensor:
+        with worker.random:
+            loss = worker.gradients(worker.batch() if batch is None else batch, member)
+            if not self.alike:
+                worker.update()  # now, while the gradients are in the cache
         return loss
 
     def release(self) -> None:
@@ -123,7 +134,7 @@ class Crew:
             member.release()
 
     def _together(self, calls: Sequence[Callable[[], None]]) -> None:
-        """All at once; the first error of a worker, not of those that then wait for it in vain."""
+        """Each in turn, and who waits lets others go on; the first error of a worker, not of those that then wait."""
         under_way = [self._threads.submit(self._or_close, call) for call in calls]
         errors = [error for future in under_way if (error := future.exception()) is not None]
         if errors:
@@ -131,7 +142,8 @@ class Crew:
 
     def _or_close(self, call: Callable[[], None]) -> None:
         try:
-            call()
+            with self._boxes.turn:
+                call()
         except BaseException:
             self._boxes.close()
             raise

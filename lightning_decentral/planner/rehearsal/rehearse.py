@@ -1,9 +1,8 @@
 """`rehearse`: a module trained as n workers on this machine under several methods: how soon each reaches a loss."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -11,18 +10,16 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
-from lightning_decentral.planner.forecasts import method_of, strategy_of
+from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.batches import loader_of
 from lightning_decentral.planner.rehearsal.clock import Clock, OutOfTime
-from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
-from lightning_decentral.planner.rehearsal.search import Course, search, updates
+from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, Job, rehearsed, timed
+from lightning_decentral.planner.rehearsal.search import Course
 from lightning_decentral.planner.rehearsal.stacked import tried
 from lightning_decentral.planner.rehearsal.worker import CPU, Loop
-from lightning_decentral.planner.variations import RUNS
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
 
@@ -35,11 +32,6 @@ METHODS = (
     Candidate(f"{STREAM} strategy/combine=outer_nesterov {OUTER}", "streamed outer rounds"),
 )
 RATES = (0.5, 1.0, 2.0)
-CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
-"""Bytes per second, of the map: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
-
-WARM, PROBE = 2, 3
-"""Steps before a probe, and those that it times."""
 FEWEST = 10
 """Steps of a rehearsal."""
 MARGIN = 0.9
@@ -47,33 +39,6 @@ MARGIN = 0.9
 PAYS = 0.9
 """Of the time of one worker after the other: what gains less isn't worth that bits differ."""
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers."""
-
-    module: LightningModule
-    loader: DataLoader[Any]
-    course: Course
-    rates: tuple[float, ...]
-    seeds: int
-    run_steps: int
-    profile: Profile | None
-    network: Network | None
-    per_node: int
-    clip: float | None
-    device: torch.device
-    stacked: frozenset[int] = frozenset()
-
-    @property
-    def updates(self) -> int:
-        """Of each worker, for a method, at most."""
-        return updates(len(self.rates), self.course.steps) + (self.seeds - 1) * self.course.steps
-
-
-Job = tuple[int, Candidate]
-"""Workers, and a method for them."""
 
 
 def rehearse(
@@ -127,43 +92,67 @@ def rehearse(
     ask = Ask(module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
     chosen = METHODS if methods is None else _asked(methods)
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
-    jobs: list[Job] = [(count, method) for count in sorted(set(workers)) for method in chosen]
-    refused: dict[str, str] = {}
-    ask = replace(ask, stacked=_stacked(ask, workers, stacked, say))
-    probed = _each(jobs, lambda job: _probed(ask, job), clock, refused)
-    ask = _fitted(ask, sum(probed.values()), clock, say)
-    left = {job: seconds * ask.updates for job, seconds in probed.items()}
+    jobs = [Job(count, method) for count in sorted(set(workers)) for method in chosen]
+    return Rehearsal(replace(ask, stacked=_stacked(ask, workers, stacked, say)), clock, say).of(jobs)
 
-    def rehearsed(job: Job) -> Reached:
-        place = len(probed) - len(left) + 1
-        say(f"{place} of {len(probed)}: {_name(job)}, {clock.left(sum(left.values())) / 60:.1f} minutes are left")
-        found = clock.counted(left.pop(job), lambda: _rehearsed(ask, job))
-        say(f"  {said(found)}")
+
+class Rehearsal:
+    """Of jobs one after the other, within the minutes."""
+
+    def __init__(self, ask: Ask, clock: Clock, say: Callable[[str], None]) -> None:
+        self._ask, self._clock, self._say = ask, clock, say
+        self._refused: dict[str, str] = {}
+        self._known: Foreknowledge | None = None
+
+    def of(self, jobs: Sequence[Job]) -> Answer:
+        seconds = self._each(jobs, lambda job: timed(self._ask, job))
+        self._ask = _fitted(self._ask, sum(seconds.values()), self._clock, self._say)
+        left = {job: each * self._ask.updates for job, each in seconds.items()}
+        rows = self._each(list(left), lambda job: self._one(job, left, len(seconds)))
+        return Answer(self._ask.course.target, self._ask.course.steps, ordered(list(rows.values())), self._refused)
+
+    def _one(self, job: Job, left: dict[Job, float], count: int) -> Reached:
+        """Of a job, whose expected seconds are no longer left."""
+        minutes = self._clock.left(sum(left.values())) / 60
+        self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
+        ask = self._shortened(job)
+        expected = left.pop(job) * ask.updates / self._ask.updates
+        before = self._known
+        found, self._known = self._clock.counted(expected, partial(rehearsed, ask, job, before))
+        self._say(f"  {said(found)}")
+        if self._known is not None and self._known is not before:
+            self._foretell(self._known, left)
         return found
 
-    rows = _each(list(probed), rehearsed, clock, refused)
-    return Answer(target, ask.course.steps, ordered(list(rows.values())), refused)
+    def _foretell(self, known: Foreknowledge, jobs: Iterable[Job]) -> None:
+        """What workers of the methods to come lose by their disagreement."""
+        costs = {job.name: known.apart(self._ask, job, known.drift.rate) for job in jobs}
+        told = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
+        if told:
+            self._say(f"  foretold: what workers' own models lose to their mean, {', '.join(told)}")
 
+    def _shortened(self, job: Job) -> Ask:
+        """With the learning rates that are worth trying."""
+        rates = self._ask.rates if self._known is None else self._known.rates(self._ask, job)
+        if len(rates) < len(self._ask.rates):
+            why = "its workers' disagreement is foretold to cost nothing"
+            self._say(f"  {why}: learning rates times {rates[0]:g} only")
+        return replace(self._ask, rates=rates)
 
-def _each(
-    jobs: Sequence[Job], call: Callable[[Job], Result], clock: Clock, refused: dict[str, str]
-) -> dict[Job, Result]:
-    """Of those that end well; why the others don't joins `refused`."""
-    found = {}
-    for job in jobs:
-        try:
-            found[job] = call(job)
-        except OutOfTime:
-            refused[_name(job)] = f"the {clock.minutes:g} minutes were over"
-        except (ValueError, FloatingPointError) as error:
-            refused[_name(job)] = str(error)
-        except torch.OutOfMemoryError:
-            refused[_name(job)] = "the device's memory doesn't hold them: take fewer workers, or smaller batches"
-    return found
-
-
-def _name(job: Job) -> str:
-    return f"{job[1].title} on {job[0]} workers"
+    def _each(self, jobs: Sequence[Job], call: Callable[[Job], Result]) -> dict[Job, Result]:
+        """Of those that end well; why the others don't joins what was refused."""
+        found = {}
+        for job in jobs:
+            try:
+                found[job] = call(job)
+            except OutOfTime:
+                self._refused[job.name] = f"the {self._clock.minutes:g} minutes were over"
+            except (ValueError, FloatingPointError) as error:
+                self._refused[job.name] = str(error)
+            except torch.OutOfMemoryError:
+                remedy = "take fewer workers, or smaller batches"
+                self._refused[job.name] = f"the device's memory doesn't hold them: {remedy}"
+        return found
 
 
 def _stacked(ask: Ask, workers: Sequence[int], asked: bool | None, say: Callable[[str], None]) -> frozenset[int]:
@@ -171,84 +160,12 @@ def _stacked(ask: Ask, workers: Sequence[int], asked: bool | None, say: Callable
     found = set()
     for count in sorted(set(workers)) if asked is not False else ():
         ratio, why = tried(ask.module, ask.loader, count, Loop(run_steps=ask.run_steps, device=ask.device))
-        if ratio is None:
+        if why:
             say(f"{count} workers are computed one after the other: {why}")
-        elif asked or ratio < PAYS:
+        elif ratio is not None and (asked or ratio < PAYS):
             found.add(count)
             say(f"{count} workers are computed at once, in {ratio:.2f} of the time of one after the other")
     return frozenset(found)
-
-
-def _crew(ask: Ask, job: Job, seed: int, rate: float) -> Crew:
-    workers, method = job
-    batches, epoch = shared_out(ask.loader, workers, seed)
-    loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed, ask.device)
-    strategy, steps = strategy_of(method.words), ask.run_steps
-    stacked = workers in ask.stacked
-    return Crew(ask.module, batches, strategy, workers, steps, per_node=ask.per_node, loop=loop, stacked=stacked)
-
-
-def _probed(ask: Ask, job: Job) -> float:
-    """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
-    _step_seconds(ask, job)
-    with _crew(ask, job, 0, 1.0) as crew:
-        for steps in (WARM, PROBE):
-            ask.course.tick()
-            begun = monotonic()
-            crew.train(steps)
-        trained = monotonic()
-        ask.course.evaluation.loss([worker.module for worker in crew.workers])
-        return (trained - begun) / PROBE + (monotonic() - trained) / ask.course.every
-
-
-def _rehearsed(ask: Ask, job: Job) -> Reached:
-    first = search(partial(_crew, ask, job, 0), ask.rates, ask.course)
-    others = (search(partial(_crew, ask, job, seed), [first.rate], ask.course) for seed in range(1, ask.seeds))
-    found = [first, *others]
-    loss = sum(one.loss for one in found) / len(found)
-    (workers, method), seeds = job, tuple(one.steps for one in found)
-    foreseen = tuple(one.foreseen(ask.course.target) for one in found)
-    return Reached(
-        title=method.title,
-        words=method.words,
-        workers=workers,
-        rate=first.rate,
-        seeds=tuple(a or b for a, b in zip(seeds, foreseen, strict=True)),
-        loss=loss,
-        step_seconds=_step_seconds(ask, job),
-        step_bytes=first.sent_bytes,
-        curve=first.points,
-        extrapolated=any(foreseen),
-        step_seconds_at=_step_seconds_at(ask, job),
-        noise=first.noise,
-        apart=sum(one.apart for one in found) / len(found),
-    )
-
-
-def _step_seconds(ask: Ask, job: Job) -> float | None:
-    if ask.profile is None:
-        return None
-    cost, where = _costs(ask, job)
-    return forecast(cost, where, drawn(ask.profile.variation, job[0])).seconds
-
-
-def _step_seconds_at(ask: Ask, job: Job) -> dict[float, float]:
-    """By bytes per second of a network card, at the latency that is there; nothing where nobody knows one."""
-    if ask.profile is None:
-        return {}
-    cost, where = _costs(ask, job)
-    if not where.network.knows("between"):
-        return {}
-    latency = where.network.price("exchange", "between", 2).latency_seconds
-    links = {rate: where.network.linked("between", latency, rate) for rate in CARDS}
-    factors = drawn(ask.profile.variation, job[0], RUNS)
-    return {r: float(cost.seconds(replace(where, network=link), factors).mean()) for r, link in links.items()}
-
-
-def _costs(ask: Ask, job: Job) -> tuple[Method, Setting]:
-    assert ask.profile is not None
-    where = Setting(ask.profile.model, ask.network or Network(ask.profile.network), Cluster(job[0], ask.per_node))
-    return method_of(strategy_of(job[1].words), where.cluster, 1), where
 
 
 def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], None]) -> Ask:

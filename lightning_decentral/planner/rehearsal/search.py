@@ -16,6 +16,7 @@ from math import ceil, inf, isfinite, log2
 import numpy as np
 
 from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 
 MARKS = 20
@@ -36,6 +37,7 @@ class Found:
         sent_bytes: of all workers in a step, mean of the steps.
         noise: of the gradients, in batches of a worker; None where workers drift.
         apart: mean of the workers' own losses in the end, over that of their mean.
+        drift: what they learn apart, where the course asks for it.
     """
 
     rate: float
@@ -44,6 +46,7 @@ class Found:
     sent_bytes: float
     noise: float | None
     apart: float
+    drift: Drift | None = None
 
     def foreseen(self, target: float) -> int | None:
         """Steps to the target, if it is near, though not reached."""
@@ -61,12 +64,14 @@ class Course:
 
     Args:
         tick: called at each mark; what it raises ends the search.
+        probes: whether workers that drift are probed in the end.
     """
 
     steps: int
     target: float
     evaluation: Evaluation
     tick: Callable[[], None]
+    probes: bool = False
 
     @property
     def every(self) -> int:
@@ -121,7 +126,10 @@ class Track:
             )
         sent = sum(member.sent_bytes for member in self.crew.members) / len(self.crew.losses)
         self.crew.release()
-        return Found(self.rate, self.reached, tuple(self.points), sent, self.crew.noise.scale, self._apart())
+        apart = self._apart()
+        asked = self.course.probes and not self.crew.alike
+        drift = probed(self.crew, self.course.evaluation, self.rate) if asked else None
+        return Found(self.rate, self.reached, tuple(self.points), sent, self.crew.noise.scale, apart, drift)
 
     def _apart(self) -> float:
         """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""

@@ -101,21 +101,28 @@ def _alike(row: Sequence[Any]) -> bool:
 
 
 def tried(module: LightningModule, loader: DataLoader[Any], workers: int, loop: Loop) -> tuple[float | None, str]:
-    """(seconds of stacked gradients over those one after the other; None: they can't be stacked, and why)."""
+    """(seconds of stacked gradients over those one after the other; None: they can't be stacked, and why).
+
+    No reason where workers can't be computed at all: whoever trains them hears why.
+    """
     try:
         batches, _ = shared_out(loader, workers)
         apart, together = (
             [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)] for _ in range(2)
         )
-        stack = Stack(together)
 
         def one_by_one() -> object:
             return [worker.gradients(worker.batch(), Within()) for worker in apart]
 
-        def at_once() -> object:
-            return stack.gradients([worker.batch() for worker in together])
-
         one_by_one()
+    except Exception:  # the module's own
+        return None, ""
+    stack = Stack(together)
+
+    def at_once() -> object:
+        return stack.gradients([worker.batch() for worker in together])
+
+    try:
         if at_once() is None:
             return None, "their batches differ in shape"
         if not all(map(_equal, apart, together)):

@@ -1,11 +1,10 @@
 """What a strategy does between workers, without Lightning's loop: to gradients, and to parameters after the update.
 
-The parts are the strategies' own: gossip's rounds and mixers, the compressed average, the cuts of partial backprop
-(`partial_member`). `ddp` is the exact average.
+The parts are the strategies' own: gossip's rounds and mixers, the compressed average (`average_member`), the cuts of
+partial backprop (`partial_member`). `ddp` is the exact average.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any, ClassVar
@@ -13,10 +12,9 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.compressed.strategy import CompressedStrategy, of_all
+from lightning_decentral.compressed.strategy import CompressedStrategy
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.travel import Travel
@@ -24,21 +22,17 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import Rounds, check
 from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
+from lightning_decentral.planner.rehearsal.average_member import Averaging
 from lightning_decentral.planner.rehearsal.member import Member, Place
 from lightning_decentral.planner.rehearsal.partial_member import Cutting
-from lightning_decentral.planner.rehearsal.worker import CPU
-from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.wire.compressed_mean import ExactMean, mean_by
-from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.mean import mean
-from lightning_decentral.shared.wire.pending import Pending, Together
-from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
 TAKE = "take gossip, compressed, partial_backprop or ddp"
@@ -81,54 +75,11 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, p
     return Gossiping(strategy, module, optimizer, place)
 
 
-class NotTaken(ExactMean):
-    """That a worker gives to and doesn't take: the first one's update serves all."""
+class AtOnce(IslandMember):
+    """A device that is a worker by itself, whose messages take no time that they could be hidden in."""
 
-    def start(self, flat: Tensor, place: int) -> Pending:
-        super().start(flat, place)
-        return Together([])
-
-
-class Averaging(Member):
-    """Gradients averaged by all, in a codec's payloads; worker 0's running statistics for all."""
-
-    drifts: ClassVar[bool] = False
-
-    def __init__(self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None) -> None:
-        self._module, self._place, self._codec = module, place, codec
-        self._parameters = list(module.parameters())  # to walk through the module takes longer than to average them
-        self._bucket_bytes = bucket_bytes or bucket_bytes_of(self._parameters)
-        self._looked, self._after_backward = False, ExitStack()
-
-    def begin(self) -> None:
-        wire = self._place.wire
-        buffers, hosts = wire.group(None), wire.hosts(None)
-        assert buffers is not None
-        assert hosts is not None
-        self._buffers = RunningBuffers(self._module, buffers)
-        taken = self._codec.encodes or not self._place.worker
-        # On threads of the host on a device, too: their operations are queued on one stream, in the order of messages.
-        self._mean = mean_by(self._codec, partial(of_all, wire), CPU) if taken else NotTaken(of_all(wire))
-        self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
-        # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
-        self._after_backward.enter_context(self._gradients.blocked())
-
-    def average(self) -> None:
-        self._gradients.watch(self._parameters)
-        self._gradients.begin()
-        self._gradients.finish()
-
-    def mix(self) -> None:
-        self._buffers.share(look=not self._looked)
-        self._looked = True
-
-    def release(self) -> None:
-        self._after_backward.close()
-        self._gradients.close()
-
-    @property
-    def sent_bytes(self) -> float:
-        return self._mean.sent_bytes
+    def beside(self, peers: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
+        return peers
 
 
 @dataclass
@@ -156,7 +107,7 @@ def placed(of: GossipStrategy, place: Place) -> Placed:
     topology = of.topology.placed(place.per_node)
     combine = of.combine.placed(topology.fragments[0], place.workers)
     values = topology, combine, of.weights, of.codec, of.states, of.island, of.delay, of.bucket_bytes, of.heals
-    member = of.island.join(place.wire, place.device, lambda call: call())
+    member = AtOnce(place.wire, of.island.devices, lambda call: call())
     return Placed(*values, member, place.wire, place.workers, place.worker, place.device)
 
 

@@ -6,7 +6,7 @@ Callbacks and a trainer there are none: `global_rank` and `global_step` are 0, a
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -66,8 +66,31 @@ class Within:
         loss.backward()
 
 
+class RandomNumbers:
+    """A worker's own within, the process's behind it; within themselves they cost nothing."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device, self._own, self._depth = device, seeded(device, seed), 0
+        self._before: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._before = random_states(self._device)
+            set_random_states(self._own, self._device)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._own = random_states(self._device)
+            set_random_states(self._before, self._device)
+
+
 class Worker:
     """Updates its own module.
+
+    Attributes:
+        random: numbers that it draws; who calls several of its methods one after the other does it within.
 
     Raises:
         ValueError: manual optimization, several optimizers, or a schedule that asks for validation.
@@ -80,11 +103,11 @@ class Worker:
         self.optimizer, self._schedulers = configured(module, loop.run_steps)
         scale(self.optimizer, [s.scheduler for s in self._schedulers], loop.rate)
         self._update = JoinedUpdate(self.optimizer)
-        self._random, self._count = seeded(loop.device, loop.seed), 0
+        self.random, self._count = RandomNumbers(loop.device, loop.seed), 0
 
     def batch(self) -> Any:
         """The next one, by this worker's random numbers."""
-        with self._own_random():
+        with self.random:
             batch = next(self._batches, None)
         if batch is None:
             raise ValueError(f"a worker has {self._count} batches only: rehearse fewer steps")
@@ -98,7 +121,7 @@ class Worker:
 
     def gradients(self, batch: Any, within: Within) -> Tensor:
         """Those of the batch that it got last, by its random numbers; its loss before the update."""
-        with self._own_random():
+        with self.random:
             with within.forward(batch, self.index):
                 loss = loss_of(self.module.training_step(batch, self.index))
             self.optimizer.zero_grad()
@@ -112,10 +135,8 @@ class Worker:
 
     def update(self) -> None:
         """By the gradients that are there."""
-        if self._loop.clip:
-            nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], self._loop.clip)
-        with self._own_random():
-            self._update.step()
+        with self.random:
+            self._update.step(self._loop.clip)
 
     def schedule(self) -> None:
         """After the round: it mixes at the rate of the update."""
@@ -128,18 +149,6 @@ class Worker:
         for found in self._schedulers:
             if found.interval == interval and times % found.frequency == 0:
                 self.module.lr_scheduler_step(found.scheduler, None)
-
-    @contextmanager
-    def _own_random(self) -> Iterator[None]:
-        """This worker's random numbers within, the process's own behind it."""
-        device = self._loop.device
-        before = random_states(device)
-        set_random_states(self._random, device)
-        try:
-            yield
-        finally:
-            self._random = random_states(device)
-            set_random_states(before, device)
 
 
 Module = TypeVar("Module", bound=LightningModule)

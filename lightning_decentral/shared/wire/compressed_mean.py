@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.compute.device import Stage, stage
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
 
+Encode = Callable[[Tensor, Payload, Frame], None]
 GRAIN = 256
 """Parts begin at multiples of it: few blocks of a codec are cut."""
 TO_OWNER, FROM_OWNER = 0, 1
@@ -65,7 +66,11 @@ class ExactMean:
 
     def start(self, flat: Tensor, place: int) -> Pending:
         self.sent_bytes += 2 * (self.over.size - 1) * flat.numel() * flat.element_size() // self.over.size
-        return self.over.all_reduce(flat.div_(self.over.size))
+        return self.total(flat.div_(self.over.size))
+
+    def total(self, flat: Tensor) -> Pending:
+        """flat <- its sum over the workers, after the wait."""
+        return self.over.all_reduce(flat)
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -118,13 +123,19 @@ class CompressedMean:
     Args:
         over: carries codes to their owners, for this alone.
         back: carries the owners' codes, for this alone.
+
+    Attributes:
+        leaving: where codes are made and sent.
+        owning: where they are reduced.
+        flight: what a tensor between start and landing is.
     """
 
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
         self.codec, self.over, self.back = codec, over, back
         # Two, since a bucket is to be encoded while the one before is still awaited by its owner.
-        self._leaving: Stage = stage(device, "codes leave")
-        self._owning: Stage = stage(device, "codes are reduced")
+        self.leaving: Stage = stage(device, "codes leave")
+        self.owning: Stage = stage(device, "codes are reduced")
+        self.flight: type[InFlight] = InFlight
         self.pool = Pool()
         self.sent_bytes = 0
         self._residuals: dict[int, Residuals] = {}
@@ -132,9 +143,9 @@ class CompressedMean:
 
     def start(self, flat: Tensor, place: int) -> Pending:
         """Memory until landed: what `flat` holds once more, a worker's part of it, and half of it or less in codes."""
-        part = InFlight(self, flat, place, self._residuals_at(place, flat))
-        part.left = self._leaving.send(part.leave)
-        part.reduced = self._owning.send(part.reduce)
+        part = self.flight(self, flat, place, self._residuals_at(place, flat))
+        part.left = self.leaving.send(part.leave)
+        part.reduced = self.owning.send(part.reduce)
         return part
 
     def spans(self, length: int) -> list[tuple[int, int]]:
@@ -190,15 +201,15 @@ class InFlight:
         """Encode what others own, and send it to them."""
         over, own = self.of.over, self.residuals.own
         self.round, self.residuals.rounds = self.residuals.rounds, self.residuals.rounds + 1
-        x = self.flat.add_(own)
-        own.copy_(x)
-        codes = {}
+        x = own.add_(self.flat)
+        mine, codes = self._mine(), {}
         for owner, (start, stop) in enumerate(self.of.spans(len(x))):
-            if owner != over.rank and stop > start:
-                codes[owner] = self._replaced(x[start:stop], owner, TO_OWNER)
-        own.sub_(x)  # the own part is not encoded: nothing of it is rounded away
+            if owner == over.rank:
+                mine.copy_(x[start:stop])
+                x[start:stop].sub_(mine)  # it is not encoded: nothing of it is rounded away
+            elif stop > start:
+                codes[owner] = self._encoded(self.of.codec.residual, x[start:stop], owner, TO_OWNER)
         drop_if_sick(own)
-        mine = self._mine()
         sources = [j for j in range(over.size) if j != over.rank] if len(mine) else []
         self._exchange(over, codes, {j: self.of.payload(len(mine), mine) for j in sources})
 
@@ -215,7 +226,7 @@ class InFlight:
         self.used.append(decoded)
         mine.div_(back.size).add_(owned)
         owned.copy_(mine)
-        codes_of_all = self._replaced(mine, back.rank, FROM_OWNER) if len(mine) else []
+        codes_of_all = self._encoded(self.of.codec.replace, mine, back.rank, FROM_OWNER) if len(mine) else []
         drop_if_sick(owned.sub_(mine))
         others = [j for j in range(back.size) if j != back.rank]
         spans = self.of.spans(len(self.flat))
@@ -226,14 +237,17 @@ class InFlight:
     def wait(self) -> None:
         """Decode what the owners of the other parts have sent."""
         self.reduced.result()
-        spans = self.of.spans(len(self.flat))
         for owner, (pending, codes) in self.heard.items():
             pending.wait()
-            self._decode(codes, self.flat[slice(*spans[owner])])
+            self.take(owner, codes)
         self._rest()
         # Only here: on a device whoever takes them next is behind this stream, not behind those of the other calls.
         self.of.pool.give(self.used)
         self.used = []
+
+    def take(self, owner: int, codes: list[Tensor]) -> None:
+        """The mean of the owner's part, of its codes."""
+        self._decode(codes, self.flat[slice(*self.of.spans(len(self.flat))[owner])])
 
     def done(self) -> bool:
         return bool(self.reduced.done()) and all(pending.done() for pending, _ in self.heard.values())
@@ -241,11 +255,11 @@ class InFlight:
     def _mine(self) -> Tensor:
         return self.flat[slice(*self.of.spans(len(self.flat))[self.of.over.rank])]
 
-    def _replaced(self, message: Tensor, owner: int, way: int) -> list[Tensor]:
-        """Its codes; the message <- what they are decoded to."""
+    def _encoded(self, encode: Encode, message: Tensor, owner: int, way: int) -> list[Tensor]:
+        """Its codes; the message becomes what `encode` makes of it."""
         payload = self.of.payload(len(message), message)
         noise = key(self.of.over.rank, self.round, self.place, owner, way)
-        self.of.codec.replace(message, payload, Frame(MessageLayout(len(message)), noise))
+        encode(message, payload, Frame(MessageLayout(len(message)), noise))
         return payload
 
     def _decode(self, codes: list[Tensor], out: Tensor) -> None:

@@ -1,20 +1,73 @@
-"""A world of workers in one process: transports whose messages are copied from one worker's memory to another's.
+"""A world of workers in one process: transports whose messages go from one worker's memory to another's.
 
-Each worker calls from a thread of its own, as it would from a process of its own; what it computes doesn't depend on
-who comes first. Sums are taken in the order of ranks; gloo's order is another from three workers on.
+Each worker calls from a thread of its own, as it would from a process of its own, and one of them at a time (`Turn`):
+who waits for a message lets the next one go on. What a worker computes doesn't depend on who comes first. Sums are
+taken in the order of ranks; gloo's order is another from three workers on.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Condition, RLock
+from threading import Condition, Lock, RLock, get_ident
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_decentral.shared.wire.pending import PeerLost, Pending
 from lightning_decentral.shared.wire.transport import Disjoint, Message, Transport, Wire
+
+
+class Turn:
+    """Of one thread at a time. Threads that run at once would take the interpreter from each other at each operation of
+    torch, which costs them more than a second processor gains."""
+
+    def __init__(self) -> None:
+        self._lock, self._whose = Lock(), 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._whose = get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._whose = 0
+        self._lock.release()
+
+    @contextmanager
+    def passed_on(self) -> Iterator[None]:
+        """Others may have it meanwhile; nothing, where it isn't this thread's."""
+        if self._whose != get_ident():
+            yield
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+class Lent:
+    """A tensor that its owner leaves alone until it calls `settle`: who comes by then reads it, who comes later a copy.
+
+    Args:
+        readers: how many come in all.
+    """
+
+    def __init__(self, tensor: Tensor, readers: int) -> None:
+        self._tensor, self._missing, self._lock = tensor, readers, Lock()
+
+    def read(self, take: Callable[[Tensor], Any]) -> None:
+        """By one of the readers, who only reads."""
+        with self._lock:
+            take(self._tensor)
+            self._missing -= 1
+
+    def settle(self) -> None:
+        with self._lock:
+            if self._missing > 0:
+                self._tensor = self._tensor.clone()
 
 
 @dataclass
@@ -23,6 +76,9 @@ class Mailboxes:
 
     Args:
         wait_seconds: after which who waits for a message ends.
+
+    Attributes:
+        turn: passed on by who waits.
     """
 
     wait_seconds: float = 600.0
@@ -31,10 +87,13 @@ class Mailboxes:
     _waiting: dict[Hashable, Condition] = field(default_factory=dict, init=False)
     _closed: bool = field(default=False, init=False)
     _unwanted: set[Hashable] = field(default_factory=set, init=False)
+    turn: Turn = field(default_factory=Turn, init=False)
 
-    def put(self, addresses: Sequence[Hashable], tensor: Tensor) -> None:
-        """One copy for all of them: who takes it only reads."""
-        self.hand(addresses, tensor.clone())
+    def lend(self, addresses: Sequence[Hashable], tensor: Tensor) -> Lent:
+        """To all of them, until it's settled."""
+        lent = Lent(tensor, len(addresses))
+        self.hand(addresses, lent)
+        return lent
 
     def hand(self, addresses: Sequence[Hashable], value: Any) -> None:
         """The value itself."""
@@ -49,9 +108,10 @@ class Mailboxes:
                         waiting.notify_all()
 
     def take(self, address: Hashable) -> Any:
-        with self._lock:
-            if not self._boxes.get(address):
+        if not self.full(address):
+            with self.turn.passed_on():
                 self._wait_for(address)
+        with self._lock:
             if not self._boxes.get(address):
                 raise PeerLost(f"nothing came to {address}: another worker of this rehearsal has ended")
             found = self._boxes[address].popleft()
@@ -60,9 +120,10 @@ class Mailboxes:
             return found
 
     def _wait_for(self, address: Hashable) -> None:
-        waiting = self._waiting.setdefault(address, Condition(self._lock))
-        waiting.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
-        self._waiting.pop(address, None)
+        with self._lock:
+            waiting = self._waiting.setdefault(address, Condition(self._lock))
+            waiting.wait_for(lambda: self._closed or bool(self._boxes.get(address)), self.wait_seconds)
+            self._waiting.pop(address, None)
 
     def forget(self, addresses: Sequence[Hashable]) -> None:
         """Nobody takes the one message that has come to each of them, or will."""
@@ -88,12 +149,14 @@ class _Arriving:
     """Done once: what lies at the addresses is handed over.
 
     Args:
+        own: what this worker lent, settled first: what is handed over may be written into it.
         once: the addresses are no other message's: when nobody waited for it, what comes is forgotten.
     """
 
     boxes: Mailboxes
     addresses: Sequence[Hashable]
-    hand_over: Callable[[list[Tensor]], Any]
+    hand_over: Callable[[list[Lent]], Any]
+    own: Lent | None = None
     once: bool = False
     waited: bool = False
 
@@ -104,7 +167,10 @@ class _Arriving:
     def wait(self) -> None:
         if not self.waited:
             self.waited = True
-            self.hand_over([self.boxes.take(address) for address in self.addresses])
+            rows = [self.boxes.take(address) for address in self.addresses]
+            if self.own is not None:
+                self.own.settle()
+            self.hand_over(rows)
 
     def done(self) -> bool:
         return self.waited or all(map(self.boxes.full, self.addresses))
@@ -126,55 +192,80 @@ class InProcessTransport(Transport):
         """Nothing is open."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        for peer, tensor, tag in sends:
-            self._boxes.put([(self._name, self.rank, peer, tag)], tensor)
+        lent = self._lent(sends)
         incoming = [self._arriving([(self._name, m.peer, self.rank, m.tag)], _into(m.tensor)) for m in receives]
-        return [self._arriving([], _nothing) for _ in sends], incoming
+        return [self._arriving([], _nothing, lent[id(m.tensor)]) for m in sends], incoming
+
+    def _lent(self, sends: Sequence[Message]) -> dict[int, Lent]:
+        """{tensor: what its hearers read}: each once, whoever else hears it."""
+        to: dict[int, list[Hashable]] = {}
+        for peer, tensor, tag in sends:
+            to.setdefault(id(tensor), []).append((self._name, self.rank, peer, tag))
+        tensors = {id(m.tensor): m.tensor for m in sends}
+        return {place: self._boxes.lend(addresses, tensors[place]) for place, addresses in to.items()}
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        return self._collective(tensor, lambda rows: _sum_into(tensor, rows))
+        return self._between(range(self.size), range(self.size), tensor, self._sum_into(tensor))
 
     def all_gather(self, tensor: Tensor) -> tuple[Pending, list[Tensor]]:
-        found = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
-        return self._collective(tensor, lambda rows: [a.copy_(b) for a, b in zip(found, rows, strict=True)]), found
+        found = [tensor.clone() for _ in range(self.size)]
+        others = [row for rank, row in enumerate(found) if rank != self.rank]
+
+        def hand_over(rows: list[Lent]) -> None:
+            for own, row in zip(others, rows, strict=True):
+                row.read(own.copy_)
+
+        return self._between(range(self.size), range(self.size), tensor, hand_over), found
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
-        return self._between(range(self.size), [target], tensor, lambda rows: _sum_into(tensor, rows))
+        return self._between(range(self.size), [target], tensor, self._sum_into(tensor))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         others = [rank for rank in range(self.size) if rank != source]
         return self._between([source], others, tensor, _into(tensor))
 
-    def _collective(self, own: Tensor, hand_over: Callable[[list[Tensor]], Any]) -> Pending:
-        return self._between(range(self.size), range(self.size), own, hand_over)
-
     def _between(
-        self, sources: Sequence[int], targets: Sequence[int], own: Tensor, hand_over: Callable[[list[Tensor]], Any]
+        self, sources: Sequence[int], targets: Sequence[int], own: Tensor, hand_over: Callable[[list[Lent]], Any]
     ) -> Pending:
-        """Each target takes what each source has."""
+        """Each target takes what each other source has."""
         call = self._name, "collective", self._calls
         self._calls += 1
-        if self.rank in sources:
-            self._boxes.put([(*call, self.rank, target) for target in targets], own)
+        hearers = [target for target in targets if target != self.rank] if self.rank in sources else []
+        lent = self._boxes.lend([(*call, self.rank, target) for target in hearers], own) if hearers else None
         if self.rank not in targets:
-            return self._arriving([], _nothing)
-        return _Arriving(self._boxes, [(*call, source, self.rank) for source in sources], hand_over, once=True)
+            return self._arriving([], _nothing, lent)
+        addresses = [(*call, source, self.rank) for source in sources if source != self.rank]
+        return _Arriving(self._boxes, addresses, hand_over, lent, once=True)
 
-    def _arriving(self, addresses: Sequence[Hashable], hand_over: Callable[[list[Tensor]], Any]) -> Pending:
-        return _Arriving(self._boxes, addresses, hand_over)
+    def _arriving(
+        self, addresses: Sequence[Hashable], hand_over: Callable[[list[Lent]], Any], own: Lent | None = None
+    ) -> Pending:
+        return _Arriving(self._boxes, addresses, hand_over, own)
+
+    def _sum_into(self, tensor: Tensor) -> Callable[[list[Lent]], Any]:
+        """In the order of ranks: (those before this one) + this one + those behind, one by one."""
+
+        def hand_over(rows: list[Lent]) -> None:
+            first, behind = rows[: self.rank], rows[self.rank :]
+            if len(first) > 1:
+                total = torch.empty_like(tensor)
+                first[0].read(total.copy_)
+                for row in first[1:]:
+                    row.read(total.add_)
+                tensor.add_(total)
+            else:  # a + b is b + a
+                behind = rows
+            for row in behind:
+                row.read(tensor.add_)
+
+        return hand_over
 
 
-def _into(tensor: Tensor) -> Callable[[list[Tensor]], Any]:
-    return lambda rows: tensor.copy_(rows[0])
+def _into(tensor: Tensor) -> Callable[[list[Lent]], Any]:
+    return lambda rows: rows[0].read(tensor.copy_)
 
 
-def _sum_into(tensor: Tensor, rows: list[Tensor]) -> None:
-    tensor.copy_(rows[0])
-    for row in rows[1:]:
-        tensor.add_(row)
-
-
-def _nothing(rows: list[Tensor]) -> None:
+def _nothing(rows: list[Lent]) -> None:
     return
 
 

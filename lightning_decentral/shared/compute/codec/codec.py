@@ -91,6 +91,12 @@ class Codec(ABC):
         self.encode(message, payload, frame)
         self.decode(payload, message, frame)
 
+    def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        """`encode`, and overwrite the message by what its hearers don't get: message - decoded."""
+        decoded = message.clone()
+        self.replace(decoded, payload, frame)
+        message.sub_(decoded)
+
     def bytes(self, layout: MessageLayout, dtype: torch.dtype) -> int:
         """Bytes of a payload on the wire; errors as `checked_parts`."""
         return sum(part.bytes for part in self.checked_parts(layout, dtype))

@@ -46,12 +46,12 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
     of a piece.
     """
     pieces = -(-number // piece)
-    places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN)
-    starts = _hashed(places.add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
     table = midpoints(device)
     if device.type != "cpu":
+        places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN)
+        starts = _hashed(places.add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
         return partial(_gathered, table, starts, piece)
-    first = starts.tolist()
+    first = [_hash(place * _GOLDEN + (key & 0x7FFFFFFF)) & MIDPOINTS - 1 for place in range(pieces)]
     # A view, so nothing is computed.
     return lambda start, stop: table[first[start // piece] + start % piece :][: stop - start]
 
@@ -69,6 +69,14 @@ def _hashed(x: Tensor) -> Tensor:
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)  # the mask makes an arithmetic shift a logical one
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _hash(x: int) -> int:
+    """The same of one number: for a few a tensor's operations take longer."""
+    x &= 0xFFFFFFFF
+    x = (x ^ x >> 16) * _FIRST & 0xFFFFFFFF
+    x = (x ^ x >> 15) * _SECOND & 0xFFFFFFFF
+    return x ^ x >> 16
 
 
 def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:

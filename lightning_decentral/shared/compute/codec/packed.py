@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
-from lightning_decentral.shared.compute.codec.quantize import check_block, piece_length, pieces
+from lightning_decentral.shared.compute.codec.quantize import check_block, piece_length, pieces, scratch
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -50,19 +50,21 @@ class Packed(Codec):
         for rows, codes, scale in self._encoded(message, payload, frame):
             rows.copy_(codes.sub_(self.middle).mul_(scale))  # while the codes are in the cache
 
+    def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        for rows, codes, scale in self._encoded(message, payload, frame):
+            rows.sub_(codes.sub_(self.middle).mul_(scale).to(rows.dtype))
+
     def _encoded(self, message: Tensor, payload: Payload, frame: Frame) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(rows of the message, codes, scale) of pieces that have been encoded."""
         exact = torch.promote_types(message.dtype, torch.float32)
         noise = dither(len(message), frame.key, piece_length(self.block), message.device)
-        memory = torch.empty(0, dtype=exact, device=message.device)
         for start, stop, columns in pieces(message, self.block):
             rows = message[start:stop].view(-1, columns)
             x, (packed, scale) = rows.to(exact), self._places(payload, start, len(rows), columns)
             # NaN and infinity go into the scale, so hearers see them; a block of zeros, too, has one.
             scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(self.largest).clamp_(min=1.2e-38)
             shared = scale.to(exact).unsqueeze(1)
-            memory = memory if len(memory) >= stop - start else memory.new_empty(stop - start)
-            codes = memory[: stop - start].view_as(x)
+            codes = scratch(stop - start, exact, message.device).view_as(x)
             torch.addcmul(noise(start, stop).to(exact).view_as(x), x, shared.reciprocal(), out=codes)
             # floor(s + u) = round(s + u - 1/2)
             codes.add_(self.middle).round_().clamp_(0, 2**self.bits - 1)

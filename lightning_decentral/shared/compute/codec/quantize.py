@@ -1,5 +1,6 @@
 """Quantization: `Int8`, rounded at random (the codec to copy); smaller float types; messages as they are."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -46,6 +47,13 @@ class Int8(Codec):
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         self._encode(message, payload, frame, True)
 
+    def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        if message.device.type == "cuda":
+            super().residual(message, payload, frame)
+            return
+        for rows, codes, scale in _encoded(*payload, message, self.block, frame.key):
+            rows.sub_(codes.mul_(scale).to(rows.dtype))  # while the codes are in the cache
+
     def _encode(self, message: Tensor, payload: Payload, frame: Frame, replace: bool) -> None:
         quantized, scales = payload
         encode = int8_encode_ if message.device.type == "cuda" else _encode
@@ -57,11 +65,13 @@ class Int8(Codec):
         decode(out, quantized, scales, self.block)
 
 
-def _encode(quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int, replace: bool) -> None:
+def _encoded(
+    quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(rows of the message, their codes as numbers, scale) of pieces that have been encoded."""
     exact = torch.promote_types(message.dtype, torch.float32)
     # A function of rank, round, bucket and place: there is no generator to save.
     noise = dither(len(message), key, piece_length(block), message.device)
-    memory = torch.empty(0, dtype=exact, device=message.device)  # one, since fresh pages cost more than the work
     for start, stop, columns in pieces(message, block):
         rows = message[start:stop].view(-1, columns)
         x = rows.to(exact)
@@ -70,11 +80,15 @@ def _encode(quantized: Tensor, scales: Tensor, message: Tensor, block: int, key:
         scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
         scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
         shared = scale.to(exact).unsqueeze(1)
-        memory = memory if len(memory) >= stop - start else memory.new_empty(stop - start)
-        rounded = memory[: stop - start].view_as(x)
+        rounded = scratch(stop - start, exact, message.device).view_as(x)
         torch.addcmul(noise(start, stop).to(exact).view_as(x), x, shared.reciprocal(), out=rounded)
         rounded.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2)
         quantized[start:stop].copy_(rounded.view(-1))
+        yield rows, rounded, shared
+
+
+def _encode(quantized: Tensor, scales: Tensor, message: Tensor, block: int, key: int, replace: bool) -> None:
+    for rows, rounded, shared in _encoded(quantized, scales, message, block, key):
         if replace:
             # While q is in the cache. A zero may have a sign that its hearers' has not.
             torch.mul(rounded, shared, out=rows)
@@ -84,8 +98,11 @@ def _decode(out: Tensor, quantized: Tensor, scales: Tensor, block: int) -> None:
     for start, stop, columns in pieces(out, block):
         scale = scales[start // block :][: (stop - start) // columns].unsqueeze(1)
         rows, exact = out[start:stop].view(-1, columns), torch.promote_types(out.dtype, torch.float32)
-        # Half precision is computed in float32 and rounded once.
-        torch.mul(quantized[start:stop].view(-1, columns), scale.to(exact), out=rows)
+        codes = quantized[start:stop].view(-1, columns)
+        if out.dtype == exact:  # a product of two types would take memory for the codes as numbers
+            rows.copy_(codes).mul_(scale.to(exact))
+        else:  # half precision is computed in float32 and rounded once
+            torch.mul(codes, scale.to(exact), out=rows)
 
 
 int8_encode_ = operator(
@@ -165,6 +182,26 @@ def check_block(block: int, remedy: str) -> None:
 def piece_length(block: int) -> int:
     """Elements of as many whole blocks as are good to work on at once on a host."""
     return LARGEST_BLOCK - LARGEST_BLOCK % block
+
+
+class _Scratch(threading.local):
+    """Of each thread its own."""
+
+    def __init__(self) -> None:
+        self.held: dict[torch.dtype, Tensor] = {}
+
+
+_here = _Scratch()
+
+
+def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory until this thread asks again: on a host fresh pages cost more than the work."""
+    if device.type != "cpu":
+        return torch.empty(elements, dtype=dtype, device=device)
+    held = _here.held.get(dtype)
+    if held is None or len(held) < elements:
+        held = _here.held[dtype] = torch.empty(elements, dtype=dtype, device=device)
+    return held[:elements]
 
 
 def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:

@@ -363,12 +363,15 @@ def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch
     sent, layout = message(n, dtype=dtype), MessageLayout(n)
     estimate = message(n, dtype=dtype).flip(0) if codec.remembers else None
     one, two = payload(codec, layout, dtype), payload(codec, layout, dtype)
-    replaced, decoded = sent.clone(), torch.empty_like(sent)
+    replaced, left, decoded = sent.clone(), sent.clone(), torch.empty_like(sent)
     codec.encode(sent, one, Frame(layout, 3, estimate))
     codec.decode(one, decoded, Frame(layout, 0, estimate))
     codec.replace(replaced, two, Frame(layout, 3, estimate))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert torch.equal(replaced, decoded)
+    codec.residual(left, two, Frame(layout, 3, estimate))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert torch.equal(left, sent - decoded)
 
 
 @pytest.mark.parametrize(

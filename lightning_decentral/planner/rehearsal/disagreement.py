@@ -1,0 +1,137 @@
+"""What disagreement costs: how much more workers of gossip lose than their mean does, foretold by a short probe.
+
+    d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a word
+    D_k     = mean_i |d_i(k)|^2           their spread
+    E_k     = mean_i loss(x_i) - loss(mean_i x_i) = 1/2 c D_k       c: the curvature along what workers learn apart
+    D_k / D_1 = k + 2 sum_(t < k) (k - t) rho^t                     rho: how like its last one an update is
+    apart   = 1/2 c s f,    s = D_1 n / (n - 1)                     s: the variance of a worker's update
+
+f is the spread of workers under a method whose updates have the variance 1 and this rho, by the simulation of its own
+rule, topology and codec. With one symmetric W of eigenvalues l_1 = 1, l_2 ... l_n it is, at a delay of 1,
+
+    f = (1 / n) sum_(k > 1) (1 + l_k rho) / ((1 - l_k^2) (1 - l_k rho)).
+
+It is 1/2 tr(H C) for the Hessian H and the workers' covariance C, as long as C has the shape of the updates' own
+covariance: the curvature doesn't pull workers together between two rounds. Differences of losses stand for products
+with H, so that any module will do. Updates grow with the learning rate, and the spread with its square.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.gossip.wire.simulation import simulate
+from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+
+ALONE = 8
+"""Updates of a probe without a word."""
+STEPS, ELEMENTS = 192, 1024
+"""Of a simulation; its second half counts."""
+LARGEST = 0.99
+"""Of a correlation."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What workers learn apart, as a probe found it.
+
+    Args:
+        variance: of a worker's update, summed over the parameters.
+        correlation: of an update with the one before.
+        curvature: along what workers learn apart.
+        magnitude: of a parameter in units of its update's deviation, for codecs of parameters.
+        rate: what learning rates were multiplied by.
+    """
+
+    variance: float
+    correlation: float
+    curvature: float
+    magnitude: float
+    rate: float
+
+    def apart(self, strategy: GossipStrategy, workers: int, per_node: int, rate: float) -> float:
+        """Loss of so many workers' own models over that of their mean, at other learning rates."""
+        return 0.5 * self.curvature * self.variance * self.spread(strategy, workers, per_node) * (rate / self.rate) ** 2
+
+    def spread(self, strategy: GossipStrategy, workers: int, per_node: int) -> float:
+        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip."""
+        chance, topology = torch.Generator().manual_seed(0), strategy.topology.placed(per_node)
+        shape, rho = (workers, ELEMENTS * len(topology.fragments)), self.correlation
+        noise = torch.randn(shape, generator=chance)
+
+        def update(x: Tensor, step: int) -> Tensor:
+            fresh = torch.randn(shape, generator=chance)
+            return noise.mul_(rho).add_(fresh, alpha=sqrt(1 - rho**2))
+
+        start = (self.magnitude * torch.randn((1, shape[1]), generator=chance)).expand(shape)
+        plan = strategy.topology.placed(per_node), strategy.combine, update, start, STEPS, 1.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a codec that loses too much warns in the rehearsal itself
+            rows = simulate(*plan, delay=strategy.delay, weights=strategy.weights, codec=strategy.codec)
+        late = rows[STEPS // 2 :]
+        return float((late - late.mean(1, keepdim=True)).square().mean())
+
+
+def probed(crew: Crew, evaluation: Evaluation, rate: float) -> Drift | None:
+    """Of workers that drift, after their last round: they begin at their mean, and go on without a word.
+
+    None: they stay equal, or the curvature is nothing that their losses would show.
+    """
+    modules = [worker.module for worker in crew.workers]
+    agree(modules)
+    size = _squares(list(modules[0].parameters()))
+    crew.drift(1)
+    first = spread_of(modules)
+    crew.drift(ALONE - 1)
+    last = spread_of(modules)
+    alone = [evaluation.loss([module]) for module in modules]
+    excess = sum(alone) / len(alone) - evaluation.loss(modules)
+    if not (first > 0 and excess > 0):
+        return None
+    variance = first * len(modules) / (len(modules) - 1)
+    return Drift(variance, correlation(last / first, ALONE), 2 * excess / last, sqrt(size / variance), rate)
+
+
+@torch.no_grad()
+def agree(modules: Sequence[LightningModule]) -> None:
+    """x_i <- mean_j x_j."""
+    for members in zip(*(module.state_dict().values() for module in modules), strict=True):
+        if isinstance(members[0], Tensor) and members[0].is_floating_point():
+            mean = torch.stack(members).mean(0)
+            for tensor in members:
+                tensor.copy_(mean)
+
+
+@torch.no_grad()
+def spread_of(modules: Sequence[LightningModule]) -> float:
+    """mean_i |x_i - mean_j x_j|^2 of their parameters."""
+    total = 0.0
+    for members in zip(*(module.parameters() for module in modules), strict=True):
+        rows = torch.stack(members)
+        total += _squares([rows - rows.mean(0)])
+    return total / len(modules)
+
+
+def correlation(growth: float, steps: int) -> float:
+    """rho of updates whose sum over so many has `growth` times the square of one; within -0.99 .. 0.99."""
+    low, high = -LARGEST, LARGEST
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if grown(middle, steps) < growth else (low, middle)
+    return (low + high) / 2
+
+
+def grown(rho: float, steps: int) -> float:
+    """D_k / D_1."""
+    return steps + 2 * sum((steps - t) * rho**t for t in range(1, steps))
+
+
+def _squares(tensors: Sequence[Tensor]) -> float:
+    return sum(float(tensor.detach().square().sum(dtype=torch.float64)) for tensor in tensors)

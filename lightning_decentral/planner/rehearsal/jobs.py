@@ -1,0 +1,184 @@
+"""A method on so many workers: how long a step of it takes here, and what it comes to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch.utils.data import DataLoader
+
+from lightning_decentral.gossip.strategy import GossipStrategy
+from lightning_decentral.planner.candidates import Candidate
+from lightning_decentral.planner.forecasts import method_of, strategy_of
+from lightning_decentral.planner.rehearsal.answer import Reached
+from lightning_decentral.planner.rehearsal.batches import shared_out
+from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.disagreement import Drift
+from lightning_decentral.planner.rehearsal.search import Course, search, updates
+from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.variations import RUNS
+from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
+from lightning_decentral.shared.plan.network import Network
+from lightning_decentral.shared.plan.profile import Profile
+
+CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
+"""Bytes per second, of the map: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
+WARM, PROBE = 2, 3
+"""Steps before a probe, and those that it times."""
+NEGLIGIBLE = 1e-3
+"""Of the loss: a disagreement that costs no more isn't seen among the seeds of one method."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers."""
+
+    module: LightningModule
+    loader: DataLoader[Any]
+    course: Course
+    rates: tuple[float, ...]
+    seeds: int
+    run_steps: int
+    profile: Profile | None
+    network: Network | None
+    per_node: int
+    clip: float | None
+    device: torch.device
+    stacked: frozenset[int] = frozenset()
+
+    @property
+    def updates(self) -> int:
+        """Of each worker, for a method, at most."""
+        return updates(len(self.rates), self.course.steps) + (self.seeds - 1) * self.course.steps
+
+
+@dataclass(frozen=True)
+class Job:
+    """A method on so many workers."""
+
+    workers: int
+    method: Candidate
+
+    @property
+    def name(self) -> str:
+        return f"{self.method.title} on {self.workers} workers"
+
+    @property
+    def strategy(self) -> Strategy:
+        return strategy_of(self.method.words)
+
+    def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
+        batches, epoch = shared_out(ask.loader, self.workers, seed)
+        loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed, ask.device)
+        stacked = self.workers in ask.stacked
+        given = ask.module, batches, self.strategy, self.workers, ask.run_steps
+        return Crew(*given, per_node=ask.per_node, loop=loop, stacked=stacked)
+
+
+@dataclass(frozen=True)
+class Foreknowledge:
+    """What the first method of gossip on so many workers tells of the others: what its workers learn apart, and, of
+    those that differ from it in how workers disagree alone, the best learning rate."""
+
+    workers: int
+    of: GossipStrategy
+    loss: float
+    drift: Drift
+
+    def apart(self, ask: Ask, job: Job, rate: float) -> float | None:
+        """What the disagreement of workers costs, foretold; of gossip."""
+        strategy = job.strategy
+        if not isinstance(strategy, GossipStrategy):
+            return None
+        return self.drift.apart(strategy, job.workers, ask.per_node, rate)
+
+    def rates(self, ask: Ask, job: Job) -> tuple[float, ...]:
+        """To try: one, where rule and updates are the same, on as many workers, and their disagreement costs
+        nothing."""
+        if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
+            return ask.rates
+        cost = self.apart(ask, job, max(ask.rates))
+        return ask.rates if cost is None or cost > NEGLIGIBLE * self.loss else (self.drift.rate,)
+
+
+def _updates(strategy: Strategy) -> object:
+    """What a worker's updates are made by, but for whom it hears, and how exactly."""
+    same = isinstance(strategy, GossipStrategy)
+    return (strategy.combine, strategy.states, strategy.exact_steps) if same else None
+
+
+def timed(ask: Ask, job: Job) -> float:
+    """Seconds of a step, with its part of a validation; it also meets what would refuse the method."""
+    _step_seconds(ask, job)
+    with job.crew(ask, 0, 1.0) as crew:
+        for steps in (WARM, PROBE):
+            ask.course.tick()
+            begun = monotonic()
+            crew.train(steps)
+        trained = monotonic()
+        ask.course.evaluation.loss([worker.module for worker in crew.workers])
+        return (trained - begun) / PROBE + (monotonic() - trained) / ask.course.every
+
+
+def rehearsed(ask: Ask, job: Job, known: Foreknowledge | None) -> tuple[Reached, Foreknowledge | None]:
+    """(What it came to, what is known of gossip from now on)."""
+    probes = known is None or known.workers != job.workers
+    first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
+    others = (search(partial(job.crew, ask, seed), [first.rate], ask.course) for seed in range(1, ask.seeds))
+    found, strategy, learnt = [first, *others], job.strategy, known
+    if first.drift is not None and isinstance(strategy, GossipStrategy):
+        learnt = Foreknowledge(job.workers, strategy, first.loss, first.drift)
+    foretelling = known or learnt  # by itself where nobody was before
+    foreseen = [one.foreseen(ask.course.target) for one in found]
+    reached = Reached(
+        title=job.method.title,
+        words=job.method.words,
+        workers=job.workers,
+        rate=first.rate,
+        seeds=tuple(one.steps or there for one, there in zip(found, foreseen, strict=True)),
+        loss=_mean([one.loss for one in found]),
+        step_seconds=_step_seconds(ask, job),
+        step_bytes=first.sent_bytes,
+        curve=first.points,
+        extrapolated=any(foreseen),
+        step_seconds_at=_step_seconds_at(ask, job),
+        noise=first.noise,
+        apart=_mean([one.apart for one in found]),
+        apart_foretold=None if foretelling is None else foretelling.apart(ask, job, first.rate),
+        rates=len(ask.rates),
+    )
+    return reached, learnt
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _step_seconds(ask: Ask, job: Job) -> float | None:
+    if ask.profile is None:
+        return None
+    cost, where = _costs(ask, job)
+    return forecast(cost, where, drawn(ask.profile.variation, job.workers)).seconds
+
+
+def _step_seconds_at(ask: Ask, job: Job) -> dict[float, float]:
+    """By bytes per second of a network card, at the latency that is there; nothing where nobody knows one."""
+    if ask.profile is None:
+        return {}
+    cost, where = _costs(ask, job)
+    if not where.network.knows("between"):
+        return {}
+    latency = where.network.price("exchange", "between", 2).latency_seconds
+    links = {rate: where.network.linked("between", latency, rate) for rate in CARDS}
+    factors = drawn(ask.profile.variation, job.workers, RUNS)
+    return {r: float(cost.seconds(replace(where, network=link), factors).mean()) for r, link in links.items()}
+
+
+def _costs(ask: Ask, job: Job) -> tuple[Method, Setting]:
+    assert ask.profile is not None
+    where = Setting(ask.profile.model, ask.network or Network(ask.profile.network), Cluster(job.workers, ask.per_node))
+    return method_of(job.strategy, where.cluster, 1), where
