@@ -1,7 +1,7 @@
 """What a rehearsal foretells from little, against what came: steps beyond those rehearsed, and steps of more workers.
 
     nice python benchmarks/foretold.py          # about five minutes on two cores; a busy machine will do
-    nice python benchmarks/foretold.py --apart  # what disagreement costs; about ten minutes
+    nice python benchmarks/foretold.py --apart  # what disagreement costs; about five minutes
     python benchmarks/foretold.py --whole       # a rehearsal as users ask for it: at most ten minutes
 
 Beyond: every committed curve of `loss_per_second.py` is cut off after 0.3, 0.4, ... of its steps, and the steps to the
@@ -68,7 +68,8 @@ APART = {
     "gossip, every eighth step": "strategy=gossip strategy/topology=every",
     "streamed outer rounds": METHODS[-1].words,
 }
-FEW, MANY = 4, 8
+FEW, MANY, APART_STEPS = 4, 8, 120
+SLOWER = (1.0, 0.5)
 SAID = ("the noise", "the disagreement", "so the learning", "on 4 workers", "~", "train with", "stay", "recipe=")
 
 
@@ -96,31 +97,38 @@ def far() -> dict[str, Any]:
 
 
 def trained(
-    recipe: str, workers: int, words: str = "strategy=ddp", rates: Sequence[float] = (1.0,), probes: bool = False
+    recipe: str,
+    workers: int,
+    words: str = "strategy=ddp",
+    rates: Sequence[float] = (1.0,),
+    probes: bool = False,
+    steps: int = STEPS,
 ) -> Found:
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
     batches, epoch = shared_out(loader_of(module, data), workers)
-    course = Course(STEPS, 0.0, Evaluation(module, held_out(module, data, None)), lambda: None, probes)
+    course = Course(steps, 0.0, Evaluation(module, held_out(module, data, None)), lambda: None, probes)
     clip = cfg.trainer.gradient_clip_val
 
     def make(rate: float) -> Crew:
-        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=Loop(clip, rate, epoch, STEPS))
+        return Crew(module, batches, strategy_of(words), workers, steps, loop=Loop(clip, rate, epoch, steps))
 
     return search(make, rates, course)
 
 
 def apart(recipe: str) -> dict[str, Any]:
-    """What disagreement costs each method, foretold and come; the best rates."""
+    """What disagreement costs each method while it learns fast, foretold and come; the best rates."""
     rows: list[dict[str, Any]] = []
     drift: Drift | None = None
     for workers, title in track([(n, title) for n in (FEW, MANY) for title in APART], f"{recipe}, apart"):
         words = APART[title]
-        found = trained(recipe, workers, words, RATES if workers == FEW else (1.0,), probes=drift is None)
-        drift = drift or found.drift
+        found = trained(recipe, workers, words, RATES if workers == FEW else SLOWER, drift is None, APART_STEPS)
+        assert found.early is not None
+        drift = drift or found.early.drift
         assert drift is not None
-        foretold = drift.apart(strategy_of(words), workers, 1, found.rate)
-        numbers = {"rate": found.rate, "loss": found.loss, "foretold": foretold, "came": found.apart}
+        told = drift.apart(strategy_of(words), workers, 1, found.early.learning_rate)
+        numbers = {"rate": found.rate, "loss": found.loss, "foretold": told, "came": found.early.apart}
+        numbers |= {"in_the_end": found.apart, "learning_rate": found.early.learning_rate}
         rows.append({"method": title, "workers": workers, **numbers})
     return {"drift": asdict(drift) if drift else None, "rows": rows}
 

@@ -40,10 +40,6 @@ def memory_of(members: Sequence[nn.Parameter]) -> Tensor | None:
     return first.detach().as_strided((place - start,), (1,), start)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
-
-
 class Joined:
     """The small parameters of one group that have a gradient, as one.
 
@@ -58,6 +54,7 @@ class Joined:
         self.flat = nn.Parameter(members[0].new_zeros(sum(p.numel() for p in members)) if memory is None else memory)
         self.flat.grad = torch.zeros_like(self.flat)
         self._rows, self._gradients = parts(self.flat.detach(), members), parts(self.flat.grad, members)
+        self._lie = [row.data_ptr() for row in self._rows]
         self.state: dict[str, Any] = {}
         self._states: list[dict[str, Any]] = []
         self._places: list[tuple[Tensor, int]] = []
@@ -68,7 +65,7 @@ class Joined:
             all(p.grad is not None for p in self.members)
             and all(p.grad is None or p.numel() > MOST_ELEMENTS for p in self._others)
             and all(states.get(p) is own for p, own in zip(self.members, self._states, strict=True))
-            and (self._copied or list(map(_address, self.members)) == list(map(_address, self._rows)))
+            and (self._copied or [p.data_ptr() for p in self.members] == self._lie)
             and all(tensor.data_ptr() == place for tensor, place in self._places)
         )
 

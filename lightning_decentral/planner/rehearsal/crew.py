@@ -96,6 +96,11 @@ class Crew:
                 worker.schedule()
             self.losses.append(losses)
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the first group, now."""
+        return float(self.workers[0].optimizer.param_groups[0].get("lr", 1.0))
+
     def drift(self, steps: int) -> None:
         """So many further updates of workers that drift, each by its own gradients, and no word between them."""
         assert not self.alike

@@ -47,18 +47,21 @@ class Drift:
         correlation: of an update with the one before.
         curvature: along what workers learn apart.
         magnitude: of a parameter in units of its update's deviation, for codecs of parameters.
-        rate: what learning rates were multiplied by.
+        learning_rate: of these updates.
+        rate: what all learning rates were multiplied by.
     """
 
     variance: float
     correlation: float
     curvature: float
     magnitude: float
+    learning_rate: float
     rate: float
 
-    def apart(self, strategy: GossipStrategy, workers: int, per_node: int, rate: float) -> float:
-        """Loss of so many workers' own models over that of their mean, at other learning rates."""
-        return 0.5 * self.curvature * self.variance * self.spread(strategy, workers, per_node) * (rate / self.rate) ** 2
+    def apart(self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float) -> float:
+        """Loss of so many workers' own models over that of their mean, at another learning rate."""
+        squares = self.variance * self.spread(strategy, workers, per_node) * (learning_rate / self.learning_rate) ** 2
+        return 0.5 * self.curvature * squares
 
     def spread(self, strategy: GossipStrategy, workers: int, per_node: int) -> float:
         """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip."""
@@ -82,9 +85,12 @@ class Drift:
 def probed(crew: Crew, evaluation: Evaluation, rate: float) -> Drift | None:
     """Of workers that drift, after their last round: they begin at their mean, and go on without a word.
 
+    Args:
+        rate: what their learning rates were multiplied by.
+
     None: they stay equal, or the curvature is nothing that their losses would show.
     """
-    modules = [worker.module for worker in crew.workers]
+    modules, learning_rate = [worker.module for worker in crew.workers], crew.learning_rate
     agree(modules)
     size = _squares(list(modules[0].parameters()))
     crew.drift(1)
@@ -96,7 +102,8 @@ def probed(crew: Crew, evaluation: Evaluation, rate: float) -> Drift | None:
     if not (first > 0 and excess > 0):
         return None
     variance = first * len(modules) / (len(modules) - 1)
-    return Drift(variance, correlation(last / first, ALONE), 2 * excess / last, sqrt(size / variance), rate)
+    alike = correlation(last / first, ALONE)
+    return Drift(variance, alike, 2 * excess / last, sqrt(size / variance), learning_rate, rate)
 
 
 @torch.no_grad()

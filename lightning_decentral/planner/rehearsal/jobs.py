@@ -86,23 +86,28 @@ class Foreknowledge:
 
     workers: int
     of: GossipStrategy
+    rate: float
     loss: float
     drift: Drift
 
-    def apart(self, ask: Ask, job: Job, rate: float) -> float | None:
+    def apart(self, ask: Ask, job: Job, learning_rate: float) -> float | None:
         """What the disagreement of workers costs, foretold; of gossip."""
         strategy = job.strategy
         if not isinstance(strategy, GossipStrategy):
             return None
-        return self.drift.apart(strategy, job.workers, ask.per_node, rate)
+        return self.drift.apart(strategy, job.workers, ask.per_node, learning_rate)
+
+    def at_most(self, ask: Ask, job: Job) -> float | None:
+        """While workers learn fast, at the largest of the learning rates."""
+        return self.apart(ask, job, self.drift.learning_rate * max(ask.rates) / self.drift.rate)
 
     def rates(self, ask: Ask, job: Job) -> tuple[float, ...]:
         """To try: one, where rule and updates are the same, on as many workers, and their disagreement costs
         nothing."""
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
             return ask.rates
-        cost = self.apart(ask, job, max(ask.rates))
-        return ask.rates if cost is None or cost > NEGLIGIBLE * self.loss else (self.drift.rate,)
+        cost = self.at_most(ask, job)
+        return ask.rates if cost is None or cost > NEGLIGIBLE * self.loss else (self.rate,)
 
 
 def _updates(strategy: Strategy) -> object:
@@ -130,8 +135,8 @@ def rehearsed(ask: Ask, job: Job, known: Foreknowledge | None) -> tuple[Reached,
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
     others = (search(partial(job.crew, ask, seed), [first.rate], ask.course) for seed in range(1, ask.seeds))
     found, strategy, learnt = [first, *others], job.strategy, known
-    if first.drift is not None and isinstance(strategy, GossipStrategy):
-        learnt = Foreknowledge(job.workers, strategy, first.loss, first.drift)
+    if first.early is not None and first.early.drift is not None and isinstance(strategy, GossipStrategy):
+        learnt = Foreknowledge(job.workers, strategy, first.rate, first.loss, first.early.drift)
     foretelling = known or learnt  # by itself where nobody was before
     foreseen = [one.foreseen(ask.course.target) for one in found]
     reached = Reached(
@@ -148,7 +153,7 @@ def rehearsed(ask: Ask, job: Job, known: Foreknowledge | None) -> tuple[Reached,
         step_seconds_at=_step_seconds_at(ask, job),
         noise=first.noise,
         apart=_mean([one.apart for one in found]),
-        apart_foretold=None if foretelling is None else foretelling.apart(ask, job, first.rate),
+        apart_foretold=None if foretelling is None else foretelling.apart(ask, job, first.learning_rate),
         rates=len(ask.rates),
     )
     return reached, learnt

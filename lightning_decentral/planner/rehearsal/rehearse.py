@@ -126,10 +126,10 @@ class Rehearsal:
 
     def _foretell(self, known: Foreknowledge, jobs: Iterable[Job]) -> None:
         """What workers of the methods to come lose by their disagreement."""
-        costs = {job.name: known.apart(self._ask, job, known.drift.rate) for job in jobs}
+        costs = {job.name: known.at_most(self._ask, job) for job in jobs}
         told = [f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None]
         if told:
-            self._say(f"  foretold: what workers' own models lose to their mean, {', '.join(told)}")
+            self._say(f"  foretold: what workers' own models lose to their mean at most, {', '.join(told)}")
 
     def _shortened(self, job: Job) -> Ask:
         """With the learning rates that are worth trying."""

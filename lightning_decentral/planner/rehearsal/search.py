@@ -9,7 +9,7 @@ beyond   where loss = a + b log(step), through the last third of the points, doe
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil, inf, isfinite, log2
 
@@ -37,7 +37,8 @@ class Found:
         sent_bytes: of all workers in a step, mean of the steps.
         noise: of the gradients, in batches of a worker; None where workers drift.
         apart: mean of the workers' own losses in the end, over that of their mean.
-        drift: what they learn apart, where the course asks for it.
+        learning_rate: in the end.
+        early: of a rate that was left behind first, where its crew's workers drift.
     """
 
     rate: float
@@ -46,7 +47,8 @@ class Found:
     sent_bytes: float
     noise: float | None
     apart: float
-    drift: Drift | None = None
+    learning_rate: float
+    early: "Early | None" = None
 
     def foreseen(self, target: float) -> int | None:
         """Steps to the target, if it is near, though not reached."""
@@ -59,12 +61,26 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Early:
+    """Workers that drift, while they learn fast: a schedule's last steps are short, and part nobody.
+
+    Args:
+        apart: as of `Found`.
+        drift: what they learn apart; None where the course doesn't ask, or losses don't show it.
+    """
+
+    learning_rate: float
+    apart: float
+    drift: Drift | None
+
+
+@dataclass(frozen=True)
 class Course:
     """What all rates and seeds are trained alike towards.
 
     Args:
         tick: called at each mark; what it raises ends the search.
-        probes: whether workers that drift are probed in the end.
+        probes: whether workers that drift are probed, where a rate is left behind.
     """
 
     steps: int
@@ -126,10 +142,16 @@ class Track:
             )
         sent = sum(member.sent_bytes for member in self.crew.members) / len(self.crew.losses)
         self.crew.release()
-        apart = self._apart()
-        asked = self.course.probes and not self.crew.alike
-        drift = probed(self.crew, self.course.evaluation, self.rate) if asked else None
-        return Found(self.rate, self.reached, tuple(self.points), sent, self.crew.noise.scale, apart, drift)
+        noise, apart = self.crew.noise.scale, self._apart()
+        return Found(self.rate, self.reached, tuple(self.points), sent, noise, apart, self.crew.learning_rate)
+
+    def early(self) -> Early | None:
+        """Of a crew that isn't needed any more; None: its workers are equal, or have no numbers."""
+        if self.crew.alike or self.diverged:
+            return None
+        learning_rate, apart = self.crew.learning_rate, self._apart()
+        drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
+        return Early(learning_rate, apart, drift)
 
     def _apart(self) -> float:
         """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
@@ -192,11 +214,14 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Course
     """
     with ExitStack() as crews:
         left = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
+        early: Early | None = None
         for rung in rungs(len(rates), course.steps):
             for track in left:
                 track.train_to(rung)
             left.sort(key=Track.order)
             if left[0].reached is not None:
                 break
-            left = left[: ceil(len(left) / 2)]
-        return left[0].found()
+            left, behind = left[: ceil(len(left) / 2)], left[ceil(len(left) / 2) :]
+            for track in behind:
+                early = early or track.early()
+        return replace(left[0].found(), early=early)

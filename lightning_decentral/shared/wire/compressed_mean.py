@@ -138,6 +138,7 @@ class CompressedMean:
         self.flight: type[InFlight] = InFlight
         self.pool = Pool()
         self.sent_bytes = 0
+        self._spans: dict[int, list[tuple[int, int]]] = {}
         self._residuals: dict[int, Residuals] = {}
         self._loaded: dict[int, Residuals] = {}
 
@@ -150,8 +151,10 @@ class CompressedMean:
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of each worker's part."""
-        each = -(-length // (self.over.size * GRAIN)) * GRAIN
-        return [(min(length, each * i), min(length, each * (i + 1))) for i in range(self.over.size)]
+        if length not in self._spans:
+            each = -(-length // (self.over.size * GRAIN)) * GRAIN
+            self._spans[length] = [(min(length, each * i), min(length, each * (i + 1))) for i in range(self.over.size)]
+        return self._spans[length]
 
     def payload(self, length: int, like: Tensor) -> list[Tensor]:
         """Buffers of a part's codes."""
@@ -160,9 +163,9 @@ class CompressedMean:
 
     def _residuals_at(self, place: int, flat: Tensor) -> Residuals:
         if place not in self._residuals:
-            start, stop = self.spans(len(flat))[self.over.rank]
+            start, stop = self.spans(flat.numel())[self.over.rank]
             saved = self._loaded.pop(place, None)
-            if saved is None or len(saved.own) != len(flat):
+            if saved is None or len(saved.own) != flat.numel():
                 saved = Residuals(torch.zeros_like(flat), flat.new_zeros(stop - start))
             self._residuals[place] = Residuals(saved.own.to(flat.device), saved.owned.to(flat.device), saved.rounds)
         return self._residuals[place]
@@ -203,15 +206,15 @@ class InFlight:
         self.round, self.residuals.rounds = self.residuals.rounds, self.residuals.rounds + 1
         x = own.add_(self.flat)
         mine, codes = self._mine(), {}
-        for owner, (start, stop) in enumerate(self.of.spans(len(x))):
+        for owner, (start, stop) in enumerate(self.of.spans(x.numel())):
             if owner == over.rank:
                 mine.copy_(x[start:stop])
                 x[start:stop].sub_(mine)  # it is not encoded: nothing of it is rounded away
             elif stop > start:
                 codes[owner] = self._encoded(self.of.codec.residual, x[start:stop], owner, TO_OWNER)
         drop_if_sick(own)
-        sources = [j for j in range(over.size) if j != over.rank] if len(mine) else []
-        self._exchange(over, codes, {j: self.of.payload(len(mine), mine) for j in sources})
+        sources = [j for j in range(over.size) if j != over.rank] if mine.numel() else []
+        self._exchange(over, codes, {j: self.of.payload(mine.numel(), mine) for j in sources})
 
     def reduce(self) -> None:
         """The mean of the own part, encoded and sent to all."""
@@ -226,13 +229,13 @@ class InFlight:
         self.used.append(decoded)
         mine.div_(back.size).add_(owned)
         owned.copy_(mine)
-        codes_of_all = self._encoded(self.of.codec.replace, mine, back.rank, FROM_OWNER) if len(mine) else []
+        codes_of_all = self._encoded(self.of.codec.replace, mine, back.rank, FROM_OWNER) if mine.numel() else []
         drop_if_sick(owned.sub_(mine))
         others = [j for j in range(back.size) if j != back.rank]
-        spans = self.of.spans(len(self.flat))
+        spans = self.of.spans(self.flat.numel())
         lengths = {j: spans[j][1] - spans[j][0] for j in others}
         incoming = {j: self.of.payload(length, mine) for j, length in lengths.items() if length}
-        self._exchange(back, dict.fromkeys(others, codes_of_all) if len(mine) else {}, incoming)
+        self._exchange(back, dict.fromkeys(others, codes_of_all) if mine.numel() else {}, incoming)
 
     def wait(self) -> None:
         """Decode what the owners of the other parts have sent."""
@@ -247,23 +250,23 @@ class InFlight:
 
     def take(self, owner: int, codes: list[Tensor]) -> None:
         """The mean of the owner's part, of its codes."""
-        self._decode(codes, self.flat[slice(*self.of.spans(len(self.flat))[owner])])
+        self._decode(codes, self.flat[slice(*self.of.spans(self.flat.numel())[owner])])
 
     def done(self) -> bool:
         return bool(self.reduced.done()) and all(pending.done() for pending, _ in self.heard.values())
 
     def _mine(self) -> Tensor:
-        return self.flat[slice(*self.of.spans(len(self.flat))[self.of.over.rank])]
+        return self.flat[slice(*self.of.spans(self.flat.numel())[self.of.over.rank])]
 
     def _encoded(self, encode: Encode, message: Tensor, owner: int, way: int) -> list[Tensor]:
         """Its codes; the message becomes what `encode` makes of it."""
-        payload = self.of.payload(len(message), message)
+        payload = self.of.payload(message.numel(), message)
         noise = key(self.of.over.rank, self.round, self.place, owner, way)
-        encode(message, payload, Frame(MessageLayout(len(message)), noise))
+        encode(message, payload, Frame(MessageLayout(message.numel()), noise))
         return payload
 
     def _decode(self, codes: list[Tensor], out: Tensor) -> None:
-        self.of.codec.decode(codes, out, Frame(MessageLayout(len(out))))
+        self.of.codec.decode(codes, out, Frame(MessageLayout(out.numel())))
 
     def _exchange(self, over: Transport, out: Mapping[int, list[Tensor]], into: Mapping[int, list[Tensor]]) -> None:
         sends = [Message(j, tensor, self._tag(i)) for j, row in out.items() for i, tensor in enumerate(row)]

@@ -10,6 +10,7 @@ contributors, while it runs).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,7 +35,8 @@ def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor)
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of what `pack` packed."""
     rows = flat.split([other.numel() for other in like])
-    return [row.view(other.shape) for row, other in zip(rows, like, strict=True)]
+    # Of one dimension a row is what it has to be.
+    return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -70,8 +72,10 @@ class GradientBucket:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.elements = sum(p.numel() for p in parameters)
-        self.waiting = set(parameters)
+        self.members = frozenset(parameters)
+        self.waiting = set(self.members)
         self.pending: Pending | None = None
+        self._views: list[Tensor] = []
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -81,7 +85,8 @@ class GradientBucket:
     def pack_as_views(self, flat: Tensor) -> None:
         """flat <- the gradients, which are views of it from then on: what becomes of it needn't be copied back."""
         pack(self.gradients, self.parameters, flat)
-        for parameter, view in zip(self.parameters, parts(flat, self.parameters), strict=True):
+        self._views = parts(flat, self.parameters)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             # A gradient has the strides of its parameter, which fused optimizers ask for.
             if parameter.grad is not None and parameter.is_contiguous():
                 parameter.grad = view
@@ -89,10 +94,11 @@ class GradientBucket:
     @torch.no_grad()
     def store(self, means: Tensor, used: Sequence[bool]) -> None:
         """.grad <- its mean, where some worker has a gradient."""
-        for parameter, mean, some in zip(self.parameters, parts(means, self.parameters), used, strict=True):
+        rows, self._views = self._views or parts(means, self.parameters), []
+        for parameter, mean, some in zip(self.parameters, rows, used, strict=True):
+            if parameter.grad is mean:
+                continue  # it is a view
             if parameter.grad is not None and not parameter.grad.is_sparse:
-                if parameter.grad.data_ptr() == mean.data_ptr():
-                    continue  # it is a view
                 parameter.grad.copy_(mean)
             elif some:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
@@ -119,6 +125,8 @@ class Launcher(Generic[Kind]):
         self.paused = False
         self._launch, self._first = launch, first
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self.buckets: tuple[Kind, ...] = ()
+        self._of: dict[nn.Parameter, int] = {}
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -136,11 +144,11 @@ class Launcher(Generic[Kind]):
 
     def begin(self, buckets: Sequence[Kind]) -> None:
         """Before the backward whose gradients travel in these."""
-        self.buckets = tuple(buckets)
-        self._of = {p: index for index, bucket in enumerate(buckets) for p in bucket.parameters}
+        if self.buckets != (now := tuple(buckets)):
+            self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
         self._launched, self._begun = 0, False
         for bucket in buckets:
-            bucket.waiting, bucket.pending = set(bucket.parameters), None
+            bucket.waiting, bucket.pending = set(bucket.members), None
 
     def rest(self) -> None:
         """After the backward: start those that aren't complete."""
@@ -192,10 +200,15 @@ class GradientAverage:
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
         self._launcher = Launcher(self._launch, self._land_after_backward)
         self._flats: dict[GradientBucket, Tensor] = {}
+        self._needed: list[nn.Parameter] = []
         self._open = False
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """These are averaged from the next backward pass on; those that are already cost a look-up."""
+        needed = [p for p in parameters if p.requires_grad]
+        if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
+            return  # without a hash of each, which is Python's
+        self._needed = needed
         before = self._launcher.watched
         members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
         if self._launcher.watch(members):
@@ -205,6 +218,7 @@ class GradientAverage:
                 self._mean.forget()
 
     def close(self) -> None:
+        self._needed = []
         self._launcher.watch(())
         self._launcher.begin(())
 

@@ -19,7 +19,7 @@ from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, correlation, grown, probed
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 from lightning_decentral.planner.rehearsal.jobs import Foreknowledge, Job
-from lightning_decentral.planner.rehearsal.search import Course, Found, search
+from lightning_decentral.planner.rehearsal.search import Course, Early, search
 from lightning_decentral.planner.rehearsal.worker import Loop
 
 SIZE, WORKERS, NOISE = 3000, 4, 0.5
@@ -52,17 +52,31 @@ def evaluation() -> Evaluation:
     return Evaluation(Bowl(), [torch.zeros(SIZE)])
 
 
-def trained(strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, steps: int = 60) -> Found:
+def trained(strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, steps: int = 100) -> Early:
+    """Of the one of two alike crews that is left behind."""
     course = Course(steps, -1.0, evaluation(), lambda: None, probes=True)
 
     def make(times: float) -> Crew:
         return Crew(Bowl(momentum), noise, strategy, WORKERS, steps, loop=Loop(rate=times))
 
-    return search(make, [rate], course)
+    found = search(make, [rate, rate], course)
+    assert found.early is not None
+    assert found.learning_rate == found.early.learning_rate == RATE * rate
+    return found.early
 
 
 def drift(**changed: float) -> Drift:
-    return Drift(**{"variance": 1.0, "correlation": 0.0, "curvature": 2.0, "magnitude": 1.0, "rate": 1.0, **changed})
+    return Drift(
+        **{
+            "variance": 1.0,
+            "correlation": 0.0,
+            "curvature": 2.0,
+            "magnitude": 1.0,
+            "learning_rate": 1.0,
+            "rate": 1.0,
+            **changed,
+        }
+    )
 
 
 @pytest.mark.parametrize("rho", [-0.5, 0.0, 0.6, 0.95])
@@ -113,12 +127,12 @@ def test_what_comes_is_foretold(momentum: float) -> None:
     first, other = GossipStrategy(topology=Ring()), GossipStrategy(topology=Ring(), delay=0)
     known = trained(first, momentum).drift
     assert known is not None
-    assert known.apart(first, WORKERS, 1, 1.0) == pytest.approx(trained(first, momentum).apart, rel=0.15)
-    assert known.apart(other, WORKERS, 1, 0.5) == pytest.approx(trained(other, momentum, 0.5).apart, rel=0.15)
+    assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(trained(first, momentum).apart, rel=0.15)
+    assert known.apart(other, WORKERS, 1, 0.5 * RATE) == pytest.approx(trained(other, momentum, 0.5).apart, rel=0.15)
     if not momentum:
         values = np.sort(np.linalg.eigvalsh(mixing_matrix(Ring(), WORKERS, 0)))[:-1]
         exact = 0.5 * float(CURVATURES.sum()) * RATE**2 * NOISE**2 * (1 / (1 - values**2)).sum() / WORKERS
-        assert known.apart(first, WORKERS, 1, 1.0) == pytest.approx(exact, rel=0.1)
+        assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(exact, rel=0.1)
 
 
 def test_nothing_is_foretold_where_losses_show_nothing() -> None:
@@ -149,12 +163,12 @@ def job(words: str, workers: int = 4) -> Job:
 def test_rates_are_tried_where_something_depends_on_it(
     words: str, workers: int, curvature: float, rates: tuple[float, ...]
 ) -> None:
-    known = Foreknowledge(4, GossipStrategy(), 1.0, drift(curvature=curvature, rate=2.0))
+    known = Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift(curvature=curvature))
     ask: Any = Asked()
     assert known.rates(ask, job(words, workers)) == rates
-    assert Foreknowledge(4, GossipStrategy(), 1.0, drift()).rates(ask, Job(4, Candidate("strategy=ddp", "ddp"))) == (
-        Asked.rates
-    )
+    assert Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift()).rates(
+        ask, Job(4, Candidate("strategy=ddp", "ddp"))
+    ) == (Asked.rates)
 
 
 def test_a_rehearsal_says_what_it_foretold_and_tries_fewer_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,10 @@ class Packed(Codec):
     def _encoded(self, message: Tensor, payload: Payload, frame: Frame) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(rows of the message, codes, scale) of pieces that have been encoded."""
         exact = torch.promote_types(message.dtype, torch.float32)
-        noise = dither(len(message), frame.key, piece_length(self.block), message.device)
+        noise = dither(message.numel(), frame.key, piece_length(self.block), message.device)
         for start, stop, columns in pieces(message, self.block):
             rows = message[start:stop].view(-1, columns)
-            x, (packed, scale) = rows.to(exact), self._places(payload, start, len(rows), columns)
+            x, (packed, scale) = rows.to(exact), self._places(payload, start, rows.shape[0], columns)
             # NaN and infinity go into the scale, so hearers see them; a block of zeros, too, has one.
             scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(self.largest).clamp_(min=1.2e-38)
             shared = scale.to(exact).unsqueeze(1)
@@ -90,7 +90,7 @@ class Packed(Codec):
         exact = torch.promote_types(out.dtype, torch.float32)
         for start, stop, columns in pieces(out, self.block):
             rows = out[start:stop].view(-1, columns)
-            packed, scale = self._places(payload, start, len(rows), columns)
+            packed, scale = self._places(payload, start, rows.shape[0], columns)
             values = rows if out.dtype == exact else torch.empty_like(rows, dtype=exact)
             for part in range(8 // self.bits):
                 numbers = values[:, part * packed.shape[1] : (part + 1) * packed.shape[1]]

@@ -71,11 +71,11 @@ def _encoded(
     """(rows of the message, their codes as numbers, scale) of pieces that have been encoded."""
     exact = torch.promote_types(message.dtype, torch.float32)
     # A function of rank, round, bucket and place: there is no generator to save.
-    noise = dither(len(message), key, piece_length(block), message.device)
+    noise = dither(message.numel(), key, piece_length(block), message.device)
     for start, stop, columns in pieces(message, block):
         rows = message[start:stop].view(-1, columns)
         x = rows.to(exact)
-        scale = scales[start // block :][: len(x)]
+        scale = scales[start // block :][: x.shape[0]]
         # NaN and infinity go into the scale, so hearers see them.
         scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
         scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
@@ -199,16 +199,17 @@ def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(elements, dtype=dtype, device=device)
     held = _here.held.get(dtype)
-    if held is None or len(held) < elements:
+    if held is None or held.numel() < elements:
         held = _here.held[dtype] = torch.empty(elements, dtype=dtype, device=device)
     return held[:elements]
 
 
 def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
     """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
-    whole = len(message) - len(message) % block
+    length = message.numel()
+    whole = length - length % block
     most = piece_length(block) * (1 if message.device.type == "cpu" else PIECES_ON_DEVICE)
     for start in range(0, whole, most):
         yield start, min(start + most, whole), block
-    if whole < len(message):
-        yield whole, len(message), len(message) - whole
+    if whole < length:
+        yield whole, length, length - whole
