@@ -145,6 +145,14 @@ class IslandModel(WholeModel):
             held = module.state_dict()
             self._device.member.load(module, {name: own_part(whole, held[name]) for name, whole in mean.items()})
 
+    def optimizers(
+        self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], own: bool
+    ) -> Mapping[str, Any]:
+        if self._device.member.shards == 1:
+            return checkpoint
+        pairs = zip(optimizers, checkpoint["optimizer_states"], strict=True)
+        return {**checkpoint, "optimizer_states": [sharded_state(optimizer, state, own) for optimizer, state in pairs]}
+
     def resume(self) -> None:
         if self._shards is not None:
             assert self._device.lightning_module is not None
@@ -170,12 +178,6 @@ def _muons(optimizers: Sequence[Optimizer]) -> "list[Muon]":
     from lightning_decentral.optim.muon import Muon  # no other run reads it
 
     return [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
-
-
-def sharded_states(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], own: bool) -> dict[str, Any]:
-    """The checkpoint with states of optimizers as this device's shards have them; see `sharded_state`."""
-    pairs = zip(optimizers, checkpoint["optimizer_states"], strict=True)
-    return {**checkpoint, "optimizer_states": [sharded_state(optimizer, state, own) for optimizer, state in pairs]}
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.elastic import elastic_if_asked
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined, sharded_states
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -149,11 +149,6 @@ class GossipStrategy(ReplicaStrategy):
     def arrange(self) -> None:
         if self.wire is not None:
             self.member = joined(self.island, self, self.wire)
-
-    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        own = self.checkpoints.resuming
-        states = sharded_states(self.optimizers, checkpoint, own) if self.member.shards > 1 else checkpoint
-        super().restore_optimizers(states)
 
     def prepare(self, wire: Wire | None) -> None:
         self.island.refuse(self.optimizers)

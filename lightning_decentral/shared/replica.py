@@ -159,14 +159,11 @@ class ReplicaStrategy(WorkersStrategy):
         """Begin anew from the parameters as they are now. Collective."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.checkpoints.fits(self.optimizers):
-            self.restore_optimizers(checkpoint)
+        saved = self.checkpoints
+        if saved.fits(self.optimizers):
+            super().load_optimizer_state_dict(saved.held.optimizers(self.optimizers, checkpoint, saved.resuming))
         else:
             self.restart()
-
-    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """The states of optimizers that fit."""
-        super().load_optimizer_state_dict(checkpoint)
 
     # ---- the mean model -----------------------------------------------------------------------------------------
 

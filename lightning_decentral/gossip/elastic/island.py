@@ -5,6 +5,7 @@ set-up, before a round, and in what all members compute together. So they are in
 for another member by itself. Where one of them ends, all do, and the member joins anew as a whole.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -33,14 +34,15 @@ def member_of(elastic: Elastic, seconds: float, wire: Wire | None, batches: int)
     return (Leading if wire.roll.rank == 0 else Following)(elastic, seconds, wire.roll, batches)
 
 
-class DeviceMember(ElasticMember):
+class DeviceMember(ElasticMember, ABC):
     """Of one of several devices, which all call the same in the same order."""
 
     _over: Transport
     _batches: int
 
+    @abstractmethod
     def _together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        raise NotImplementedError
+        """`made` of what each member's first device gives."""
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         return self._together(gather_objects(self._over, value), of_each(made))

@@ -5,6 +5,7 @@ members of the moment (`ElasticMember`); what Lightning does once for all worker
 what it does by worker 0 is done by the oldest.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -90,13 +91,13 @@ class ElasticRun(WatchedProcess):
     batches = 1
     """That the devices of this worker take in a step."""
 
+    @abstractmethod
     def holding(self, member: ElasticMember) -> Holding:
         """How this device holds the model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint for a newcomer, on the first device, of each one's own. Collective in this worker."""
-        raise NotImplementedError
 
     def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """What computes those of an update."""

@@ -22,7 +22,7 @@ from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.holding import Holding, holding
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.elastic.run import ElasticRun
-from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined, sharded_states
+from lightning_decentral.gossip.islands import IslandModel, WholeMatrices, joined
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -104,11 +104,6 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
     def arrange(self) -> None:
         if self.wire is not None:
             self.member = joined(self.island, self, self.wire)
-
-    def restore_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        own = self.checkpoints.resuming
-        states = sharded_states(self.optimizers, checkpoint, own) if self.member.shards > 1 else checkpoint
-        super().restore_optimizers(states)
 
     def prepare(self, wire: Wire | None) -> None:
         super().prepare(wire)

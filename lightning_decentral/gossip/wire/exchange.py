@@ -77,26 +77,27 @@ class Copied:
 Brought = tuple[list[Tensor], Copied | None]
 
 
+class Correction(Protocol):
+    """What may take the place of a landing, for one bucket."""
+
+    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
+        """x <- x + rate (mixed - sent), in one pass, which makes `copied` of it, too. Once."""
+
+    def keep(self) -> "Landed":
+        """Wait for what was sent to this worker; what `correct`s with the same bits later. Once."""
+
+
 class Started(ABC):
-    """Buckets of one round between start and landing.
+    """Buckets of one round between start and landing."""
 
-    Attributes:
-        corrects: whether `correct` and `keep` may be called in the place of `land`.
-    """
-
-    corrects: bool = False
+    @property
+    def correction(self) -> Correction | None:
+        """Of what can be corrected without a mixture."""
+        return None
 
     @abstractmethod
     def land(self) -> list[Tensor]:
         """Wait for what was sent to this worker, and return the mixture, bucket by bucket. Once."""
-
-    def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        """x <- x + rate (mixed - sent) of its one bucket, in one pass, which makes `copied` of it, too. Once."""
-        raise NotImplementedError
-
-    def keep(self) -> "Landed":
-        """Wait for what was sent to this worker; what `correct`s with the same bits later. Once."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until the message is ready to leave: from then on it is what the others decode of it."""
@@ -109,6 +110,10 @@ class Landed(Started):
 
     mixed: list[Tensor]
     corrects: bool = field(default=False, kw_only=True)
+
+    @property
+    def correction(self) -> Correction | None:
+        return self if self.corrects else None
 
     def land(self) -> list[Tensor]:
         return self.mixed
@@ -125,15 +130,17 @@ class Landed(Started):
 
 def brought(x: Tensor, rate: float | None, copied: Copied | None, started: Started) -> Brought:
     """(the mixture, None); (nothing, `copied`) where x was corrected at once, as a rule that is one pass lets it."""
-    if rate is None:
+    if rate is None or (correction := started.correction) is None:
         return started.land(), None
-    started.correct(x, rate, copied)
+    correction.correct(x, rate, copied)
     return [], copied
 
 
 def kept(rate: float | None, started: Started) -> Landed:
     """What stands in for what was started, once it has come."""
-    return Landed(started.land()) if rate is None or not started.corrects else started.keep()
+    if rate is None or (correction := started.correction) is None:
+        return Landed(started.land())
+    return correction.keep()
 
 
 S = TypeVar("S", bound=Started)

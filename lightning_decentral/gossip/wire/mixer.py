@@ -205,7 +205,7 @@ class Mixer:
                 continue  # a bucket that was taken in after the launch
             self.wanted = flight.step + 1
             turn, sent, x = self.turn(flight.round), flight.sent[place], self.buckets[place].flat
-            rate = self._rate(turn) if flight.started[place].corrects else None
+            rate = self._rate(turn) if flight.started[place].correction else None
             if leaving and flight is due[-1] and rate is not None and self._combine.sends_x:
                 copied = self.exchange.copied(x, leaving.round, place)
             nothing: Brought = [], None

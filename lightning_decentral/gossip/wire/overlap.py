@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Landed, Started, Traffic
+from lightning_decentral.gossip.wire.exchange import Copied, Correction, Exchange, Landed, Started, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
@@ -186,7 +186,7 @@ class StreamExchange(Exchange["OnStream"]):
             encoded = self._stream.record_event()
         for tensor in message:  # the caller's, which may drop it before it is encoded
             tensor.record_stream(self._stream)
-        return OnStream(self, started, encoded, started.corrects)
+        return OnStream(self, started, encoded)
 
     def depart(self, started: Sequence["OnStream"], step: int) -> None:
         with cuda.on(self._stream):
@@ -219,8 +219,11 @@ class OnStream(Started):
     exchange: StreamExchange
     inner: PeerMessages
     encoded: cuda.Event
-    corrects: bool
     arrived: cuda.Event | None = None
+
+    @property
+    def correction(self) -> Correction | None:
+        return None if self.inner.correction is None else self
 
     def settle(self) -> None:
         cuda.current_stream(self.inner.exchange.device).wait_event(self.encoded)

@@ -69,6 +69,10 @@ class PeerMessages(Started):
             Message(j, t, tag) for j, payload in self.buffers.items() for tag, t in enumerate([headers[j], *payload])
         ]
 
+    @property
+    def correction(self) -> "PeerMessages | None":
+        return self if self.corrects else None
+
     def land(self) -> list[Tensor]:
         return self.exchange.landed(self)
 

@@ -38,6 +38,16 @@ class WholeModel:
         """Load the mean into the model after set-up."""
         module.load_state_dict(mean)
 
+    def optimizers(
+        self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], own: bool
+    ) -> Mapping[str, Any]:
+        """The checkpoint with states of these optimizers as this device has them.
+
+        Args:
+            own: they are this device's already.
+        """
+        return checkpoint
+
     def resume(self) -> None:
         """After set-up: the rest of what was restored."""
 
