@@ -82,7 +82,7 @@ class GossipReplicas(Replicas):
     def _weights(self) -> Weights:
         return self.weights or self.combine.weights
 
-    def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
+    def join(self, group: Group, hosts: Group, device: torch.device, per_node: int) -> Bond:
         return _Mixing(self, group, device, per_node)
 
     def mixer(self, group: Group, device: torch.device, per_node: int) -> Mixer:

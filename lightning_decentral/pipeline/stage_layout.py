@@ -1,13 +1,13 @@
 """Pipeline layout: which worker is which stage of which pipeline, and the process groups between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lightning_decentral.pipeline.plan.schedule import Kind
 from lightning_decentral.pipeline.wire.channel import Edge, connect
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class StageGroups:
 
     Attributes:
         over: the stages of its pipeline, for whatever is small.
+        hosts: the same between their hosts.
         edges: one group of two stages for each neighbour and direction.
         replicas: the workers that are this stage; None where there is one pipeline.
     """
@@ -57,9 +58,12 @@ class StageGroups:
         self._wire, self._layout, self._device = wire, layout, device
         self.edges: dict[tuple[Kind, int], Edge] = {}
         firsts = range(0, layout.workers, layout.stages)
-        over = wire.group([range(first, first + layout.stages) for first in firsts])
+        pipelines = [range(first, first + layout.stages) for first in firsts]
+        over, hosts = wire.group(pipelines), wire.hosts(pipelines)
         assert over is not None
+        assert hosts is not None
         self.over: Transport = over
+        self.hosts: Transport = hosts
         for lower in range(layout.stages - 1):
             pairs = [range(first + lower, first + lower + 2) for first in firsts]
             self._join(Kind.FORWARD, lower, pairs)
@@ -77,7 +81,14 @@ class StageGroups:
 
     def replica_group(self) -> Transport:
         """A new group of the workers that are this stage. Collective."""
+        return self._of_this_stage(self._wire.group)
+
+    def replica_hosts(self) -> Transport:
+        """The same between their hosts."""
+        return self._of_this_stage(self._wire.hosts)
+
+    def _of_this_stage(self, make: Callable[[Disjoint | None], Transport | None]) -> Transport:
         workers = range(self._layout.workers)
-        own = self._wire.group([workers[stage :: self._layout.stages] for stage in range(self._layout.stages)])
+        own = make([workers[stage :: self._layout.stages] for stage in range(self._layout.stages)])
         assert own is not None
         return own

@@ -99,20 +99,18 @@ class StageTraining:
         before = [p.grad for p in trained]  # of batches whose gradients are accumulated
         with precision.train_step_context():
             self._run(step, trained, roll, args, kwargs)
-        outcome = step.conclude(finite([p.grad for p in trained if p.grad is not None], device), device)
-        if outcome.factor != scale:
-            own = [p.grad for p in trained if p.grad is not None]
-            torch._foreach_mul_(own, outcome.factor / scale)  # Lightning's own backward multiplies by `scale` again
-        for parameter in trained:
-            if parameter.grad is not None and not outcome.finite:
-                parameter.grad.fill_(float("inf"))  # every stage must skip the step or stop; a scaler, back off
+        own = [p.grad for p in trained if p.grad is not None]
+        outcome = step.conclude(finite(own, device))
+        # Lightning's own backward multiplies by `scale` again. Infinite on all where one isn't finite: every stage must
+        # skip the step or stop; a scaler, back off.
+        multiply(own, torch.where(outcome.finite, outcome.factor / scale, torch.inf))
         _set(trained, self._average([p.grad for p in trained], trained))
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
         self.pipe.tie(self.holdings.tied, self.holdings.outside)
         gradients = [p.grad for p in trained]
         _set(trained, before)
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
-        return deliver(torch.tensor(outcome.loss, dtype=exact, device=device), gradients, trained)
+        return deliver(outcome.loss.to(exact), gradients, trained)
 
     def _run(
         self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any
@@ -143,6 +141,17 @@ class StageTraining:
 def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
+    """Each by this scalar, in place. The host doesn't wait."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        exact, same = torch.promote_types(dtype, torch.float32), [t for t in tensors if t.dtype == dtype]
+        if exact == dtype:
+            torch._foreach_mul_(same, by.to(dtype))
+        else:  # where half precision would round the scalar, too
+            for tensor in same:
+                tensor.copy_(tensor.to(exact).mul_(by))
 
 
 def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

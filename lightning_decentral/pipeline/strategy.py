@@ -20,7 +20,7 @@ from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
-from lightning_decentral.pipeline.stage_training import Gradients, StageTraining, pipelined
+from lightning_decentral.pipeline.stage_training import StageTraining, pipelined
 from lightning_decentral.pipeline.training_step import evaluated, refuse_unserved
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
@@ -182,15 +182,16 @@ class TokenPipelineStrategy(WorkersStrategy):
         counts = self.partition.counts(*model.loads(), self.num_stages)
         stop = sum(counts[: self.stage + 1])
         place = StagePlace(stop - counts[self.stage], stop, self.stage == 0, self.stage == self.num_stages - 1)
-        groups = self._groups
-        over, edges = (None, {}) if groups is None or self.num_stages == 1 else (groups.over, groups.edges)
+        groups = None if self.num_stages == 1 else self._groups
+        over, hosts, edges = (None, None, {}) if groups is None else (groups.over, groups.hosts, groups.edges)
         with materialized(module, self._deferred) as kept:
             self.checkpoints.layout = holdings = Ownership(module, model, place, over)
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
-        pipe = StageRunner(model, place, over, edges, device=self.root_device, **options)
+        pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
+        average = lambda *of: self.bond.gradients(*of)  # noqa: E731 - of the replicas, to whom it is bound later
         self._stage = StageTraining(
-            module, pipe, holdings, self.plans, slicing=self.slicing, average=self._average, planned=self._say_plan
+            module, pipe, holdings, self.plans, slicing=self.slicing, average=average, planned=self._say_plan
         )
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
@@ -200,7 +201,8 @@ class TokenPipelineStrategy(WorkersStrategy):
         assert stage is not None
         self._norm = GlobalNorm(stage.pipe, stage.holdings, self.precision_plugin, self.optimizers, self.root_device)
         if self._groups is not None and layout.pipelines > 1:
-            self.bond = self.replicas.join(self._groups.replica_group, self.root_device, layout.pipelines_per_node)
+            make = self._groups.replica_group, self._groups.replica_hosts
+            self.bond = self.replicas.join(*make, self.root_device, layout.pipelines_per_node)
             self.bond.prepare(self.optimizers)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -213,9 +215,6 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     def _say_plan(self) -> None:
         rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
-
-    def _average(self, gradients: Gradients, parameters: Sequence[nn.Parameter]) -> Gradients:
-        return self.bond.gradients(gradients, parameters)
 
     def advance(self, optimizer: Optimizer) -> None:
         self._updates += 1

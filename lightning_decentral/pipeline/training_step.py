@@ -16,18 +16,18 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
-from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
+from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
 from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Uniform
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
-from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.objects import gather_objects
 
-FIXED, LOGGED = 5, 120
+FIXED, LOGGED = 3, 120
 Step = Callable[[Any], Any]
 
 
@@ -45,8 +45,8 @@ class Logs:
         self._module: Any = module
         self._known: dict[int, list[Logged]] = {}
         self._calls: list[Logged] = []
-        self.values: list[list[AsyncRead]] = []
-        """Of each micro-batch; not waited for before the step has ended."""
+        self.values: list[list[Tensor]] = []
+        """Of each micro-batch, scalars, which no host reads here."""
 
     def begin(self) -> None:
         self._calls, self.values = [], []
@@ -65,7 +65,7 @@ class Logs:
             )
         self._calls.append(Logged(name, options))
         # A copy: the user may go on to change it.
-        self.values[-1].append(AsyncRead(torch.as_tensor(value).detach().clone().reshape(())))
+        self.values[-1].append(torch.as_tensor(value).detach().clone().reshape(()))
 
     @property
     def signature(self) -> int:
@@ -73,13 +73,13 @@ class Logs:
         # Not `hash`, which differs between processes.
         return zlib.crc32(repr(self._calls).encode())
 
-    def publish(self, signature: int, values: Sequence[float], pipe: StageRunner, device: torch.device) -> None:
+    def publish(self, signature: int, values: Sequence[Tensor], pipe: StageRunner) -> None:
         """Log on every stage what the last one was given. Collective where the names are new."""
         if signature not in self._known:
             rows = [self._calls] if pipe.over is None else gather_objects(pipe.over, self._calls)
             self._known[signature] = rows[-1]
         for (name, options), value in zip(self._known[signature], values, strict=True):
-            self._module.log(name, torch.tensor(value, dtype=torch.float64, device=device), **options)
+            self._module.log(name, value, **options)
 
 
 def _drop(name: str, value: Any, **_: Any) -> None:
@@ -98,16 +98,16 @@ class _Recording:
 
 
 class Outcome(NamedTuple):
-    """What all stages know after a step.
+    """What all stages know after a step: scalars of a device, whose host hasn't waited for them.
 
     Args:
         factor: gradients are to be multiplied by it.
         finite: every stage's gradients are finite.
     """
 
-    loss: float
-    factor: float
-    finite: bool
+    loss: Tensor
+    factor: Tensor
+    finite: Tensor
 
 
 class TrainingStep:
@@ -120,8 +120,7 @@ class TrainingStep:
     def __init__(self, pipe: StageRunner, module: LightningModule, logs: Logs, microbatches: int, scale: float) -> None:
         self._pipe, self._module, self._logs = pipe, module, logs
         self._microbatches, self._scale = microbatches, scale
-        self._losses: list[tuple[float, AsyncRead]] = []
-        self._shares: list[Share] = []
+        self._losses: list[tuple[Tensor, Tensor]] = []
         self._parts: list[Any] = []
         self._rest: tuple[Any, ...] = ()
         self.calls: list[Call] = []
@@ -154,15 +153,14 @@ class TrainingStep:
         loss = result["loss"] if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {type(loss).__name__}: a token pipeline needs a loss in each")
-        weight = self._weight(count, loss)
-        self._losses.append((weight, AsyncRead(loss.detach())))
-        if weight == 0:  # a mean over nothing is nan, and so is zero times its gradient
-            return output.sum() * 0.0
-        return loss * (weight * self._scale)
+        weight, loss = self._weight(count, loss), loss.reshape(())
+        self._losses.append((weight, loss.detach()))
+        return weighed(loss, weight) * self._scale
 
-    def _weight(self, count: TargetCount, loss: Tensor) -> float:
+    def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
+        """A scalar beside the loss, float64."""
         if len(self.calls) == 1:
-            return 1.0  # without asking for the number of targets, which a device would have to tell
+            return torch.ones((), dtype=torch.float64, device=loss.device)  # whatever mean it is
         targets = count.targets(loss)
         if targets is None:
             raise ValueError(
@@ -171,10 +169,13 @@ class TrainingStep:
             )
         # By all positions, not by all targets, which are known only when the first micro-batches have gone back. No
         # weight exceeds 1, so no half-precision gradient exceeds that of the loss itself.
-        return targets / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
+        return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
-    def conclude(self, finite: Tensor, device: torch.device) -> Outcome:
+    def conclude(self, finite: Tensor) -> Outcome:
         """Tell all stages how the step went, and log what it logged. Collective.
+
+        Hosts tell each other what they know, devices what they have computed: none waits for its own, but for the
+        batch that this step began with.
 
         Args:
             finite: a scalar on the device: this stage's gradients are.
@@ -182,43 +183,45 @@ class TrainingStep:
         Raises:
             ValueError: the stages read different batches.
         """
-        # One gather for all: loss, factor, signature, finite, checksum, number of values, values. float64 holds a CRC.
-        row = torch.zeros(FIXED + 1 + LOGGED, dtype=torch.float64)
-        row[4] = checksum([tensor.read() for tensor in self._inputs])
-        if self._pipe.place.last:
-            self._shares = [Share(weight, float(loss.read())) for weight, loss in self._losses]
-            values = self._values()
-            loss, factor = total(self._shares)
-            row[:3] = torch.tensor([loss, factor, self._logs.signature], dtype=torch.float64)
-            row[5] = len(values)
-            row[6 : 6 + len(values)] = torch.tensor(values, dtype=torch.float64)
-        row = row.to(device)
-        row[3] = finite
-        rows = self._pipe.gather(row)
-        if len(set(rows[:, 4].tolist())) > 1:
+        pipe, logs = self._pipe, self._logs
+        known = torch.zeros(3, dtype=torch.float64)  # checksum, signature (a CRC), number of values
+        known[0] = checksum([tensor.read() for tensor in self._inputs])
+        row = torch.zeros(FIXED + LOGGED, dtype=torch.float64, device=pipe.device)  # loss, factor, finite, values
+        if pipe.place.last:
+            computed = self._computed()
+            known[1], known[2] = logs.signature, len(computed) - 2
+            row[:2], row[FIXED : FIXED + len(computed) - 2] = computed[:2], computed[2:]
+        row[2] = finite
+        told = rows_of(known, pipe.hosts)
+        if len(set(told[:, 0].tolist())) > 1:
             raise ValueError(
                 "the stages of one pipeline read different batches: let Lightning place its sampler "
                 "(use_distributed_sampler=True), or give every stage the same batches"
             )
-        last = rows[-1].tolist()
-        self._logs.publish(int(last[2]), last[6 : 6 + int(last[5])], self._pipe, device)
-        return Outcome(last[0], last[1], bool(rows[:, 3].all()))
+        rows = rows_of(row, pipe.over)
+        last, (_, signature, count) = rows[-1], told[-1].tolist()
+        logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
+        return Outcome(last[0], last[1], rows[:, 2].all())
 
-    def _values(self) -> list[float]:
-        """Means over the micro-batches, weighted as their losses are."""
-        if len(self._shares) == 1 or not any(share.weight for share in self._shares):
-            values = _read(self._logs.values[-1])
-        else:
-            weight = sum(share.weight for share in self._shares)
-            columns = zip(*map(_read, self._logs.values), strict=True)
-            values = [sum(s.weight * v for s, v in zip(self._shares, c, strict=True)) / weight for c in columns]
-        if len(values) > LOGGED:
-            raise ValueError(f"training_step logs {len(values)} values: a token pipeline carries at most {LOGGED}")
-        return values
+    def _computed(self) -> Tensor:
+        """[2 + values], on the last stage: loss, factor, and what was logged, as means over the micro-batches, weighted
+        as their losses are."""
+        columns = list(zip(*self._logs.values, strict=True))
+        if len(columns) > LOGGED:
+            raise ValueError(f"training_step logs {len(columns)} values: a token pipeline carries at most {LOGGED}")
+        weights, losses = zip(*self._losses, strict=True)
+        flat = [_beside(value, losses[0]) for column in (weights, losses, *columns) for value in column]
+        weighing, *values = torch.stack(flat).view(-1, len(losses)).unbind()
+        means, factor = total(weighing, torch.stack(values))
+        # Without targets there is no mean of what was logged, and the last micro-batch's stands for it.
+        shown = torch.where(factor > 0, means, torch.stack(values)[:, -1])
+        return torch.cat([means[:1], factor[None], shown[1:]])
 
 
-def _read(values: Sequence[AsyncRead]) -> list[float]:
-    return [float(value.read()) for value in values]
+def _beside(value: Tensor, other: Tensor) -> Tensor:
+    """The scalar in float64 on the other's device; one of the host is filled in, as a copy would be waited for."""
+    there = value.device.type == other.device.type
+    return value.double() if there else torch.full((), float(value), dtype=torch.float64, device=other.device)
 
 
 def split(batch: Any, parts: int) -> list[Any]:

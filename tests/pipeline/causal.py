@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.pipeline import Activations, Boundary, Even, Keep, OneForwardOneBackward, Schedule
 from lightning_decentral.pipeline.compute.causal.trial import adapted
-from lightning_decentral.pipeline.compute.loss import Share, TargetCount, total
+from lightning_decentral.pipeline.compute.loss import TargetCount, total
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.compute.stage import Stage
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
@@ -89,6 +89,8 @@ def batch(size: int = 3, length: int = 13, padded: bool = True) -> tuple[Tensor,
 
 
 Gradients = dict[str, Tensor]
+Shares = tuple[Tensor, Tensor]
+"""Of a micro-batch: (its weight, its loss)."""
 
 
 def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def sliced(
     ends = [sum(counts[: r + 1]) for r in range(num_stages)]
     steps = (schedule or OneForwardOneBackward()).actions(num_stages, microbatches, len(slices))
 
-    def worker(rank: int, edges: Edges | None, device: torch.device) -> tuple[list[Share], Gradients]:
+    def worker(rank: int, edges: Edges | None, device: torch.device) -> tuple[list[Shares], Gradients]:
         parts = [None if x is None else x.to(device).tensor_split(microbatches) for x in inputs]
         place = StagePlace(ends[rank] - counts[rank], ends[rank], rank == 0, rank == num_stages - 1)
         model = adapted(copy.deepcopy(original).to(device))
@@ -141,13 +143,14 @@ def sliced(
         stage = Stage(model, place, calls, slices, activations or Keep(), weights)
         shapes = lambda a, _: model.shape(calls[a.microbatch], *stage.bounds[a.slice])  # noqa: E731
         channel = Nowhere() if edges is None else Links(edges, shapes, device, boundary)
-        shares: list[Share] = []
+        shares: list[Shares] = []
 
         def close(microbatch: int, logits: Tensor) -> Tensor:
             with TargetCount() as count:
                 loss = token_mean(model.answer(calls[microbatch], logits).logits, parts[2][microbatch])
-            shares.append(Share(count.targets(loss) / inputs[0].numel(), loss.item()))
-            return loss * shares[-1].weight
+            weight = count.targets(loss).double() / inputs[0].numel()
+            shares.append((weight, loss.detach()))
+            return loss * weight
 
         executor = Executor(stage, channel, close)
         executor.run(steps[rank], posting(steps, len(slices))[rank])
@@ -155,7 +158,7 @@ def sliced(
         return shares, {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
 
     results = (stages or _on_hosts)(num_stages, worker)
-    loss, factor = total(results[-1][0])
+    loss, factor = map(float, total(*map(torch.stack, zip(*results[-1][0], strict=True))))
     gradients: Gradients = {}
     names = {"lm_head.weight": next(n for n, _ in original.named_parameters())} if _tied(original) else {}
     for _, found in results:

@@ -154,7 +154,7 @@ def _program(actions: list[list[Action]], rank: int, slices: int, name: Name, po
         made.append(groups)
         return Recorder(name(own, len(made) - 1), own, rank, program) if own else None
 
-    wire: Any = SimpleNamespace(group=group)
+    wire: Any = SimpleNamespace(group=group, hosts=lambda groups: SimpleNamespace())
     stages = len(actions)
     edges = StageGroups(wire, StageLayout(stages, stages, stages), torch.device("cpu")).edges
     links = Links(edges, lambda action, stage: ((0,), torch.float32), torch.device("cpu"))

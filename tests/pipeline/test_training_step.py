@@ -12,9 +12,9 @@ from torchmetrics import MeanMetric
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned, training_step
 from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
-from lightning_decentral.pipeline.compute.loss import Share, TargetCount, deliver, total
+from lightning_decentral.pipeline.compute.loss import TargetCount, deliver, total, weighed
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
-from lightning_decentral.pipeline.stage_training import finite
+from lightning_decentral.pipeline.stage_training import finite, multiply
 from lightning_decentral.pipeline.training_step import Logs, TrainingStep, checksum, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -38,15 +38,29 @@ def test_targets_are_counted_where_the_loss_is_their_mean():
         log_likelihood = functional.nll_loss(logits.log_softmax(-1), targets)
         summed = functional.cross_entropy(logits, targets, reduction="sum")
         weighted = functional.cross_entropy(logits, targets, weight=torch.tensor([1.0, 2.0, 3.0]))
-    assert count.targets(loss) == count.targets(log_likelihood) == 4
+    assert count.targets(loss).tolist() == count.targets(log_likelihood).tolist() == 4
     assert [count.targets(other) for other in (summed, weighted, 2 * loss)] == [None] * 3
 
 
 def test_means_of_parts_are_weighted_by_their_targets():
-    loss, factor = total([Share(3 / 12, 2.0), Share(6 / 12, 5.0), Share(0.0, float("nan"))])
-    assert loss == pytest.approx((3 * 2 + 6 * 5) / 9)
-    assert factor == pytest.approx(12 / 9)
-    assert total([Share(0.0, float("nan"))])[1] == 0
+    weights, nan = torch.tensor([3 / 12, 6 / 12, 0.0]), float("nan")
+    loss, factor = total(weights, torch.tensor([2.0, 5.0, nan]))
+    assert float(loss) == pytest.approx((3 * 2 + 6 * 5) / 9)
+    assert float(factor) == pytest.approx(12 / 9)
+    assert total(weights, torch.tensor([[1.0, 1.0, nan], [nan, 2.0, 2.0]]))[0].isfinite().tolist() == [True, False]
+    loss, factor = total(torch.zeros(1), torch.tensor([nan]))
+    assert loss.isnan()
+    assert factor == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mean_over_no_target_adds_no_gradient(smoothing):
+    logits = torch.randn(4, 3, requires_grad=True)
+    with TargetCount() as count:
+        loss = functional.cross_entropy(logits, torch.full((4,), -100), label_smoothing=smoothing)
+    assert loss.isnan()
+    weighed(loss, count.targets(loss).double() / 4).backward()
+    assert torch.equal(logits.grad, torch.zeros(4, 3))
 
 
 def test_gradients_are_handed_over_by_a_loss():
@@ -150,6 +164,17 @@ def test_whether_gradients_are_finite_is_asked_once_and_not_by_the_host():
     assert [bool(finite(each, cpu)) for each in ([], [good], [good, bad], [good, 1 / torch.zeros(2)])] == [1, 1, 0, 0]
 
 
+def test_gradients_of_all_types_are_multiplied_as_by_a_number_of_the_host():
+    by, found = 12 / 9, [torch.linspace(-3, 3, 7).to(t) for t in (torch.float32, torch.float64, torch.bfloat16)]
+    expected = [tensor * by for tensor in found]
+    multiply(found, torch.tensor(by, dtype=torch.float64))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    sick = [torch.zeros(2), torch.ones(2)]
+    multiply(sick, torch.tensor(torch.inf, dtype=torch.float64))
+    assert not any(bool(t.isfinite().any()) for t in sick)
+
+
 def test_a_step_leaves_the_generators_of_other_devices_alone(monkeypatch):
     forked = []
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None, **_: forked.append(devices) or nullcontext())
@@ -170,4 +195,4 @@ def test_what_a_step_logs_is_what_it_was_then():
         value.add_(1)
         with pytest.raises(RuntimeError):
             module.log("three", torch.ones(3))
-    assert float(logs.values[0][0].read()) == 1.0
+    assert float(logs.values[0][0]) == 1.0

@@ -57,8 +57,8 @@ WIRE = 3  # tensors, and two on the hosts: flags, and the roll call
 
 
 def links(stages: int) -> int:
-    """The pipeline's, and one for each direction between neighbours."""
-    return 1 + 2 * (stages - 1)
+    """The pipeline's, of its devices and of its hosts, and one for each direction between neighbours."""
+    return 2 + 2 * (stages - 1)
 
 
 def pipelines(stages: int, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def pipelines(stages: int, **options: Any) -> Any:
         (Chain, CompressedStrategy(start_method="fork"), 4),
         (Chain, PartialBackpropStrategy(start_method="fork"), 3),  # buffers, gradients, who used what
         (Language, pipelines(4), links(4)),  # without replicas, without a group of them
-        (Language, pipelines(2, replicas=AverageGradients()), links(2) + 2),
+        (Language, pipelines(2, replicas=AverageGradients()), links(2) + 3),  # a mean's, gradients, who used what
         (Language, pipelines(2, replicas=GossipReplicas(topology=Complete())), links(2) + 3),
     ],
     ids=["gossip", "cliques", "all-reduce", "shards", "compressed", "partial", "pipeline", "pipelines", "gossiping"],

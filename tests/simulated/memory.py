@@ -88,7 +88,7 @@ def poison(tensor: Tensor, engine: Engine) -> Tensor:
 def poisoned_like(like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Pinned, not filled."""
     with _disable_current_modes():
-        return pin(poison(torch.empty_like(like, dtype=dtype, requires_grad=False), the()))
+        return pin(poison(torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False), the()))
 
 
 def pin(tensor: Tensor) -> Tensor:

@@ -232,9 +232,34 @@ def losses_read() -> Iterator[None]:
     """A planted defect: hosts read what each backward begins with."""
     backward = Tensor.backward
 
-    def reading(self: Tensor) -> None:
+    def reading(self: Tensor, *args: Any, **kwargs: Any) -> None:
         float(self.detach())
-        backward(self)
+        backward(self, *args, **kwargs)
 
     with mock.patch.object(Tensor, "backward", reading):
+        yield
+
+
+@contextmanager
+def sent_overwritten(here: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """A planted defect: what is given to a communicator is somebody else's again before its stream has read it.
+
+    Args:
+        here: whether it is planted where the call comes from.
+    """
+    exchange, all_reduce = QueuedTransport.exchange, QueuedTransport.all_reduce
+
+    def exchanged(self: QueuedTransport, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        pending = exchange(self, sends, receives)
+        for message in sends if here() else []:
+            message.tensor.detach().zero_()
+        return pending
+
+    def reduced(self: QueuedTransport, tensor: Tensor) -> Pending:
+        pending = all_reduce(self, tensor)
+        if here():
+            tensor.detach().zero_()
+        return pending
+
+    with mock.patch.multiple(QueuedTransport, exchange=exchanged, all_reduce=reduced):
         yield

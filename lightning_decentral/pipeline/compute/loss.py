@@ -25,9 +25,9 @@ class Mean:
     target: Tensor
     ignore_index: int
 
-    def count(self) -> int:
-        """How many they are; the host waits for a device to tell."""
-        return int((self.target != self.ignore_index).sum())
+    def count(self) -> Tensor:
+        """How many they are: a scalar where they lie, for which no host waits."""
+        return (self.target != self.ignore_index).sum()
 
 
 class TargetCount(TorchFunctionMode):
@@ -60,8 +60,8 @@ class TargetCount(TorchFunctionMode):
         if reduction == "mean" and weight is None and not target.is_floating_point():
             self.means.append(Mean(result, target, ignore_index))
 
-    def targets(self, loss: Tensor) -> int | None:
-        """Over how many targets `loss` is the mean; None where it isn't known to be one."""
+    def targets(self, loss: Tensor) -> Tensor | None:
+        """Over how many targets `loss` is the mean, a scalar; None where it isn't known to be one."""
         return next((mean.count() for mean in self.means if mean.value is loss or _same(mean.value, loss)), None)
 
 
@@ -69,24 +69,23 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.grad_fn is not None and a.grad_fn is b.grad_fn
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a micro-batch counts: `weight` while it's computed; the sum of weights divides at the end.
+def weighed(loss: Tensor, weight: Tensor) -> Tensor:
+    """weight * loss; zero, and with gradients of zero, where there is no target and the mean over nothing is nan."""
+    return torch.where(weight > 0, loss, 0.0) * weight
 
-    weight_m = n_m / T   with T all positions of the batch;   loss = sum_m weight_m loss_m / sum_m weight_m
+
+def total(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_m weight_m value_m / sum_m weight_m, along the last axis, and 1 / sum_m weight_m: by what the gradients of
+    weighed losses are multiplied in the end. A batch without targets: (nan, 0).
+
+        weight_m = n_m / T   with T all positions of the batch
+
+    Args:
+        weights: [M]
+        values: [..., M]; nan where there is no target.
     """
-
-    weight: float
-    value: float
-
-
-def total(shares: Sequence[Share]) -> tuple[float, float]:
-    """(loss, factor): what the weighted gradients are multiplied by in the end. A batch without targets: (nan, 0)."""
-    weight = sum(share.weight for share in shares)
-    if weight == 0:
-        return float("nan"), 0.0
-    # Without targets a micro-batch's mean is nan, and so is zero times it.
-    return sum(share.weight * share.value for share in shares if share.weight) / weight, 1 / weight
+    whole = weights.sum()
+    return weighed(values, weights).sum(-1) / whole, torch.where(whole > 0, 1 / whole, 0.0)
 
 
 class _Deliver(torch.autograd.Function):

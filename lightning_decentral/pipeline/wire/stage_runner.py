@@ -40,6 +40,7 @@ class StageRunner:
         model: after `keep(place)`.
         over: the stages, for whatever is small; None: there is but one.
         edges: to the neighbours, for hidden states and gradients.
+        hosts: of the stages, for what a training step tells; None: there is but one.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class StageRunner:
         activations: Activations,
         boundary: Boundary,
         device: torch.device,
+        hosts: Transport | None = None,
     ) -> None:
-        self.model, self.place, self.over = model, place, over
+        self.model, self.place, self.over, self.hosts = model, place, over, hosts
         self._edges, self.schedule, self._activations = edges, schedule, activations
         self._boundary, self.device = boundary, device
         self._shapes: dict[torch.Size, list[Shape]] = {}
@@ -178,14 +180,6 @@ class StageRunner:
         self.over.broadcast(values, self.size - 1).wait()
         return values
 
-    def gather(self, row: Tensor) -> Tensor:
-        """[stages, n]: every stage's row."""
-        if self.over is None:
-            return row[None]
-        pending, rows = self.over.all_gather(row.to(self.device))
-        pending.wait()
-        return torch.stack(rows).cpu()
-
     def total(self, number: Tensor) -> Tensor:
         """The sum over the stages."""
         if self.over is None:
@@ -207,6 +201,15 @@ class StageRunner:
             parameter.grad = mine + theirs  # a + b and b + a are the same bits: both holders make the same update
         for parameter in outside:
             parameter.grad = self.total(_gradient(parameter))
+
+
+def rows_of(row: Tensor, over: Transport | None) -> Tensor:
+    """[stages, n]: every stage's row, where it lies. Collective."""
+    if over is None:
+        return row[None]
+    pending, rows = over.all_gather(row)
+    pending.wait()
+    return torch.stack(rows)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

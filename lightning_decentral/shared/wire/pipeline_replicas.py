@@ -75,8 +75,12 @@ class Replicas(ABC):
         return
 
     @abstractmethod
-    def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
-        """This worker's tie. Collective."""
+    def join(self, group: Group, hosts: Group, device: torch.device, per_node: int) -> Bond:
+        """This worker's tie. Collective.
+
+        Args:
+            hosts: as `group`, between their hosts.
+        """
 
 
 def of_its_replicas(cls: Class) -> Class:
@@ -105,34 +109,46 @@ class AverageGradients(Replicas):
     def __post_init__(self) -> None:
         refuse_estimates(self.codec)
 
-    def join(self, group: Group, device: torch.device, per_node: int) -> Bond:
+    def join(self, group: Group, hosts: Group, device: torch.device, per_node: int) -> Bond:
         if not self.codec.encodes:
-            return _Averaging(group(), device)
-        return _CompressedAveraging(group(), mean_by(self.codec, group, device), device)
+            return _Averaging(group(), hosts())
+        return _CompressedAveraging(mean_by(self.codec, group, device), hosts())
 
 
-class _Averaging(Bond):
-    def __init__(self, over: Transport, device: torch.device) -> None:
-        self._over, self._device = over, device
+class _Replicated(Bond, ABC):
+    """Gradients are averaged; what a worker didn't use is zero there, what nobody used stays None."""
+
+    def __init__(self, hosts: Transport) -> None:
+        self._hosts = hosts
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """What a worker didn't use is zero there; what nobody used stays None."""
-        flags = flag(own, torch.empty(len(own), dtype=torch.int32, device=self._device))
-        some = used(own, flags, self._over.all_reduce(flags))  # with other numbers, sums would be of other lengths
+        # The hosts tell each other who used what: none reads what its device computes.
+        flags = flag(own, torch.empty(len(own), dtype=torch.int32))
+        some = used(own, flags, self._hosts.all_reduce(flags))  # with other numbers, sums would be of other lengths
         pairs = zip(own, parameters, some, strict=True)
         filled = [torch.zeros_like(p) if gradient is None else gradient for gradient, p, one in pairs if one]
         means = iter(self._averaged(filled))
         return [next(means) if one else None for one in some]
 
+    @abstractmethod
+    def _averaged(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Their means over the replicas. Collective."""
+
+
+class _Averaging(_Replicated):
+    def __init__(self, over: Transport, hosts: Transport) -> None:
+        super().__init__(hosts)
+        self._over = over
+
     def _averaged(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return mean(gradients, self._over)
 
 
-class _CompressedAveraging(_Averaging):
-    """The same by codes, one flat tensor of each type."""
+class _CompressedAveraging(_Replicated):
+    """By codes, one flat tensor of each type."""
 
-    def __init__(self, over: Transport, by: Mean, device: torch.device) -> None:
-        super().__init__(over, device)
+    def __init__(self, by: Mean, hosts: Transport) -> None:
+        super().__init__(hosts)
         self._by = by
 
     @torch.no_grad()

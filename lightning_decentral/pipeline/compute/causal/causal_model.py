@@ -156,7 +156,7 @@ class CausalModel(Pipelined):
         asked = {
             RIGHT: lambda: mask is not None and not bool(mask.all()),
             LEFT: lambda: mask is not None and not bool(mask[:, 0].all()),
-            PACKING: lambda: call.documents is not None,
+            PACKING: lambda: call.documents is not None and bool(call.documents.any()),
             ROUTING: lambda: self._routing(call),
         }
         for kind, why in self._refused.items():

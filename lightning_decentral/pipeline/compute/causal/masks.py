@@ -1,4 +1,4 @@
-"""Masks of slices: packed sequences kept apart, and a bias in the place of a mask, which flash kernels take.
+"""Masks of slices: packed sequences kept apart, padding hidden, and a bias in the place of a mask for flash kernels.
 
     position_ids  0 1 2 0 1 0 1 2 3        documents  0 0 0 1 1 2 2 2 2
 
@@ -7,12 +7,15 @@ them where it builds a mask without a cache; slices have one, so here it's done 
 
 A slice of s tokens behind c others asks for a mask [s, c + s], with which torch leaves its flash kernels. Where nothing
 else is masked, torch's causal bias, aligned at the lower right, says the same: token i sees keys 0 ... c + i.
+
+`transformers` builds no mask where padding hides nothing. Whether it does a device would have to tell, and its host
+would wait: there padding is always masked.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,33 +25,38 @@ from lightning_decentral.pipeline.compute.causal.flex import FLEX
 
 SEPARABLE = ("eager", "sdpa", FLEX)
 """Kinds of attention whose masks are built from a function of two places."""
-_current: ContextVar[Tensor | None] = ContextVar("documents", default=None)
-_aligned: ContextVar[bool] = ContextVar("aligned", default=False)
+
+
+class Slice(NamedTuple):
+    """Attributes:
+    documents: [batch or 1, tokens up to the slice's end], to be kept apart.
+    aligned: a causal bias takes the place of a mask, where it says the same.
+    """
+
+    documents: Tensor | None
+    aligned: bool
+
+
+_current: ContextVar[Slice | None] = ContextVar("slice", default=None)
 
 
 def documents_of(position_ids: Tensor) -> Tensor | None:
-    """[batch, length]: the number of each token's document in its row; None where every row is one."""
+    """[batch, length]: the number of each token's document in its row; None where the host sees that every row is
+    one."""
     steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
     numbers = (steps != 1).cumsum(-1)
-    return numbers if bool(numbers.any()) else None
+    return numbers if numbers.device.type != "cpu" or bool(numbers.any()) else None
 
 
 @contextmanager
 def masked(documents: Tensor | None, aligned: bool) -> Iterator[None]:
-    """Within, masks that `transformers` builds in this thread are those of a slice.
-
-    Args:
-        documents: [batch or 1, tokens up to the slice's end], to be kept apart.
-        aligned: a causal bias takes the place of a mask, where it says the same.
-    """
-    if documents is not None or aligned:
-        _install()
-    before, whether = _current.set(documents), _aligned.set(aligned)
+    """Within, masks that `transformers` builds in this thread are those of such a slice."""
+    _install()
+    before = _current.set(Slice(documents, aligned))
     try:
         yield
     finally:
         _current.reset(before)
-        _aligned.reset(whether)
 
 
 def _install() -> None:
@@ -62,23 +70,47 @@ def _install() -> None:
 
 
 class _OfSlices:
-    """Builds the mask that another function builds, without pairs of different documents; or a bias instead."""
+    """Builds the mask that another function builds, with more that is hidden; or a bias instead."""
 
     def __init__(self, kind: str, build: Callable[..., Any]) -> None:
         self._kind, self._build = kind, build
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        documents = _current.get()
-        if documents is None:
-            bias = lower_right(options) if self._kind == "sdpa" and _aligned.get() else None
+        of, padding = _current.get(), options.get("attention_mask")
+        if of is None:
+            return self._build(*args, **options)
+        limits = [] if of.documents is None else [_same(of.documents.expand(options["batch_size"], -1))]
+        if padding is not None and padding.device.type != "cpu":
+            limits.append(_kept(padding))
+            options["attention_mask"] = None
+        if not limits:
+            bias = lower_right(options) if self._kind == "sdpa" and of.aligned else None
             return self._build(*args, **options) if bias is None else bias
-        allowed, rows = options["mask_function"], documents.expand(options["batch_size"], -1)
+        rule = _all([options["mask_function"], *limits])
+        return self._build(*args, **{**options, "mask_function": rule, "allow_is_causal_skip": False})
 
-        def same(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            inside: Tensor = rows[batch, query] == rows[batch, key]
-            return torch.logical_and(inside, allowed(batch, head, query, key))
 
-        return self._build(*args, **{**options, "mask_function": same, "allow_is_causal_skip": False})
+Rule = Callable[[Any, Any, Any, Any], Any]
+"""(row, head, query, key) -> whether the query sees the key."""
+
+
+def _same(documents: Tensor) -> Rule:
+    return lambda batch, head, query, key: documents[batch, query] == documents[batch, key]
+
+
+def _kept(padding: Tensor) -> Rule:
+    """[batch, keys], true where one isn't hidden."""
+    return lambda batch, head, query, key: padding[batch, key]
+
+
+def _all(rules: Sequence[Rule]) -> Rule:
+    def rule(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        first, *others = (one(batch, head, query, key) for one in rules)
+        for other in others:
+            first = torch.logical_and(first, other)
+        return first
+
+    return rule
 
 
 def lower_right(options: Mapping[str, Any]) -> CausalBias | None:
