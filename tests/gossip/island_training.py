@@ -1,7 +1,8 @@
 """Trains one device of an elastic worker: run by torchrun, with a folder, the lobby's place and the worker's name.
 
 Behind them stand what the worker is (`FullyShard(2)`), the rounds (a key of `ROUNDS`), how many epochs
-it trains, the name of a device, as a1, which is killed once, and a checkpoint from which it goes on; "-" is none.
+it trains, the name of a device, as a1, which is killed once, and a checkpoint from which it goes on; "-" is none. With
+DEVICE=simulated it computes on such a device.
 
 What a device sees and knows after each step is a line of `<name><device>.jsonl`, of all its lives. Digests of what was
 given to a newcomer, and of what one began with, are lines of `<name><device>.digests`.
@@ -12,6 +13,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGoss
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from tests.gossip.weighted_training import Net
+from tests.simulated import trainers
 from tests.tiny import QUIET
 
 KILLED = 8
@@ -129,7 +133,18 @@ class Slowly(Callback):
             time.sleep(0.05)
 
 
-def main(folder: Path, lobby: str, name: str, island: str, rounds: str, epochs: int, dies: str, saved: str) -> None:
+def on_device(train: Callable[[bool], None]) -> None:
+    """`train`, on the simulated device where the environment says so."""
+    if os.environ.get("DEVICE") == "simulated":
+        with trainers.device(seed=int(os.environ["LOCAL_RANK"])):
+            train(True)
+    else:
+        train(False)
+
+
+def main(
+    folder: Path, lobby: str, name: str, island: str, rounds: str, epochs: int, dies: str, saved: str, there: bool
+) -> None:
     device = f"{name}{os.environ['LOCAL_RANK']}"
     record = Record(folder, device, device == dies)
     poison = [Poison()] if (rounds, device) == ("poisoned", WHERE) else []
@@ -144,14 +159,16 @@ def main(folder: Path, lobby: str, name: str, island: str, rounds: str, epochs: 
         return found
 
     ElasticGossipStrategy._copy = copied  # type: ignore[method-assign]
-    strategy = ElasticGossipStrategy(
+    made: Any = trainers.there(ElasticGossipStrategy) if there else ElasticGossipStrategy
+    strategy = made(
         elastic=Elastic(lobby=lobby, workers=(2 if dies == "-" else 1, 2), dead_after=1.5, host="127.0.0.1"),
         island=ISLANDS[island],
         **ROUNDS[rounds],
+        **(trainers.SETTINGS if there else {}),
     )
     saving = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", save_top_k=-1)
     trainer = Trainer(
-        **{**QUIET, "enable_checkpointing": True},
+        **{**QUIET, "enable_checkpointing": True, "accelerator": trainers.Accelerator() if there else "cpu"},
         strategy=strategy,
         devices=ISLANDS[island].devices,
         max_epochs=epochs,
@@ -163,4 +180,4 @@ def main(folder: Path, lobby: str, name: str, island: str, rounds: str, epochs: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:6], int(sys.argv[6]), *sys.argv[7:])
+    on_device(partial(main, Path(sys.argv[1]), *sys.argv[2:6], int(sys.argv[6]), *sys.argv[7:]))

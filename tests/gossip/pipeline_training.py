@@ -7,6 +7,7 @@ once, and a checkpoint from which it goes on; "-" is none. What a stage sees and
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.gossip import Elastic, GossipReplicas
 from lightning_decentral.pipeline import Chain, blocks_of
-from tests.gossip.island_training import ROUNDS, Deep, Record, Slowly, tell_digest
+from tests.gossip.island_training import ROUNDS, Deep, Record, Slowly, on_device, tell_digest
+from tests.simulated import trainers
 from tests.tiny import QUIET
 
 STAGES = 2
@@ -34,10 +36,12 @@ class RecordStage(Record):
         tell_digest(self._file, "begins", {"model": dict(module.state_dict()), "optimizer": optimizer})
 
 
-def main(folder: Path, lobby: str, name: str, rounds: str, epochs: int, dies: str, saved: str) -> None:
+def main(folder: Path, lobby: str, name: str, rounds: str, epochs: int, dies: str, saved: str, there: bool) -> None:
     device = f"{name}{os.environ['LOCAL_RANK']}"
     elastic = Elastic(lobby=lobby, workers=(2 if dies == "-" else 1, 2), dead_after=1.5, host="127.0.0.1")
-    strategy: Any = TokenPipelineStrategy(replicas=GossipReplicas(elastic=elastic, **ROUNDS[rounds]))
+    made: Any = trainers.there(TokenPipelineStrategy) if there else TokenPipelineStrategy
+    own = trainers.SETTINGS if there else {}
+    strategy = made(replicas=GossipReplicas(elastic=elastic, **ROUNDS[rounds]), **own)
     copy = strategy.whole
 
     def copied(own: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def main(folder: Path, lobby: str, name: str, rounds: str, epochs: int, dies: st
     record = RecordStage(folder, device, device == dies)
     saving = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", save_top_k=-1)
     trainer = Trainer(
-        **{**QUIET, "enable_checkpointing": True},
+        **{**QUIET, "enable_checkpointing": True, "accelerator": trainers.Accelerator() if there else "cpu"},
         strategy=strategy,
         devices=STAGES,
         max_epochs=epochs,
@@ -63,4 +67,4 @@ def main(folder: Path, lobby: str, name: str, rounds: str, epochs: int, dies: st
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), *sys.argv[6:])
+    on_device(partial(main, Path(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), *sys.argv[6:]))

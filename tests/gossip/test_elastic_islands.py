@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -33,12 +33,17 @@ def trained(
     rounds: str = "averaged",
     dies: str = "-",
     checkpoint: str = "-",
+    **environment: str,
 ) -> dict[str, Lines]:
     """{device: its lines} of workers a, b that are these."""
     with LobbyProcess(least=2 if dies == "-" else 1, most=2) as lobby, ThreadPoolExecutor(2) as runs:
         ended = [
             runs.submit(
-                launch, folder, island, (lobby.place, name, str(island), rounds, str(epochs), dies, checkpoint)
+                launch,
+                folder,
+                island,
+                (lobby.place, name, str(island), rounds, str(epochs), dies, checkpoint),
+                environment,
             ).result
             for name, island in zip("ab", islands, strict=True)
         ]
@@ -51,10 +56,10 @@ def lines(file: Path) -> Lines:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def launch(folder: Path, island: Island, words: tuple[str, ...]) -> tuple[int, str]:
+def launch(folder: Path, island: Island, words: tuple[str, ...], more: Mapping[str, str]) -> tuple[int, str]:
     torchrun = ("--standalone", f"--nproc-per-node={island.devices}", "--max-restarts=3")
     file, script = str(torch.distributed.run.__file__), str(island_training.__file__)
-    environment = {"PYTHONPATH": os.getcwd()}
+    environment = {"PYTHONPATH": os.getcwd(), **more}
     return Launching(Path(file), (*torchrun, script, str(folder), *words), environment, folder).finish(SECONDS)
 
 
@@ -80,7 +85,8 @@ def assert_one_process(found: dict[str, Lines], plain: Deep, optimizer: torch.op
 def test_islands_that_all_average_are_one_process_with_all_of_their_examples(
     islands: Sequence[Island], tmp_path: Path
 ) -> None:
-    """LAW. An island counts as much as it has devices, also after a resume from what the oldest has saved."""
+    """LAW. An island counts as much as it has devices, also after a resume from what the oldest has saved, which is on
+    devices: simulated ones."""
     epochs, devices = 2, [island.devices for island in islands]
     first, resumed = tmp_path / "first", tmp_path / "resumed"
     first.mkdir(), resumed.mkdir()
@@ -104,7 +110,7 @@ def test_islands_that_all_average_are_one_process_with_all_of_their_examples(
     optimizer = plain.configure_optimizers()
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     assert flat(plain) == pytest.approx(found["a0"][-1]["weight"], abs=1e-12)
-    again = trained(resumed, islands[::-1], epochs + 1, checkpoint=str(saved))
+    again = trained(resumed, islands[::-1], epochs + 1, checkpoint=str(saved), DEVICE="simulated")
     assert [row["step"] for row in again["a0"]] == [*range(epochs * steps + 1, (epochs + 1) * steps + 1)]
     assert_one_process(again, plain, optimizer)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,12 +31,12 @@ SECONDS = 150.0
 
 
 def trained(
-    folder: Path, epochs: int, rounds: str = "averaged", dies: str = "-", checkpoint: str = "-"
+    folder: Path, epochs: int, rounds: str = "averaged", dies: str = "-", checkpoint: str = "-", **environment: str
 ) -> dict[str, Lines]:
     """{stage: its lines} of pipelines a, b."""
     with LobbyProcess(least=2 if dies == "-" else 1, most=2) as lobby, ThreadPoolExecutor(2) as runs:
         ended = [
-            runs.submit(launch, folder, (lobby.place, name, rounds, str(epochs), dies, checkpoint)).result
+            runs.submit(launch, folder, (lobby.place, name, rounds, str(epochs), dies, checkpoint), environment).result
             for name in "ab"
         ]
         for code, output in (result() for result in ended):
@@ -43,10 +44,10 @@ def trained(
     return {file.stem: lines(file) for file in sorted(folder.glob("*.jsonl"))}
 
 
-def launch(folder: Path, words: tuple[str, ...]) -> tuple[int, str]:
+def launch(folder: Path, words: tuple[str, ...], more: Mapping[str, str]) -> tuple[int, str]:
     torchrun = ("--standalone", f"--nproc-per-node={STAGES}", "--max-restarts=3")
     file, script = str(torch.distributed.run.__file__), str(pipeline_training.__file__)
-    environment = {"PYTHONPATH": os.getcwd()}
+    environment = {"PYTHONPATH": os.getcwd(), **more}
     return Launching(Path(file), (*torchrun, script, str(folder), *words), environment, folder).finish(SECONDS)
 
 
@@ -65,7 +66,7 @@ def models(found: dict[str, Lines]) -> dict[str, Lines]:
 @pytest.mark.slow
 @pytest.mark.timeout(360)  # two runs
 def test_pipelines_that_all_average_are_one_process_with_all_of_their_examples(tmp_path: Path) -> None:
-    """LAW. Also after a resume from what the oldest has saved."""
+    """LAW. Also after a resume from what the oldest has saved, which is on devices: simulated ones."""
     epochs, steps = 2, EXAMPLES // (BATCH * 2)
     first, resumed = tmp_path / "first", tmp_path / "resumed"
     first.mkdir(), resumed.mkdir()
@@ -84,7 +85,7 @@ def test_pipelines_that_all_average_are_one_process_with_all_of_their_examples(t
     assert flat(plain) == pytest.approx(found["a"][-1]["weight"], abs=1e-12)
     optimizer = plain.configure_optimizers()
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    again = models(trained(resumed, epochs + 1, checkpoint=str(saved)))
+    again = models(trained(resumed, epochs + 1, checkpoint=str(saved), DEVICE="simulated"))
     assert [row["step"] for row in again["a"]] == [*range(epochs * steps + 1, (epochs + 1) * steps + 1)]
     assert_one_process(again, plain, optimizer)
 

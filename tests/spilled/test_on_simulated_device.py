@@ -5,16 +5,19 @@ or, a few parameters at a time, the device's.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 
 from lightning_decentral import SpilledStrategy
 from lightning_decentral.spilled import OnDevice, OnHost, Update
+from lightning_decentral.spilled.compute.transfer import Cuda, Leaving
 from tests import simulated
 from tests.simulated import CUDA
 from tests.simulated.streams import Event, Stream
@@ -44,12 +47,14 @@ def expected() -> list[Tensor]:
     return parameters(fit(Chain(), rows(), max_steps=STEPS, limit_val_batches=0))
 
 
-def run(seed: int, steps: int, update: Update) -> tuple[list[Tensor], Counter[str]]:
+def run(
+    seed: int, steps: int, update: Update, module: type[LightningModule] = Chain
+) -> tuple[list[Tensor], Counter[str]]:
     """(parameters after so many steps, what made the host wait, how often)."""
     settings = {"max_steps": steps, "limit_val_batches": 0, "accelerator": Accelerator()}
     with simulated.device(seed) as engine:
         strategy = OnSimulated(memory_bytes=10**9, update=update)
-        return parameters(fit(Chain(), rows(), strategy, **settings)), Counter(engine.waits)
+        return parameters(fit(module(), rows(), strategy, **settings)), Counter(engine.waits)
 
 
 def wrong(update: Update, seeds: range = range(4)) -> int:
@@ -76,6 +81,36 @@ def test_a_step_waits_once_a_visit_of_a_block() -> None:
     more = after - before
     assert more.total() == 2 * LAYERS + 2
     assert all("synchronize spilled/compute/transfer.py" in wait for wait in more)
+
+
+class Reading(Chain):
+    """Its step reads its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        float(loss.detach())
+        return loss
+
+
+def test_a_step_that_reads_its_loss_is_seen() -> None:
+    (_, before), (_, after) = (run(0, steps, OnHost(), Reading) for steps in (STEPS, STEPS + 1))
+    more = after - before
+    assert sum(n for wait, n in more.items() if wait.startswith("_local_scalar_dense")) == 1
+    assert more.total() == 2 * LAYERS + 3
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=["host", "device"])
+def test_memory_that_goes_back_before_it_was_copied_is_seen(update: Update) -> None:
+    """To the host, of what a block was given."""
+    send = Cuda.send
+
+    def early(self: Cuda, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Leaving:
+        leaving = send(self, tensors, like)
+        leaving._held = []
+        return leaving
+
+    with mock.patch.object(Cuda, "send", early):
+        assert wrong(update) >= 2
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=["host", "device"])

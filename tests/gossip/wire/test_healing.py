@@ -139,10 +139,11 @@ def trained(
     sick: set[int],
     build: Any,
     transport: Transport,
+    device: torch.device = HOST,
 ) -> Any:
     """Worker i goes to the minimum at i; some are poisoned in step 5: (parameters, healed, state) at the end."""
-    row = Row(torch.ones(DIM, dtype=torch.float64))
-    exchange = build(transport, HOST, topology, **({"weights": rule.weights} if build is exchange_of else {}))
+    row = Row(torch.ones(DIM, dtype=torch.float64, device=device))
+    exchange = build(transport, device, topology, **({"weights": rule.weights} if build is exchange_of else {}))
     mixer = Mixer([row], rule, exchange, delay)
     mixer.healing = Healing(3)
     for step in range(STEPS):

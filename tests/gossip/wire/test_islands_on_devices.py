@@ -26,7 +26,7 @@ from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, device_world, losses_read, without_waiting
+from tests.simulated.wire import Make, device_world, losses_read, sent_overwritten, without_waiting
 from tests.world import world
 
 pytestmark = pytest.mark.threads
@@ -108,6 +108,12 @@ def test_islands_of_devices_train_as_islands_of_hosts(codec: Codec, delay: int) 
 )
 def test_an_island_that_waits_for_less_is_seen(owner: type, call: str) -> None:
     with mock.patch.object(owner, call), pytest.raises((AssertionError, RuntimeError, FloatingPointError)):
+        train_both(Plain(), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*refused a message")
+def test_an_island_whose_messages_are_overwritten_before_they_were_sent_is_seen() -> None:
+    with sent_overwritten(), pytest.raises((AssertionError, RuntimeError, FloatingPointError)):
         train_both(Plain(), 1)
 
 

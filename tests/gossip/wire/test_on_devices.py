@@ -44,11 +44,14 @@ from lightning_decentral.shared.wire.transport import GlooTransport, Transport
 from tests import simulated
 from tests.gossip.rules import PLANS, Rule
 from tests.gossip.wire.test_device import Mirror, Twin
-from tests.gossip.wire.test_exchange import DIM, Row, gradient, start
+from tests.gossip.wire.test_exchange import DIM, Row, exchange_of, gradient, start
+from tests.gossip.wire.test_healing import RATE
+from tests.gossip.wire.test_healing import STEPS as LONG
+from tests.gossip.wire.test_healing import trained as trained_sick
 from tests.simulated import CUDA
 from tests.simulated.streams import Event, Stream
 from tests.simulated.tensors import Simulated
-from tests.simulated.wire import Make, device_world, without_waiting
+from tests.simulated.wire import Make, device_world, losses_read, sent_overwritten, without_waiting
 from tests.world import world
 
 pytestmark = pytest.mark.threads
@@ -311,3 +314,50 @@ def test_a_step_that_doesnt_wait_for_its_messages_is_seen(owner: type, call: str
     seen = pytest.raises((AssertionError, RuntimeError), match=r"not close|round 99")
     with mock.patch.object(owner, call), seen:
         train_both(connect, 1, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*refused a message")
+@pytest.mark.parametrize("connect", [partial(to_peers, Plain()), to_a_clique], ids=["peers", "clique"])
+def test_a_steps_message_that_is_overwritten_before_it_was_sent_is_seen(connect: Connect) -> None:
+    with sent_overwritten(), pytest.raises((AssertionError, RuntimeError)):
+        train_both(connect, 1, seed=0)
+
+
+def test_a_step_whose_host_reads_its_loss_is_seen() -> None:
+    with losses_read(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        train_both(partial(to_peers, Plain()), 1, seed=0)
+
+
+# ---- healing -----------------------------------------------------------------------------------------------------
+
+
+def healed(delay: int, make: Make, engine: simulated.Engine) -> tuple[Tensor, int, list[str]]:
+    """(where a worker, the second of which was poisoned, has come to, how often it was healed, what its host waited
+    for)"""
+    x, times, _ = trained_sick(Gossip(rate=0.4), Ring(), 3, delay, float("nan"), {1}, exchange_of, make(), CUDA)
+    waits = [*engine.waits]
+    return x.cpu(), times, waits
+
+
+def heal(delay: int, seed: int) -> None:
+    """AssertionError where devices don't go on to where they would have gone, as hosts do."""
+    ranks = torch.arange(3, dtype=torch.float64)[:, None]
+    start = torch.ones(3, DIM, dtype=torch.float64)
+    gradients = lambda x, step: x - ranks  # noqa: E731
+    wanted = simulate(Ring(), Gossip(rate=0.4), gradients, start, LONG, RATE, delay, every=LONG)[-1]
+    rows = device_world(3, partial(healed, delay), seed)
+    assert [times for _, times, _ in rows] == [0, 1, 0]
+    assert rows[0][2] == rows[2][2] == [], "who is sound waits for nothing"
+    torch.testing.assert_close(torch.stack([x for x, _, _ in rows]), wanted, rtol=0, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:worker .")
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_poisoned_device_goes_on_from_its_neighbours(delay: int) -> None:
+    heal(delay, seed=delay)
+
+
+@pytest.mark.filterwarnings("ignore:worker .")
+def test_a_verdict_that_is_read_before_it_came_is_seen() -> None:
+    with mock.patch.object(Event, "synchronize"), pytest.raises((AssertionError, RuntimeError, FloatingPointError)):
+        heal(0, seed=0)

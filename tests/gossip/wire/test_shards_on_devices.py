@@ -6,6 +6,8 @@ collectives are those of torch's `fully_shard`.
 """
 
 import copy
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,20 +19,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.gossip import Complete, Gossip, Own, Plain
-from lightning_decentral.gossip.islands import sharded_state
+from lightning_decentral.gossip.islands import WholeMatrices, sharded_state
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.island_member import Sharding
 from lightning_decentral.gossip.wire.mixer import Flight, Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.wire import owners
 from lightning_decentral.shared.wire.fsdp import ShardBucket, full_tensor, local, mapped
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.owners import each_once
 from tests.simulated import CUDA, Engine, fsdp
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, device_world, without_waiting
+from tests.simulated.wire import Make, device_world, sent_overwritten, without_waiting
 
 pytestmark = pytest.mark.threads
 SIZE, DEVICES, STEPS, RATE = 4, 2, 3, 0.4
@@ -60,16 +66,28 @@ def rows(rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(STEPS, 4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
+Optimize = Callable[[nn.Module], Optimizer]
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def muon(model: nn.Module) -> Optimizer:
+    return Muon(muon_groups(model), lr=0.05, dtype="float64")
+
+
 class Worker:
     """One device's part in its island: shards, their updates, rounds."""
 
-    def __init__(self, make: Make, delay: int, dtype: torch.dtype) -> None:
+    def __init__(self, make: Make, delay: int, dtype: torch.dtype, optimize: Optimize) -> None:
         self.delay, self.worker = delay, make.hosts.rank // DEVICES
         self.wire: Any = SimpleNamespace(world=make.group(None), group=make.group)
         self.model = copy.deepcopy(MODEL).to(dtype)
         self.member = Sharding(self.wire, DEVICES, CUDA, lambda call: call(), None)
         self.member.arrange(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.optimizer = optimize(self.model)
+        WholeMatrices([self.optimizer], self.member)
         pack = partial(self.member.pack, bucket_bytes=512)
         self.mixers = Mixers(lambda: Making(lambda: [self.mixer()], pack))
         self.mixers.adopt(self.optimizer)
@@ -116,6 +134,7 @@ class Run:
     """
     Attributes:
         accumulated: backward passes of a step.
+        optimize: makes the optimizer.
         resumes: in the middle, from what the worker saved there.
         reads: the loss, in each step.
     """
@@ -123,16 +142,17 @@ class Run:
     delay: int = 1
     dtype: torch.dtype = torch.float64
     accumulated: int = 1
+    optimize: Optimize = adamw
     resumes: bool = False
     reads: bool = False
 
     def __call__(self, make: Make, engine: Engine) -> tuple[Tensors, Tensors]:
         """(this worker's whole parameters after a few steps on its own data, the mean that a validation shows)"""
-        worker = Worker(make, self.delay, self.dtype)
+        worker = Worker(make, self.delay, self.dtype, self.optimize)
         for step, x in enumerate(rows(make.hosts.rank, self.dtype).to(CUDA)):
             if self.resumes and step == STEPS // 2:
                 state = worker.state()
-                worker = Worker(make, self.delay, self.dtype)
+                worker = Worker(make, self.delay, self.dtype, self.optimize)
                 worker.load(state)
             with without_waiting(engine) if step else nullcontext():
                 loss = worker.step(x, self.accumulated)
@@ -142,23 +162,23 @@ class Run:
         return worker.whole(), [full_tensor(t).cpu() for t in shown]
 
 
-def honest(delay: int, dtype: torch.dtype) -> tuple[list[Tensors], Tensors]:
+def honest(run: Run) -> tuple[list[Tensors], Tensors]:
     """By one process: a whole model and an optimizer per island, its devices' batches together, the mixing written
     out."""
-    models = [copy.deepcopy(MODEL).to(dtype) for _ in range(SIZE // DEVICES)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+    models = [copy.deepcopy(MODEL).to(run.dtype) for _ in range(SIZE // DEVICES)]
+    optimizers = [run.optimize(model) for model in models]
     sent = values(models)
     for step in range(STEPS):
         for island, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             ranks = range(island * DEVICES, (island + 1) * DEVICES)
-            torch.stack([model(rows(rank, dtype)[step]).square().mean() for rank in ranks]).mean().backward()
+            torch.stack([model(rows(rank, run.dtype)[step]).square().mean() for rank in ranks]).mean().backward()
             optimizer.step()
         new = values(models)
-        mix(models, sent if delay else new)  # at first with equal ones, which changes nothing
+        mix(models, sent if run.delay else new)  # at first with equal ones, which changes nothing
         sent = values(models)
     shown = [torch.stack(pair).mean(0) for pair in zip(*values(models), strict=True)]
-    if delay:
+    if run.delay:
         mix(models, sent)
     return values(models), shown
 
@@ -179,7 +199,7 @@ def train(run: Run, seed: int = 0) -> None:
     """AssertionError where islands of shards don't train as one process per island does."""
     with fsdp.door():
         found = device_world(SIZE, run, seed)
-    wholes, means = honest(run.delay, run.dtype)
+    wholes, means = honest(run)
     near = {"rtol": 1e-9, "atol": 1e-11} if run.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
     for rank, (parameters, shown) in enumerate(found):
         for a, b in zip((*parameters, *shown), (*wholes[rank // DEVICES], *means), strict=True):
@@ -190,6 +210,7 @@ RUNS = {
     "beside the next step": Run(),
     "blocking, in float32": Run(delay=0, dtype=torch.float32),
     "accumulated": Run(accumulated=2),
+    "Muon": Run(optimize=muon),
     "resumed": Run(resumes=True),
 }
 
@@ -252,6 +273,35 @@ def test_gathered_memory_that_goes_back_too_early_is_seen() -> None:
 
     with mock.patch.object(FSDPParamGroup, "wait_for_unshard", early), SEEN:
         train(Run())
+
+
+within = threading.local()
+
+
+def marked(*args: Any) -> None:
+    """`each_once`, in which alone something is planted."""
+    within.now = True
+    try:
+        each_once(*args)
+    finally:
+        within.now = False
+
+
+def skipped(owner: type, call: str) -> Any:
+    plain = getattr(owner, call)
+    planted = lambda self, *args: None if getattr(within, "now", False) else plain(self, *args)  # noqa: E731
+    return mock.patch.object(owner, call, planted)
+
+
+@pytest.mark.parametrize(("owner", "call"), [(Stream, "wait_stream"), (Event, "wait")], ids=["sent", "used"])
+def test_matrices_whose_shards_are_sent_or_used_too_early_are_seen(owner: type, call: str) -> None:
+    with mock.patch.object(owners, "each_once", marked), skipped(owner, call), SEEN:
+        train(Run(optimize=muon))
+
+
+def test_matrices_whose_shards_are_overwritten_before_they_were_sent_are_seen() -> None:
+    with sent_overwritten(lambda: getattr(within, "now", False)), SEEN, mock.patch.object(owners, "each_once", marked):
+        train(Run(optimize=muon))
 
 
 def test_a_step_of_shards_whose_host_reads_its_loss_is_seen() -> None:

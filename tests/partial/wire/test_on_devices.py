@@ -17,12 +17,11 @@ from lightning_decentral.partial.compute.search import search
 from lightning_decentral.partial.plan.depth import contributors
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
-from lightning_decentral.shared.wire.pending import Pending
 from tests.partial.towers import Scripted
 from tests.partial.wire import test_reducer as reference
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
-from tests.simulated.wire import Make, QueuedTransport, device_world, losses_read, without_waiting
+from tests.simulated.wire import Make, device_world, losses_read, sent_overwritten, without_waiting
 
 pytestmark = pytest.mark.threads
 SIZE = 3
@@ -63,14 +62,7 @@ def test_a_reducer_that_waits_for_less_is_seen(owner: type, call: str, assignmen
 
 
 def test_gradients_that_are_given_back_before_they_were_sent_are_seen() -> None:
-    all_reduce = QueuedTransport.all_reduce
-
-    def early(self: QueuedTransport, tensor: Tensor) -> Pending:
-        pending = all_reduce(self, tensor)
-        tensor.zero_()
-        return pending
-
-    with mock.patch.object(QueuedTransport, "all_reduce", early), pytest.raises(AssertionError, match="not close"):
+    with sent_overwritten(), pytest.raises(AssertionError, match="not close"):
         check(Full(), 1, seed=0)
 
 
