@@ -178,6 +178,13 @@ def strongest_peer() -> str:
     return markdown(("recipe", "peer", "its loss", *WRITTEN.values()), body)
 
 
+def soonest_of_all() -> str:
+    """Seconds to a loss of the soonest peer and the soonest of ours, in batches of either size and longer schedules."""
+    found = by_rate("gpt", "seconds to a loss")
+    body = [[row["loss"], row["soonest"], *(row[rate] for rate in WRITTEN)] for row in found]
+    return markdown(("loss", "soonest", *WRITTEN.values()), body)
+
+
 def at_equal_steps() -> str:
     """Three seeds, four workers."""
     found = {(row["recipe"], row["run"]): row for row in rows("quality-2-cores.md")}
@@ -187,7 +194,7 @@ def at_equal_steps() -> str:
 
 TABLES = (
     questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
-    eight_hosts_by_rate, strongest_peer,
+    eight_hosts_by_rate, strongest_peer, soonest_of_all,
 )  # fmt: skip
 
 if __name__ == "__main__":

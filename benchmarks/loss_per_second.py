@@ -67,11 +67,16 @@ GPT = PLAIN_RECIPES["gpt"]
 # In 256 tokens a worker and step Muon's products cost as much as the rest; in 1,024 about a quarter of that.
 LARGER_BATCH = GPT._replace(words=[*GPT.words, "data.batch_size=16"], steps=280, every=8)
 OURS = {method: words for method, words in METHODS.items() if "Muon" in method and not method.startswith(PEERS)}
+STRONGEST = {method: METHODS[method] for method in ("ddp, Muon", "ddp, Muon, fp16 hook")}
 RECIPES = {
     "gpt": GPT._replace(methods=METHODS),
+    "gpt-744-steps": GPT._replace(steps=744, every=24, methods=STRONGEST | OURS),
+    "gpt-912-steps": GPT._replace(steps=912, every=24, methods=STRONGEST | OURS),
     "gpt-1440-steps": GPT._replace(steps=1440, methods=OURS),
     "gpt-1620-steps": GPT._replace(steps=1620, every=30, methods=OURS),
     "gpt-1024-tokens": LARGER_BATCH._replace(methods=METHODS),
+    "gpt-1024-tokens-400-steps": LARGER_BATCH._replace(steps=400, methods=STRONGEST | OURS),
+    "gpt-1024-tokens-480-steps": LARGER_BATCH._replace(steps=480, methods=STRONGEST | OURS),
     "larger-gpt": PLAIN_RECIPES["larger-gpt"]._replace(methods=METHODS),
     "sympy": GPT._replace(words=[*GPT.words, "data=package_text"], methods=METHODS),
     "vit": PLAIN_RECIPES["resnet"]._replace(words=["recipe=vit"], steps=300, every=20, methods=METHODS),
@@ -80,7 +85,7 @@ RECIPES = {
 STEPS = {("gpt", 8): 540, ("gpt", 16): 540}
 """On more hosts: at 8 the examples of 1,080 steps on 4."""
 FASTER = {"gossip, int8, Muon": ["optimizer.lr=3e-2"]}
-TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 8): FASTER, ("gpt", 16): FASTER}
+TUNED = {(name, hosts): FASTER for name in ("gpt", "gpt-744-steps", "gpt-912-steps") for hosts in (8, 16)}
 """Words beside a method's own, by recipe and hosts."""
 FREE = "10gbit"
 """Links for the losses: no method waits for them."""

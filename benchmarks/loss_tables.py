@@ -1,36 +1,75 @@
 """The page of `loss_per_second.py`: losses, seconds per step, and how many times sooner each method is at a loss."""
 
 import statistics
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster import bits_per_second
 from cluster_accuracy import LOSS
 
-LONGER = {"gpt": ("gpt-1440-steps", "gpt-1620-steps")}
+LONGER = {
+    "gpt": ("gpt-744-steps", "gpt-912-steps", "gpt-1440-steps", "gpt-1620-steps"),
+    "gpt-1024-tokens": ("gpt-1024-tokens-400-steps", "gpt-1024-tokens-480-steps"),
+}
 """What ours are trained in, too, with schedules of that length: steps are cheap to them, and who ends a run of as many
-steps above a peer may come to its loss sooner all the same."""
+steps above a peer may come to its loss sooner all the same. The strongest peers have them, too, in the last table."""
 BATCHES = {"gpt": "gpt-1024-tokens", "gpt-1024-tokens": "gpt"}
 """The same model and as many examples in batches of another size, in which ours may be sooner."""
 PEERS = ("ddp", "torchft", "decent-dp")
 """How the names of peers begin."""
+STRONGEST = "ddp, Muon, fp16 hook"
+
+
+class Trained(NamedTuple):
+    """Runs of one schedule, by seed, with the seconds of a step there, {rate: {method: seconds}}.
+
+    `recipe` is named where it isn't the table's own.
+    """
+
+    runs: list[Any]
+    rates: dict[str, dict[str, float]]
+    recipe: str = ""
+    longer: bool = False
+
+    def losses(self, method: str) -> Iterator[tuple[int, float]]:
+        """Mean over the seeds, to the third digit, at each mark."""
+        of = [run[method] for run in self.runs if method in run]
+        for step, *scores in zip(of[0]["steps"] if of else (), *(run["scores"] for run in of), strict=True):
+            yield step, round(statistics.mean(scores), 3)
+
+    def steps(self, method: str, loss: float) -> int | None:
+        """Of the first mark at the loss or below."""
+        return next((step for step, found in self.losses(method) if found <= round(loss, 3)), None)
+
+    def how(self, method: str) -> str:
+        """In what it differs from the table's own runs."""
+        of = [run[method] for run in self.runs if method in run]
+        steps = f"{of[0]['steps'][-1]} steps{', one seed' if len(of) == 1 else ''}" if self.longer else ""
+        return "".join(f"; {word}" for word in (self.recipe, steps) if word)
+
+
+def trained(results: dict[str, Any], recipe: str, hosts: int, named: str = "") -> list[Trained]:
+    """With the recipe's own schedule, then with longer ones."""
+    found, rates = [], rates_of(results, f"{recipe} {hosts} ")
+    for name in (recipe, *LONGER.get(recipe, ())):
+        runs = [run for key, run in results["curves"].items() if key.startswith(f"{name} {hosts} ")]
+        found.append(Trained(runs, rates, named, name != recipe))
+    return found
 
 
 class Table:
     """What was measured of one recipe on so many hosts, over seeds and rates."""
 
     def __init__(self, results: dict[str, Any], recipe: str, hosts: int) -> None:
-        begin = f"{recipe} {hosts} "
-        self.title = f"{recipe}, {hosts} hosts"
-        self.runs = [run for key, run in results["curves"].items() if key.startswith(begin)]
-        names = [f"{name} {hosts} " for name in LONGER.get(recipe, ())]
-        self.longer = [[run for key, run in results["curves"].items() if key.startswith(name)] for name in names]
-        self.rates = rates_of(results, begin)
-        other = f"{BATCHES.get(recipe)} {hosts} "
-        self.other = [run for key, run in results["curves"].items() if key.startswith(other)]
-        self.others, self.others_rates = BATCHES.get(recipe), rates_of(results, other)
+        self.title, self.recipe = f"{recipe}, {hosts} hosts", recipe
+        self.own, *self.longer = trained(results, recipe, hosts)
+        self.runs, self.rates, other = self.own.runs, self.own.rates, BATCHES.get(recipe, "")
+        self.others = trained(results, other, hosts, other) if other else []
         self.methods = list(max(self.runs, key=len)) if self.runs else []
         self.peers = [method for method in self.methods if method.startswith(PEERS)]
+        self.ours = [method for method in self.methods if method not in self.peers]
 
     def last(self, method: str) -> float:
         """Test loss after the last step, mean over the seeds."""
@@ -39,24 +78,16 @@ class Table:
     def _ends(self, method: str) -> list[float]:
         return [run[method]["scores"][-1] for run in self.runs if method in run]
 
-    def steps(self, method: str, loss: float, of: list[Any] | None = None) -> float | None:
-        """Of the first mark at the loss or below, to the third digit, of the mean curve over the seeds.
+    def steps(self, method: str, loss: float, of: Trained | None = None) -> int | None:
+        """Of the first mark at the loss or below, to the third digit, of the mean curve over the seeds."""
+        return (of or self.own).steps(method, loss)
 
-        Args:
-            of: runs with a longer schedule.
-        """
-        runs = [run for run in (self.runs if of is None else of) if method in run]
-        columns = zip(*(run[method]["scores"] for run in runs), strict=True)
-        marks = zip(runs[0][method]["steps"] if runs else [], map(statistics.mean, columns), strict=True)
-        return next((step for step, score in marks if round(score, 3) <= round(loss, 3)), None)
-
-    def sooner(self, method: str, peer: str, rate: str, of: list[Any] | None = None) -> str:
+    def sooner(self, method: str, peer: str, rate: str, of: Trained | None = None) -> str:
         """Times sooner than the peer at the loss that the peer has in the end."""
         mine, theirs = self.steps(method, self.last(peer), of), self.steps(peer, self.last(peer))
         if mine is None or theirs is None:
             return "not reached"
-        own = (self.others_rates if of is self.other else self.rates).get(rate, {}).get(method)
-        its = self.rates[rate].get(peer)
+        own, its = (of or self.own).rates.get(rate, {}).get(method), self.rates[rate].get(peer)
         return f"{theirs * its / (mine * own):.2f}" if own and its else "-"
 
     def losses(self) -> list[list[str]]:
@@ -97,27 +128,56 @@ class Table:
 
     def _soonest(self, peer: str, rate: str) -> str:
         found = []
-        for method in (method for method in self.methods if method not in self.peers):
-            for runs in (self.runs, *self.longer, self.other):
-                sooner = self.sooner(method, peer, rate, runs)
-                if sooner not in ("-", "not reached"):
-                    found.append((float(sooner), f"{method}{self._how(runs, method)}"))
+        for method, of in product(self.ours, (self.own, *self.longer, *self.others)):
+            sooner = self.sooner(method, peer, rate, of)
+            if sooner not in ("-", "not reached"):
+                found.append((float(sooner), f"{method}{of.how(method)}"))
         return "{:.2f} ({})".format(*max(found)) if found else "none of ours reaches it"
 
-    def _how(self, runs: list[Any], method: str) -> str:
-        """In what these runs differ from the recipe's."""
-        steps = next(run[method]["steps"][-1] for run in runs if method in run)
-        return "" if runs is self.runs else f"; {self.others}" if runs is self.other else f"; {steps} steps"
+    def at_each_loss(self) -> list[list[str]]:
+        """Seconds to the losses that `ddp` and its strongest form end at in batches of either size.
+
+        The soonest peer and the soonest of ours, each in either size and with every schedule that was tried.
+        """
+        everywhere = (self.own, *self.longer, *self.others)
+        ends = [(runs, peer) for runs in (self.own, *self.others[:1]) for peer in (self.peers[0], STRONGEST)]
+        losses = sorted({found for runs, peer in ends for _, found in [*runs.losses(peer)][-1:]}, reverse=True)
+        rows = [["loss", "soonest", *self.rates], ["---"] * (2 + len(self.rates))]
+        for loss in losses:
+            both = [
+                [_first(methods, everywhere, loss, rate) for rate in self.rates] for methods in (self.peers, self.ours)
+            ]
+            for who, found in zip(("peer", "of ours"), both, strict=True):
+                rows.append([f"{loss:.3f}", who, *(f"{one[0]:.1f} s ({one[1]})" if one else "-" for one in found)])
+            times = [
+                f"{theirs[0] / mine[0]:.2f}" if theirs and mine else "-" for theirs, mine in zip(*both, strict=True)
+            ]
+            rows.append([f"{loss:.3f}", "times sooner", *times])
+        return rows
 
     def markdown(self) -> str:
         steps = self.runs[0]["ddp"]["steps"][-1]
         parts = [f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.", lines(self.losses())]
-        for peer in (self.peers[0], "ddp, Muon, fp16 hook"):
+        for peer in (self.peers[0], STRONGEST):
             if peer in self.peers:
                 parts.append(f"{self.title}: times sooner than `{peer}` at the loss that it has in the end:")
                 parts.append(lines(self.to_the_loss_of(peer)))
         parts.append(f"{self.title}: times sooner at the loss that each peer has in the end, the soonest of ours:")
-        return "\n\n".join([*parts, lines(self.against_each_peer())])
+        parts.append(lines(self.against_each_peer()))
+        if self.recipe == "gpt" and STRONGEST in self.peers:
+            parts.append(f"{self.title}: seconds to a loss, batches of either size, every schedule that was tried:")
+            parts.append(lines(self.at_each_loss()))
+        return "\n\n".join(parts)
+
+
+def _first(methods: list[str], of: Iterable[Trained], loss: float, rate: str) -> tuple[float, str] | None:
+    """(seconds, which) of the method that is at the loss first."""
+    found = []
+    for method, runs in product(methods, of):
+        steps, seconds = runs.steps(method, loss), runs.rates.get(rate, {}).get(method)
+        if steps and seconds:
+            found.append((steps * seconds, f"{method}{runs.how(method)}"))
+    return min(found, default=None)
 
 
 def rates_of(results: dict[str, Any], begin: str) -> dict[str, dict[str, float]]:

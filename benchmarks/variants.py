@@ -3,10 +3,11 @@
     nice python benchmarks/variants.py --jobs 2          # about half an hour on two cores; a busy machine will do
 
 States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
-topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. One seed each; a rehearsal
-has the bits of so many processes. Losses are those of the mean of the workers' models on the test examples.
+topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
+of `gpt` in batches of 1,024 tokens. One seed each; a rehearsal has the bits of so many processes. Losses are those of
+the mean of the workers' models on the test examples.
 
-Writes `results/variants-<hardware>.json`; finished runs are kept in it.
+Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hardware import description, slug
+from loss_per_second import METHODS
 from rich.console import Console
 from rich.progress import track
 from tuning import loss
@@ -29,6 +31,13 @@ ALL = "strategy.topology.inner._target_=lightning_decentral.gossip.Complete"
 WHOLE = ["strategy/topology=every", "strategy.topology.steps=8", ALL]
 STREAM = ["strategy/topology=stream", "strategy.topology.steps=8", "strategy.topology.parts=4"]
 AFTER = {"": [], ", after 40 exact steps": ["strategy.exact_steps=40"]}
+
+
+IN_LARGER = {
+    "ddp, Muon": [("2e-2", "0.8"), ("4e-2", "0.8")],
+    "gossip, int8, Muon": [("3e-2", "0.9"), ("4e-2", "0.8")],
+    "streamed outer rounds of 8, int4, Muon": [("2e-2", "0.9"), ("4e-2", "0.8")],
+}
 
 
 class Variant(NamedTuple):
@@ -79,18 +88,35 @@ def digits() -> dict[str, Variant]:
     return found
 
 
+def batches() -> dict[str, Variant]:
+    """Rate and momentum in batches four times as large."""
+    found = {}
+    for method, grid in IN_LARGER.items():
+        for rate, momentum in grid:
+            own = [f"optimizer.lr={rate}", f"optimizer.momentum={momentum}", "data.batch_size=16"]
+            found[f"batches, {method}, {rate}, {momentum}"] = Variant([*METHODS[method], *own], steps=136)
+    return found
+
+
+def keep(kept: dict[str, Any], name: str, found: float) -> None:
+    """On the disk."""
+    kept["losses"][name], here = found, description()
+    if kept.setdefault("hardware", here)["processor"] != here["processor"]:
+        kept["also on"] = sorted({*kept.get("also on", []), here["processor"]})
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"losses": {}}
-    every = {**states(), **rounds(), **digits()}
+    every = {**states(), **rounds(), **digits(), **batches()}
     todo = {name: one for name, one in every.items() if name not in kept["losses"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         running = {pool.submit(loss, *one): name for name, one in todo.items()}
         for done in track(as_completed(running), "runs", total=len(running)):
-            kept["losses"][running[done]] = done.result()
-            RESULTS.write_text(json.dumps({**kept, "hardware": description()}, indent=1) + "\n")
+            keep(kept, running[done], done.result())
     Console().print({name: round(kept["losses"][name], 4) for name in every})
 
 

@@ -51,7 +51,11 @@ def test_the_page_names_the_soonest_of_ours_for_each_peer(tmp_path: Path) -> Non
 def test_a_longer_schedule_may_come_to_a_peers_loss_sooner() -> None:
     longer = {"gpt-1440-steps 4 0": {"gossip": {"steps": [20, 40, 60], "scores": [2.0, 1.1, 0.9]}}}
     table = Table({**RESULTS, "curves": {**RESULTS["curves"], **longer}}, "gpt", 4)
-    assert table.against_each_peer()[3] == ["ddp, Muon", "1.100", "4.50 (gossip; 60 steps)"]  # 30 x 1.2 s, 40 x 0.2 s
+    assert table.against_each_peer()[3] == [
+        "ddp, Muon",
+        "1.100",
+        "4.50 (gossip; 60 steps, one seed)",
+    ]  # 30 x 1.2 s, 40 x 0.2 s
     assert table.against_each_peer()[2] == ["ddp", "1.600", "7.50 (gossip)"]
 
 
@@ -61,6 +65,27 @@ def test_batches_of_another_size_may_come_to_a_peers_loss_sooner() -> None:
     results["seconds"]["gpt-1024-tokens 4 10mbit"] = {"gossip": 0.6}
     rows = Table(results, "gpt", 4).against_each_peer()
     assert rows[3] == ["ddp, Muon", "1.100", "15.00 (gossip; gpt-1024-tokens)"]  # 30 x 1.2 s, 4 x 0.6 s
+
+
+def test_the_soonest_peer_may_have_batches_of_another_size_and_a_longer_schedule() -> None:
+    strongest, ours = "ddp, Muon, fp16 hook", "gossip"
+    curves = {
+        "gpt 4 0": {"ddp": run([3, 2, 1.5]), strongest: run([2, 1.5, 1.0]), ours: run([2.2, 1.6, 1.2])},
+        "gpt-1440-steps 4 0": {ours: {"steps": [20, 40, 60], "scores": [2.0, 1.0, 0.9]}},
+        "gpt-1024-tokens 4 0": {"ddp": run([3, 2, 1.8]), strongest: run([2, 1.8, 1.4]), ours: run([2, 1.9, 1.7])},
+        "gpt-1024-tokens-400-steps 4 0": {strongest: {"steps": [10, 20], "scores": [1.4, 0.9]}},
+    }
+    step = {"ddp": 1.0, strongest: 0.8, ours: 0.1}
+    seconds = {f"{recipe} 4 10mbit": step for recipe in ("gpt", "gpt-1024-tokens")}
+    table = Table({"curves": curves, "seconds": seconds}, "gpt", 4)
+    rows = {(loss, who): cell for loss, who, cell in table.at_each_loss()[2:]}
+    assert (
+        rows["1.000", "peer"] == f"16.0 s ({strongest}; gpt-1024-tokens; 20 steps, one seed)"
+    )  # 20 x 0.8 s, own 30 x 0.8 s
+    assert rows["1.000", "of ours"] == "4.0 s (gossip; 60 steps, one seed)"
+    assert rows["1.000", "times sooner"] == "4.00"
+    assert rows["1.400", "peer"] == f"8.0 s ({strongest}; gpt-1024-tokens; 20 steps, one seed)"
+    assert [*dict.fromkeys(loss for loss, _ in rows)] == ["1.800", "1.500", "1.400", "1.000"]
 
 
 def test_every_method_is_one_that_the_command_line_takes() -> None:
