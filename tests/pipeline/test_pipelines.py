@@ -134,7 +134,7 @@ def test_a_gradient_that_only_some_have_counts_as_zero_of_the_others():
     own = [[torch.ones(2), None, None], [None, torch.full((3,), 4.0), None]]
 
     def worker(group):
-        bond = AverageGradients().join(lambda: GlooTransport(group), torch.device("cpu"), per_node=1)
+        bond = AverageGradients().join(*[lambda: GlooTransport(group)] * 2, torch.device("cpu"), per_node=1)
         return bond.gradients(own[group.rank()], parameters)
 
     for first, second, nobody in world(2, worker):
@@ -235,7 +235,7 @@ def test_a_bond_equals_the_simulation(how, size):
     def worker(group):
         point = Point()
         optimizer = torch.optim.SGD(point.parameters(), lr=0.1)
-        bond = how.join(lambda: GlooTransport(group), torch.device("cpu"), per_node=1)
+        bond = how.join(*[lambda: GlooTransport(group)] * 2, torch.device("cpu"), per_node=1)
         bond.prepare([optimizer])
         for step in range(6):
             x = torch.zeros(size, 5, dtype=torch.float64)
