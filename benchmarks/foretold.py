@@ -1,7 +1,7 @@
 """What a rehearsal foretells from little, against what came: steps beyond those rehearsed, and steps of more workers.
 
     nice python benchmarks/foretold.py          # about five minutes on two cores; a busy machine will do
-    nice python benchmarks/foretold.py --apart  # what disagreement costs; about five minutes
+    nice python benchmarks/foretold.py --apart  # what disagreement costs; about a minute
     python benchmarks/foretold.py --whole       # a rehearsal as users ask for it: at most ten minutes
 
 Beyond: every committed curve of `loss_per_second.py` is cut off after 0.3, 0.4, ... of its steps, and the steps to the
@@ -10,8 +10,8 @@ loss that it has 1.1 to 1.5 times as far are extrapolated as a rehearsal does.
 Noise: `ddp` is rehearsed on 2 to 16 workers, `gpt` with AdamW and `vit` with its own optimizer. The noise scale of the
 gradients on two workers foretells the ratio of the steps to a loss; the rehearsals on more workers say what it is.
 
-Apart: what the disagreement of gossip's workers costs, under several methods on 4 workers, each at its best of three
-learning rates, and on 8. The probe of the first one, on 4 workers, foretells it for all.
+Apart: what the disagreement of gossip's workers costs after 44 of 300 steps, while learning rates are high, under
+several methods on 4 and 8 workers. The probe of the first one, on 4 workers, foretells it for all.
 
 Stacked: forward and backward of four workers, one after the other and stacked by `torch.func`, in one run, one torch
 thread, processor time.
@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,11 @@ from torch.utils._pytree import tree_map
 from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.disagreement import Drift
+from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
 from lightning_decentral.planner.rehearsal.noise import steps_ratio
-from lightning_decentral.planner.rehearsal.rehearse import METHODS, RATES
-from lightning_decentral.planner.rehearsal.search import Course, Found, beyond, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.rehearse import METHODS
+from lightning_decentral.planner.rehearsal.search import Course, Found, apart_now, beyond, reached, search, smoothed
 from lightning_decentral.planner.rehearsal.worker import Loop, loss_of, quiet
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,8 +68,9 @@ APART = {
     "gossip, every eighth step": "strategy=gossip strategy/topology=every",
     "streamed outer rounds": METHODS[-1].words,
 }
-FEW, MANY, APART_STEPS = 4, 8, 120
-SLOWER = (1.0, 0.5)
+APART_OF = {4: [*APART], 8: ["gossip, ring", "gossip, every eighth step"]}
+APART_STEPS = 44
+"""Four behind the last of every eighth."""
 SAID = ("the noise", "the disagreement", "so the learning", "on 4 workers", "~", "train with", "stay", "recipe=")
 
 
@@ -96,41 +97,36 @@ def far() -> dict[str, Any]:
     return {**found, "nine in ten within": off[int(0.9 * len(off))], "bias": statistics.median(errors)}
 
 
-def trained(
-    recipe: str,
-    workers: int,
-    words: str = "strategy=ddp",
-    rates: Sequence[float] = (1.0,),
-    probes: bool = False,
-    steps: int = STEPS,
-) -> Found:
+def trained(recipe: str, workers: int) -> Found:
+    make, evaluation = making(recipe, workers, "strategy=ddp")
+    return search(make, [1.0], Course(STEPS, 0.0, evaluation, lambda: None))
+
+
+def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Crew], Evaluation]:
+    """(What makes the crew at a learning rate, what its losses are taken by)."""
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
     batches, epoch = shared_out(loader_of(module, data), workers)
-    course = Course(steps, 0.0, Evaluation(module, held_out(module, data, None)), lambda: None, probes)
     clip = cfg.trainer.gradient_clip_val
 
     def make(rate: float) -> Crew:
-        return Crew(module, batches, strategy_of(words), workers, steps, loop=Loop(clip, rate, epoch, steps))
+        return Crew(module, batches, strategy_of(words), workers, STEPS, loop=Loop(clip, rate, epoch, STEPS))
 
-    return search(make, rates, course)
+    return make, Evaluation(module, held_out(module, data, None))
 
 
-def apart(recipe: str) -> dict[str, Any]:
-    """What disagreement costs each method while it learns fast, foretold and come; the best rates."""
-    rows: list[dict[str, Any]] = []
+def apart(recipe: str) -> Iterator[dict[str, Any]]:
+    """What disagreement costs each method while it learns fast, foretold and come."""
     drift: Drift | None = None
-    for workers, title in track([(n, title) for n in (FEW, MANY) for title in APART], f"{recipe}, apart"):
-        words = APART[title]
-        found = trained(recipe, workers, words, RATES if workers == FEW else SLOWER, drift is None, APART_STEPS)
-        assert found.early is not None
-        drift = drift or found.early.drift
+    for workers, title in ((n, title) for n, titles in APART_OF.items() for title in titles):
+        make, evaluation = making(recipe, workers, APART[title])
+        with make(1.0) as crew:
+            crew.train(APART_STEPS)
+            came, learning_rate = apart_now(crew, evaluation), crew.learning_rate
+            drift = drift or probed(crew, evaluation, 1.0)
         assert drift is not None
-        told = drift.apart(strategy_of(words), workers, 1, found.early.learning_rate)
-        numbers = {"rate": found.rate, "loss": found.loss, "foretold": told, "came": found.early.apart}
-        numbers |= {"in_the_end": found.apart, "learning_rate": found.early.learning_rate}
-        rows.append({"method": title, "workers": workers, **numbers})
-    return {"drift": asdict(drift) if drift else None, "rows": rows}
+        foretold = drift.apart(strategy_of(APART[title]), workers, 1, learning_rate)
+        yield {"method": title, "workers": workers, "foretold": foretold, "came": came, "drift": asdict(drift)}
 
 
 def noisy(recipe: str) -> dict[str, Any]:
@@ -222,7 +218,7 @@ def main() -> None:
         found["whole"] = whole()
     elif options.apart:
         torch.set_num_threads(1)
-        found["apart"] = {recipe: apart(recipe) for recipe in TARGETS}
+        found["apart"] = {recipe: list(track(apart(recipe), recipe, total=7)) for recipe in TARGETS}
     else:
         found["beyond"] = far()
         found["stacked"] = {recipe: stacked(recipe) for recipe in ("gpt", "vit", "resnet")}

@@ -2,7 +2,7 @@
 
     d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a word
     D_k     = mean_i |d_i(k)|^2           their spread
-    E_k     = mean_i loss(x_i) - loss(mean_i x_i) = 1/2 c D_k       c: the curvature along what workers learn apart
+    E_1     = mean_i loss(x_i) - loss(mean_i x_i) = 1/2 c D_1       c: the curvature along what workers learn apart
     D_k / D_1 = k + 2 sum_(t < k) (k - t) rho^t                     rho: how like its last one an update is
     apart   = 1/2 c s f,    s = D_1 n / (n - 1)                     s: the variance of a worker's update
 
@@ -94,16 +94,16 @@ def probed(crew: Crew, evaluation: Evaluation, rate: float) -> Drift | None:
     agree(modules)
     size = _squares(list(modules[0].parameters()))
     crew.drift(1)
-    first = spread_of(modules)
+    # Now: where they go on in one direction curvature is less, and gossip doesn't let them.
+    first, alone = spread_of(modules), [evaluation.loss([module]) for module in modules]
+    excess = sum(alone) / len(alone) - evaluation.loss(modules)
     crew.drift(ALONE - 1)
     last = spread_of(modules)
-    alone = [evaluation.loss([module]) for module in modules]
-    excess = sum(alone) / len(alone) - evaluation.loss(modules)
     if not (first > 0 and excess > 0):
         return None
     variance = first * len(modules) / (len(modules) - 1)
     alike = correlation(last / first, ALONE)
-    return Drift(variance, alike, 2 * excess / last, sqrt(size / variance), learning_rate, rate)
+    return Drift(variance, alike, 2 * excess / first, sqrt(size / variance), learning_rate, rate)
 
 
 @torch.no_grad()

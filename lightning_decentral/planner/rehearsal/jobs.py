@@ -89,6 +89,7 @@ class Foreknowledge:
     rate: float
     loss: float
     drift: Drift
+    came: float
 
     def apart(self, ask: Ask, job: Job, learning_rate: float) -> float | None:
         """What the disagreement of workers costs, foretold; of gossip."""
@@ -107,7 +108,14 @@ class Foreknowledge:
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.of):
             return ask.rates
         cost = self.at_most(ask, job)
-        return ask.rates if cost is None or cost > NEGLIGIBLE * self.loss else (self.rate,)
+        if cost is None or self._off(ask) * cost > NEGLIGIBLE * self.loss:
+            return ask.rates
+        return (self.rate,)
+
+    def _off(self, ask: Ask) -> float:
+        """How many times more than foretold its own workers' disagreement cost where they were probed; at least 1."""
+        told = self.drift.apart(self.of, self.workers, ask.per_node, self.drift.learning_rate)
+        return max(1.0, self.came / told)
 
 
 def _updates(strategy: Strategy) -> object:
@@ -136,7 +144,8 @@ def rehearsed(ask: Ask, job: Job, known: Foreknowledge | None) -> tuple[Reached,
     others = (search(partial(job.crew, ask, seed), [first.rate], ask.course) for seed in range(1, ask.seeds))
     found, strategy, learnt = [first, *others], job.strategy, known
     if first.early is not None and first.early.drift is not None and isinstance(strategy, GossipStrategy):
-        learnt = Foreknowledge(job.workers, strategy, first.rate, first.loss, first.early.drift)
+        told = first.rate, first.loss, first.early.drift, first.early.apart
+        learnt = Foreknowledge(job.workers, strategy, *told)
     foretelling = known or learnt  # by itself where nobody was before
     foreseen = [one.foreseen(ask.course.target) for one in found]
     reached = Reached(

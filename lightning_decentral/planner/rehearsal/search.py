@@ -142,24 +142,25 @@ class Track:
             )
         sent = sum(member.sent_bytes for member in self.crew.members) / len(self.crew.losses)
         self.crew.release()
-        noise, apart = self.crew.noise.scale, self._apart()
+        noise, apart = self.crew.noise.scale, apart_now(self.crew, self.course.evaluation)
         return Found(self.rate, self.reached, tuple(self.points), sent, noise, apart, self.crew.learning_rate)
 
     def early(self) -> Early | None:
         """Of a crew that isn't needed any more; None: its workers are equal, or have no numbers."""
         if self.crew.alike or self.diverged:
             return None
-        learning_rate, apart = self.crew.learning_rate, self._apart()
+        learning_rate, apart = self.crew.learning_rate, apart_now(self.crew, self.course.evaluation)
         drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
         return Early(learning_rate, apart, drift)
 
-    def _apart(self) -> float:
-        """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
-        if self.crew.alike:
-            return 0.0
-        modules = [worker.module for worker in self.crew.workers]
-        alone = [self.course.evaluation.loss([module]) for module in modules]
-        return sum(alone) / len(alone) - self.course.evaluation.loss(modules)
+
+def apart_now(crew: Crew, evaluation: Evaluation) -> float:
+    """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
+    if crew.alike:
+        return 0.0
+    modules = [worker.module for worker in crew.workers]
+    alone = [evaluation.loss([module]) for module in modules]
+    return sum(alone) / len(alone) - evaluation.loss(modules)
 
 
 def smoothed(marks: Sequence[Point]) -> list[Point]:

@@ -151,22 +151,23 @@ def job(words: str, workers: int = 4) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("words", "workers", "curvature", "rates"),
+    ("words", "workers", "curvature", "came", "rates"),
     [
-        ("strategy/topology=ring", 4, 1e-6, (2.0,)),
-        ("strategy/codec=int8", 4, 1e-6, (2.0,)),
-        ("strategy/topology=ring", 4, 1e3, Asked.rates),  # it costs something
-        ("strategy/topology=ring", 8, 1e-6, Asked.rates),
-        ("strategy/combine=exact_diffusion strategy.delay=0", 4, 1e-6, Asked.rates),
+        ("strategy/topology=ring", 4, 1e-6, 0.0, (2.0,)),
+        ("strategy/codec=int8", 4, 1e-6, 1e-6, (2.0,)),
+        ("strategy/topology=ring", 4, 1e3, 0.0, Asked.rates),  # it costs something
+        ("strategy/topology=ring", 4, 1e-6, 0.1, Asked.rates),  # the first method's cost more than was foretold
+        ("strategy/topology=ring", 8, 1e-6, 0.0, Asked.rates),
+        ("strategy/combine=exact_diffusion strategy.delay=0", 4, 1e-6, 0.0, Asked.rates),
     ],
 )
 def test_rates_are_tried_where_something_depends_on_it(
-    words: str, workers: int, curvature: float, rates: tuple[float, ...]
+    words: str, workers: int, curvature: float, came: float, rates: tuple[float, ...]
 ) -> None:
-    known = Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift(curvature=curvature))
+    known = Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift(curvature=curvature), came)
     ask: Any = Asked()
     assert known.rates(ask, job(words, workers)) == rates
-    assert Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift()).rates(
+    assert Foreknowledge(4, GossipStrategy(), 2.0, 1.0, drift(), 0.0).rates(
         ask, Job(4, Candidate("strategy=ddp", "ddp"))
     ) == (Asked.rates)
 

@@ -51,7 +51,8 @@ class Int8(Codec):
         if message.device.type == "cuda":
             super().residual(message, payload, frame)
             return
-        for rows, codes, scale in _encoded(*payload, message, self.block, frame.key):
+        quantized, scales = payload
+        for rows, codes, scale in _encoded(quantized, scales, message, self.block, frame.key):
             rows.sub_(codes.mul_(scale).to(rows.dtype))  # while the codes are in the cache
 
     def _encode(self, message: Tensor, payload: Payload, frame: Frame, replace: bool) -> None:
