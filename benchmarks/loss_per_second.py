@@ -70,8 +70,6 @@ OURS = {method: words for method, words in METHODS.items() if "Muon" in method a
 STRONGEST = {method: METHODS[method] for method in ("ddp, Muon", "ddp, Muon, fp16 hook")}
 RECIPES = {
     "gpt": GPT._replace(methods=METHODS),
-    "gpt-744-steps": GPT._replace(steps=744, every=24, methods=STRONGEST | OURS),
-    "gpt-912-steps": GPT._replace(steps=912, every=24, methods=STRONGEST | OURS),
     "gpt-1440-steps": GPT._replace(steps=1440, methods=OURS),
     "gpt-1620-steps": GPT._replace(steps=1620, every=30, methods=OURS),
     "gpt-1024-tokens": LARGER_BATCH._replace(methods=METHODS),
@@ -85,7 +83,7 @@ RECIPES = {
 STEPS = {("gpt", 8): 540, ("gpt", 16): 540}
 """On more hosts: at 8 the examples of 1,080 steps on 4."""
 FASTER = {"gossip, int8, Muon": ["optimizer.lr=3e-2"]}
-TUNED = {(name, hosts): FASTER for name in ("gpt", "gpt-744-steps", "gpt-912-steps") for hosts in (8, 16)}
+TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 8): FASTER, ("gpt", 16): FASTER}
 """Words beside a method's own, by recipe and hosts."""
 FREE = "10gbit"
 """Links for the losses: no method waits for them."""

@@ -10,7 +10,7 @@ from cluster import bits_per_second
 from cluster_accuracy import LOSS
 
 LONGER = {
-    "gpt": ("gpt-744-steps", "gpt-912-steps", "gpt-1440-steps", "gpt-1620-steps"),
+    "gpt": ("gpt-1440-steps", "gpt-1620-steps"),
     "gpt-1024-tokens": ("gpt-1024-tokens-400-steps", "gpt-1024-tokens-480-steps"),
 }
 """What ours are trained in, too, with schedules of that length: steps are cheap to them, and who ends a run of as many
