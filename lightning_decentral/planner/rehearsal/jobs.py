@@ -120,8 +120,9 @@ class Foreknowledge:
 
 def _updates(strategy: Strategy) -> object:
     """What a worker's updates are made by, but for whom it hears, and how exactly."""
-    same = isinstance(strategy, GossipStrategy)
-    return (strategy.combine, strategy.states, strategy.exact_steps) if same else None
+    if not isinstance(strategy, GossipStrategy):
+        return None
+    return strategy.combine, strategy.states, strategy.exact_steps
 
 
 def timed(ask: Ask, job: Job) -> float:
