@@ -86,7 +86,7 @@ def test_a_negative_warm_up_is_refused(kind: type) -> None:
 
 @pytest.mark.parametrize(
     ("warm_up", "total_steps", "steps"),
-    [(0.25, 80, 20), (0.25, math.inf, 0), (0.25, -1, 0), (0, 80, 0), (1, 80, 1), (7, 80, 7)],
+    [(0.25, 80, 20), (0.25, 7, 2), (0.25, math.inf, 0), (0.25, -1, 0), (0, 80, 0), (1, 80, 1), (7, 80, 7)],
 )
 def test_a_warm_up_may_be_a_part_of_the_run(warm_up: float, total_steps: float, steps: int) -> None:
     timed = Temporal(warm_up=warm_up).timed(total_steps)
