@@ -16,10 +16,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_decentral.planner.rehearsal.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.strategies import member_of
 from lightning_decentral.planner.rehearsal.noise import NoiseScale
 from lightning_decentral.planner.rehearsal.stacked import Stack
-from lightning_decentral.planner.rehearsal.strategies import member_of
 from lightning_decentral.planner.rehearsal.worker import Loop, Worker
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 

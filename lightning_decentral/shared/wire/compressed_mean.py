@@ -13,6 +13,7 @@ Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -125,9 +126,7 @@ class CompressedMean:
         back: carries the owners' codes, for this alone.
 
     Attributes:
-        leaving: where codes are made and sent.
-        owning: where they are reduced.
-        flight: what a tensor between start and landing is.
+        leaving, owning, flight: where codes are made and sent, where they are reduced, what lies between the two.
     """
 
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
@@ -152,8 +151,8 @@ class CompressedMean:
     def spans(self, length: int) -> list[tuple[int, int]]:
         """(start, stop) of each worker's part."""
         if length not in self._spans:
-            each = -(-length // (self.over.size * GRAIN)) * GRAIN
-            self._spans[length] = [(min(length, each * i), min(length, each * (i + 1))) for i in range(self.over.size)]
+            ends = [min(length, i * -(-length // (self.over.size * GRAIN)) * GRAIN) for i in range(self.over.size + 1)]
+            self._spans[length] = [*pairwise(ends)]
         return self._spans[length]
 
     def payload(self, length: int, like: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """What a strategy does between workers, without Lightning's loop: to gradients, and to parameters after the update.
 
-The parts are the strategies' own: gossip's rounds and mixers, the compressed average (`average_member`), the cuts of
-partial backprop (`partial_member`). `ddp` is the exact average.
+The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`averaging`), the cuts of partial
+backprop (`partial`). `ddp` is the exact average.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +27,9 @@ from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
-from lightning_decentral.planner.rehearsal.average_member import Averaging
-from lightning_decentral.planner.rehearsal.member import Member, Place
-from lightning_decentral.planner.rehearsal.partial_member import Cutting
+from lightning_decentral.planner.rehearsal.members.averaging import Averaging
+from lightning_decentral.planner.rehearsal.members.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.partial import Cutting
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.wire.mean import mean

@@ -14,7 +14,7 @@ from lightning_decentral.partial.dry_run import refuse_unserved, repeated
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
-from lightning_decentral.planner.rehearsal.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.worker import loss_of, quiet
 from lightning_decentral.shared.compute.block_cost import Run
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers

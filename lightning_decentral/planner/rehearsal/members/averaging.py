@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_decentral.compressed.strategy import of_all
-from lightning_decentral.planner.rehearsal.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.worker import CPU
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec

@@ -1,6 +1,6 @@
 """What a crew asks of one worker's part of a strategy, whichever it is, and the place that the worker has in it.
 
-Short, and a module of its own: the parts of `strategies` and `partial_member` build on it.
+Short, and a module of its own: the parts of `strategies`, `averaging` and `partial` build on it.
 """
 
 from abc import ABC, abstractmethod
