@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.search import Course, Point, reached, search, smoothed
+from lightning_decentral.planner.rehearsal.search import MARKS, Course, Point, reached, search, smoothed
 from lightning_decentral.planner.rehearsal.worker import Loop
 
 WITHIN, ALIKE = 0.15, 0.1
@@ -87,11 +87,13 @@ def compared(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def real_runs(place: Place, kept: dict[str, Any]) -> dict[str, list[Point]]:
-    """{method: (step, loss)}: committed ones as they are, those of marks as a rehearsal's smoothed as those are."""
-    found = json.loads(REAL.read_text())["curves"].get(f"{place.key} {SEED}")
-    here = kept["real_curves"].get(place.key, {}) if found is None else found
-    curves = {method: [*zip(run["steps"], run["scores"], strict=True)] for method, run in here.items()}
-    return curves if found else {method: smoothed(points) for method, points in curves.items()}
+    """{method: (step, loss)}, smoothed as a rehearsal's where marks are as near to each other."""
+    committed = json.loads(REAL.read_text())["curves"].get(f"{place.key} {SEED}")
+    found = {}
+    for method, run in (committed or kept["real_curves"][place.key]).items():
+        points = [*zip(run["steps"], run["scores"], strict=True)]
+        found[method] = smoothed(points) if run["steps"][0] == place.steps // MARKS else points
+    return found
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:

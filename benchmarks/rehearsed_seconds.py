@@ -60,21 +60,12 @@ class Place(NamedTuple):
 
 
 IMAGES = {name: THEIRS[name]._replace(score=CROSS_ENTROPY) for name in ("vit", "resnet")}
-# Steps of 8 images take 10 ms: of the order of what a process waits for its turn.
-MORE = {
-    f"{name}-64-images": recipe._replace(words=[*recipe.words, "data.batch_size=64"], steps=120)
-    for name, recipe in IMAGES.items()
-}
-RECIPES = {**THEIRS, **IMAGES, **MORE}
+RECIPES = {**THEIRS, **IMAGES}
 PLACES = (
     Place("gpt", HOSTS, 320),
     Place("gpt", 2, 480),
     Place("vit", 2, 120, (1.2, 0.9, 0.7)),
     Place("resnet", 2, 120, (0.7, 0.5, 0.3)),
-    Place("gpt-1024-tokens", 2, 120),
-    Place("vit-64-images", 2, 60, (1.0, 0.6, 0.4)),
-    Place("resnet-64-images", 2, 60, (1.0, 0.6, 0.4)),
-    Place("gpt-1024-tokens", HOSTS, 120),
 )
 RATES = ("10mbit", "50mbit", "200mbit", "1gbit")
 METHODS_HERE = {

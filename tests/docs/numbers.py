@@ -146,6 +146,21 @@ def rehearse() -> Iterator[str]:
     half, most_off = (100 * off[name] for name in ("median off", "nine in ten within"))
     errors = f"within {half:.1f} % of the steps that came, nine in ten within {most_off:.1f} %"
     yield f"{errors}. So the interval is widened by 11 %"
+    rows = [row for of in foretold["apart"].values() for row in of]
+    near, coded, far = (
+        [row["foretold"] / row["came"] for row in rows if row["method"] in some]
+        for some in (
+            ("gossip", "gossip, ring"),
+            ("gossip, int8",),
+            ("gossip, every eighth step", "streamed outer rounds"),
+        )
+    )
+    assert min(near + coded + far) >= 1
+    yield f"was {min(near):.1f} to {max(near):.1f} times as much"
+    yield f"with `int8` {min(coded):.1f} to {max(coded):.1f} times"
+    yield f"every eighth step or in streams {min(far):.1f} to {max(far):.1f} times"
+    long = found["long"]
+    yield f"where a step takes 25 ms or more in {long['step_seconds_within']} of {long['values']}"
     gpt, vit, resnet = (f"{foretold['stacked'][recipe]:.2f}" for recipe in ("gpt", "vit", "resnet"))
     yield f"take {gpt} times as long with `gpt` on a CPU, {vit} with `vit`, {resnet} with `resnet`"
     yield f"takes {foretold['whole']['minutes']:.1f} minutes"

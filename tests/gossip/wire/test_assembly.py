@@ -15,6 +15,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.assembly import ExchangeByStep, assembled
 from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
 from tests.gossip.topologies import every_topology
@@ -45,7 +46,9 @@ class Alike(Transport):
 
 def exchange_of(topology: Topology, workers: int) -> Any:
     member: Any = SimpleNamespace(
-        peers=lambda groups: next((Alike(len(g)) for g in groups if 0 in g), None), exchange=lambda exchange: exchange
+        peers=lambda groups: next((Alike(len(g)) for g in groups if 0 in g), None),
+        beside=overlapped,
+        exchange=lambda exchange: exchange,
     )
     return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0)
 
@@ -58,7 +61,7 @@ def groups_of(topology: Topology, workers: int, worker: int, codec: Codec) -> li
         made.append([tuple(group) for group in groups])
         return next((Alike(len(group)) for group in groups if worker in group), None)
 
-    member: Any = SimpleNamespace(peers=peers, exchange=lambda exchange: exchange)
+    member: Any = SimpleNamespace(peers=peers, beside=overlapped, exchange=lambda exchange: exchange)
     assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0)
     return made
 

@@ -9,7 +9,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange
 pytestmark = pytest.mark.threads
 
 
-@pytest.mark.parametrize(("codec", "files", "moves"), [(Plain(), 13, 47), (Int8(), 15, 69)], ids=str)
+@pytest.mark.parametrize(("codec", "files", "moves"), [(Plain(), 13, 49), (Int8(), 15, 71)], ids=str)
 def test_one_round_is_a_short_walk(codec: Codec, files: int, moves: int) -> None:
     found = walk(codec)
     assert len(found.entered) == 3, "the training, what leaves, what arrives"
