@@ -189,10 +189,10 @@ class TokenPipelineStrategy(WorkersStrategy):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
-        average = lambda *of: self.bond.gradients(*of)  # noqa: E731 - of the replicas, to whom it is bound later
-        self._stage = StageTraining(
-            module, pipe, holdings, self.plans, slicing=self.slicing, average=average, planned=self._say_plan
-        )
+        options = {"slicing": self.slicing, "planned": self._say_plan}
+        # The bond is made later.
+        options["average"] = lambda *of: self.bond.gradients(*of)
+        self._stage = StageTraining(module, pipe, holdings, self.plans, **options)
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
 

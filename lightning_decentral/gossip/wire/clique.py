@@ -103,7 +103,7 @@ class CliqueExchange(Exchange[CliqueMessages]):
         self._verdicts.hear(part.step, part.clique, said, sane)
         heard = finite.sum()  # all, unless someone's message was refused
         # A device isn't asked.
-        for total in part.totals if self.device.type == "cuda" or int(heard) < len(part.clique) else ():
+        for total in part.totals if self.device.type != "cpu" or int(heard) < len(part.clique) else ():
             total.div_((heard.clamp(min=1) / len(part.clique)).to(total.dtype))
         # Nor where all were refused: a sum of nobody is no model.
         taken = (sane == finite).all() & finite.any()

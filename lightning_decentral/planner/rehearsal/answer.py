@@ -172,11 +172,11 @@ class Answer:
             return []
         columns = zip(*((told, came, abs(told - came)) for told, came, _ in known), strict=True)
         foretold, came, off = (max(0.0, *column) for column in columns)
-        said = f"the disagreement of gossip's workers was foretold to cost {foretold:.4f} of loss at most, and cost "
+        said = f"what workers of gossip lose to their mean in the end: up to {foretold:.4f} was foretold, up to "
         most = max(row.rates for row in self.rows)
         fewer = [f"{row.title} on {row.workers} workers" for *_, row in known if row.rates < most]
         less = [f"so the learning rate of the first method of gossip was taken for {', '.join(fewer)}"] if fewer else []
-        return [f"{said}{came:.4f}; of no method it was further off than {off:.4f}", *less]
+        return [f"{said}{came:.4f} came, and no method was further off than {off:.4f}", *less]
 
     def _over_rates(self) -> list[str]:
         """What to train with at other rates, a line for each number of workers."""

@@ -84,7 +84,8 @@ class Foreknowledge:
     """What the first method of gossip on so many workers tells of the others.
 
     It is what its workers learn apart, and, of those that differ from it in how workers disagree alone, the best
-    learning rate."""
+    learning rate.
+    """
 
     workers: int
     of: GossipStrategy

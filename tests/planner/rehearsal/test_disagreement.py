@@ -187,6 +187,6 @@ def test_a_rehearsal_says_what_it_foretold_and_tries_fewer_rates(monkeypatch: py
     assert ring.apart_foretold is not None
     assert ring.apart_foretold == pytest.approx(complete.apart_foretold)  # of two workers both are pairs
     text = "\n".join(found.sentences())
-    assert "the disagreement of gossip's workers was foretold to cost" in text
+    assert "what workers of gossip lose to their mean in the end: up to" in text
     assert "taken for gossip strategy/topology=complete on 2 workers" in text
     assert any(f"learning rates times {ring.rate:g} only" in said for said in heard)
