@@ -17,7 +17,7 @@ Stacked: forward and backward of four workers, one after the other and stacked b
 thread, processor time.
 
 Whole: `lightning-decentral rehearse` with its defaults, six methods on four workers, 300 steps of `gpt`: its minutes,
-and what it prints.
+what it prints, and its processor time over that of its forwards and backwards (`rehearsed_gradients.py`).
 
 Writes `results/foretold-<hardware>.json`.
 """
@@ -194,17 +194,19 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def whole() -> dict[str, Any]:
-    """Minutes of the command, the profile not included; the lines behind its table."""
+    """Minutes of the command, the profile not included; the lines behind its table; what it computes."""
     command = str(Path(sys.executable).parent / "lightning-decentral")
     with tempfile.TemporaryDirectory() as folder:
         profile = f"{folder}/profile.json"
         subprocess.run([command, "profile", "recipe=gpt", "--out", profile], check=True, capture_output=True)
         begun = time.monotonic()
         words = ["recipe=gpt", "workers=4", "--profile", profile, "--bandwidth", "200mbit", "--target", "2.2"]
-        printed = subprocess.run([command, "rehearse", *words], check=True, capture_output=True, text=True)
+        counting = [sys.executable, str(Path(__file__).parent / "rehearsed_gradients.py"), f"{folder}/counted.json"]
+        printed = subprocess.run([*counting, "rehearse", *words], check=True, capture_output=True, text=True)
+        counted = json.loads(Path(f"{folder}/counted.json").read_text())
     minutes, lines = (time.monotonic() - begun) / 60, printed.stdout.splitlines()
     behind = [line for line in lines if line.startswith(SAID)]
-    return {"minutes": minutes, "words": words[:2] + words[4:], "lines": behind, "printed": lines}
+    return {"minutes": minutes, **counted, "words": words[:2] + words[4:], "lines": behind, "printed": lines}
 
 
 def main() -> None:

@@ -163,7 +163,9 @@ def rehearse() -> Iterator[str]:
     yield f"where a step takes 25 ms or more in {long['step_seconds_within']} of {long['values']}"
     gpt, vit, resnet = (f"{foretold['stacked'][recipe]:.2f}" for recipe in ("gpt", "vit", "resnet"))
     yield f"take {gpt} times as long with `gpt` on a CPU, {vit} with `vit`, {resnet} with `resnet`"
-    yield f"takes {foretold['whole']['minutes']:.1f} minutes"
+    whole = foretold["whole"]
+    yield f"takes {whole['minutes']:.1f} minutes"
+    yield f"The whole command takes {whole['processor_seconds'] / whole['gradient_seconds']:.2f} times"
 
 
 def pipelines() -> Iterator[str]:
