@@ -3,7 +3,8 @@
     python benchmarks/rehearsed_gradients.py counted.json rehearse recipe=gpt workers=4 --target 2.2
 
 What follows the file is the command, `lightning-decentral`. Counted is the processor time of all threads since the
-command began, and in it that of the recipe's own `training_step` with its backward; validations are none of these.
+command began, imports left out, and in it that of the recipe's own `training_step` with its backward. Validations are
+none of these.
 """
 
 import json
