@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster import ClusterError, cluster
-from cluster_accuracy import INT8, WARM_UP, Recipe, measure
+from cluster_accuracy import CROSS_ENTROPY, WARM_UP, Recipe, measure
 from cluster_accuracy import RECIPES as PLAIN_RECIPES
 from hardware import description, slug
+from loss_methods import METHODS, tuned
 from loss_tables import PEERS, report
 from losses import can_be_rehearsed, rehearsed
 from rich.console import Console
@@ -31,41 +32,10 @@ from rich.markdown import Markdown
 from rich.progress import track
 
 HERE = Path(__file__).parent
-ADAMW, MUON = ["strategy=ddp", "optimizer.lr=6e-3"], ["strategy=ddp", "optimizer=muon"]
-ACCUM = ["strategy=ddp", "optimizer=accum_adamw"]
-DIFFERENCES = ["strategy/codec=difference_compression", "strategy/codec@strategy.codec.inner=int4"]
-STREAMED = ["strategy/topology=stream", "strategy.topology.steps=8", "strategy.topology.parts=8", "strategy.delay=1"]
-FOUR = ["hook=fp16", "accumulate=4"]
-TORCHFT, DECENT_DP = ["strategy._target_=peers.Apart", "peer=torchft"], ["peer=decent_dp"]
-METHODS = {
-    "ddp": ADAMW,
-    "ddp, AccumAdamW": ACCUM,
-    "ddp, fp16 hook": [*ADAMW, "hook=fp16"],
-    "ddp, PowerSGD": [*ADAMW, "hook=powersgd"],
-    "ddp, Muon": MUON,
-    "ddp, Muon, fp16 hook": [*MUON, "hook=fp16"],
-    "ddp, Muon, PowerSGD": [*MUON, "hook=powersgd"],
-    "ddp, AccumAdamW, fp16 hook": [*ACCUM, "hook=fp16"],
-    "ddp, fp16 hook, accumulating 4": [*ADAMW, *FOUR],
-    "ddp, Muon, fp16 hook, accumulating 4": [*MUON, *FOUR],
-    "torchft's DiLoCo": [*ADAMW, *TORCHFT],
-    "torchft's DiLoCo, Muon": [*MUON, *TORCHFT],
-    "decent-dp, AccumAdamW": [*ACCUM, *DECENT_DP],
-    "gossip, int8, AccumAdamW": [*INT8, "optimizer=accum_adamw"],
-    "gossip, int8, Muon": ["experiment=gossip_muon"],
-    "gossip, int8, Muon and its momentum": ["experiment=gossip_muon_momentum"],
-    "gossip, int4 differences, Muon": ["experiment=gossip_muon", *DIFFERENCES, "optimizer.lr=3e-2"],
-    "compressed, int8, Muon": ["experiment=compressed_muon"],
-    "compressed, int4, Muon": [
-        *["experiment=compressed_muon", "strategy/codec=int4", "optimizer.lr=3e-2", "optimizer.momentum=0.9"],
-    ],
-    "outer rounds of 8, int4, Muon": ["experiment=outer_muon"],
-    "streamed outer rounds of 8, int4, Muon": ["experiment=outer_muon", *STREAMED, "optimizer.momentum=0.9"],
-}
-"""The first form of `ddp` is what the others are compared with."""
 GPT = PLAIN_RECIPES["gpt"]
 # In 256 tokens a worker and step Muon's products cost as much as the rest; in 1,024 about a quarter of that.
 LARGER_BATCH = GPT._replace(words=[*GPT.words, "data.batch_size=16"], steps=280, every=8)
+ON_DIGITS = PLAIN_RECIPES["resnet"]._replace(steps=300, every=10, score=CROSS_ENTROPY, sign=-1, methods=METHODS)
 OURS = {method: words for method, words in METHODS.items() if "Muon" in method and not method.startswith(PEERS)}
 STRONGEST = {method: METHODS[method] for method in ("ddp, Muon", "ddp, Muon, fp16 hook")}
 RECIPES = {
@@ -77,8 +47,8 @@ RECIPES = {
     "gpt-1024-tokens-480-steps": LARGER_BATCH._replace(steps=480, methods=STRONGEST | OURS),
     "larger-gpt": PLAIN_RECIPES["larger-gpt"]._replace(methods=METHODS),
     "sympy": GPT._replace(words=[*GPT.words, "data=package_text"], methods=METHODS),
-    "vit": PLAIN_RECIPES["resnet"]._replace(words=["recipe=vit"], steps=300, every=20, methods=METHODS),
-    "resnet": PLAIN_RECIPES["resnet"]._replace(steps=300, every=20, methods=METHODS),
+    "vit": ON_DIGITS._replace(words=["recipe=vit"]),
+    "resnet": ON_DIGITS,
 }
 STEPS = {("gpt", 8): 540, ("gpt", 16): 540}
 """On more hosts: at 8 the examples of 1,080 steps on 4."""
@@ -100,6 +70,8 @@ def options_of(steps: int | None, longest: float) -> argparse.Namespace:
 def recipe_for(name: str, hosts: int, methods: list[str] | None = None) -> Recipe:
     """With the steps and words that it has on so many hosts."""
     found, more = RECIPES[name], TUNED.get((name, hosts), {})
+    if (rates := HERE / "results" / f"tuning-{name}-{slug()}.json").exists():
+        more = tuned(json.loads(rates.read_text())["runs"])
     words = {m: [*own, *more.get(m, [])] for m, own in found.methods.items() if methods is None or m in methods}
     return found._replace(steps=STEPS.get((name, hosts), found.steps), methods=words)
 

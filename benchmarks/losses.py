@@ -57,7 +57,7 @@ def rehearsed(recipe: Recipe, words: list[str], hosts: int, seed: int) -> dict[s
     if "strategy=ddp" in words:
         sent = all_reduce_bytes({"parameters": numbers, "hosts": hosts}) / together
         sent /= (2 if own.get("hook") == "fp16" else 1) * (LOCAL if own.get("peer") == "torchft" else 1)
-    reached = scores(recipe.words, seed, torch.stack(rows))
+    reached = scores(recipe.words, seed, torch.stack(rows), recipe.score)
     return {"steps": steps, "scores": reached, "bytes_sent": sent, "bytes": 4 * numbers, "rehearsed": True}
 
 

@@ -21,7 +21,8 @@ from cluster import Cluster, cluster
 from cluster_accuracy import CROSS_ENTROPY, WARM_UP, Recipe
 from cluster_accuracy import measure as measured
 from hydra.utils import instantiate
-from loss_per_second import FREE, METHODS, options_of, seconds
+from loss_methods import METHODS
+from loss_per_second import FREE, options_of, seconds
 from loss_per_second import RECIPES as THEIRS
 from predicted import profiled as with_network
 from quiet_recipe import composed

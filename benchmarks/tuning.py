@@ -1,12 +1,15 @@
 """Learning rate and momentum of each method of `loss_per_second.py`, all from one grid.
 
-    nice python benchmarks/tuning.py --jobs 2            # about an hour on two cores
+    nice python benchmarks/tuning.py --jobs 2                          # about an hour on two cores
+    nice python benchmarks/tuning.py --jobs 2 --recipe vit             # a quarter of that; resnet, too
 
 Each run is a rehearsal: four workers in one process, bit for bit what so many processes train (`docs/plan.md`), over
-one epoch of `gpt` under a cosine of that length. Judged by the test loss of the mean model after the last step. No
-network and no clock matters, so a busy machine will do. Muon has three momenta, Adam's stay at 0.9.
+one epoch of `gpt`, or as many steps as `loss_per_second.py` has of another recipe, under a cosine of that length.
+Judged by the test loss of the mean model after the last step. No network and no clock matters, so a busy machine will
+do. Muon has three momenta, Adam's stay at 0.9.
 
-Writes `results/tuning-<hardware>.json` and `.md`; finished runs are kept in the first.
+Writes `results/tuning-<hardware>.json`, or `tuning-<recipe>-<hardware>.json`, and `.md`; finished runs are kept in the
+first.
 """
 
 import argparse
@@ -21,7 +24,9 @@ import torch
 from cluster_accuracy import EXAMPLES
 from hardware import description, sentence, slug
 from hydra.utils import instantiate
-from loss_per_second import METHODS
+from loss_methods import METHODS, best, family
+from loss_per_second import RECIPES
+from losses import can_be_rehearsed, rehearsed
 from quiet_recipe import built, composed
 from rich.progress import track
 from torch.utils.data import DataLoader, Subset
@@ -31,21 +36,17 @@ from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 from lightning_decentral.planner.rehearsal.worker import Loop
 
-RESULTS = Path(__file__).parent / "results" / f"tuning-{slug()}.json"
+RESULTS = Path(__file__).parent / "results"
 WORKERS, STEPS, SEED = 4, 364, 0
 RATES = {"adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (1e-2, 2e-2, 3e-2, 4e-2)}
 MOMENTA = {"adamw": (0.9,), "muon": (0.8, 0.9, 0.95)}
 
 
-def family(method: str) -> str:
-    return "muon" if "Muon" in method else "adamw"
-
-
 def grid() -> dict[str, list[str]]:
-    """{"method, rate, momentum": Hydra's words}; a hook of torch's can't be rehearsed and takes what `ddp` takes."""
+    """{"method | rate | momentum": words}; what has a hook of torch's takes what `ddp` takes."""
     found = {}
     for method, words in METHODS.items():
-        if not any(word.startswith("hook=") for word in words):
+        if can_be_rehearsed(words) and not any(word.startswith("hook=") for word in words):
             for rate, momentum in product(RATES[family(method)], MOMENTA[family(method)]):
                 own = [f"optimizer.momentum={momentum}"] if family(method) == "muon" else []
                 found[f"{method} | {rate:g} | {momentum:g}"] = [*words, f"optimizer.lr={rate:g}", *own]
@@ -69,19 +70,20 @@ def loss(words: list[str], workers: int = WORKERS, steps: int = STEPS, recipe: s
         return float("inf")
 
 
-def best(runs: dict[str, float]) -> dict[str, tuple[float, float, float]]:
-    """{method: (loss, rate, momentum)}, the lowest of each."""
-    found: dict[str, tuple[float, float, float]] = {}
-    for name, reached in runs.items():
-        method, rate, momentum = name.split(" | ")
-        found[method] = min(found.get(method, (float("inf"), 0.0, 0.0)), (reached, float(rate), float(momentum)))
-    return found
+def last_loss(recipe: str, words: list[str]) -> float:
+    """Test loss at the end, by the recipe's own score; infinite where the run broke off."""
+    found = RECIPES[recipe]
+    steps = STEPS if recipe == "gpt" else found.steps
+    try:
+        return float(rehearsed(found._replace(steps=steps, every=steps), words, WORKERS, SEED)["scores"][-1])
+    except FloatingPointError:
+        return float("inf")
 
 
-def page(runs: dict[str, float]) -> str:
+def page(recipe: str, steps: int, runs: dict[str, float]) -> str:
     """A table for each kind of optimizer: columns are rates."""
     parts, chosen = (
-        [f"Test loss of `gpt` after {STEPS} steps, {WORKERS} workers, seed {SEED}: {sentence()}."],
+        [f"Test loss of `{recipe}` after {steps} steps, {WORKERS} workers, seed {SEED}: {sentence()}."],
         best(runs),
     )
     for kind, rates in RATES.items():
@@ -101,19 +103,23 @@ def page(runs: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
+    parser.add_argument("--recipe", choices=["gpt", "vit", "resnet"], default="gpt")
     options = parser.parse_args()
-    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
+    recipe: str = options.recipe
+    path = RESULTS / f"tuning-{slug()}.json" if recipe == "gpt" else RESULTS / f"tuning-{recipe}-{slug()}.json"
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     todo = {name: words for name, words in grid().items() if name not in kept["runs"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        running = {pool.submit(loss, words): name for name, words in todo.items()}
+        running = {pool.submit(last_loss, recipe, words): name for name, words in todo.items()}
         for done in track(as_completed(running), "runs", total=len(running)):
             kept["runs"][running[done]] = done.result()
             kept["hardware"] = description()
-            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+            path.write_text(json.dumps(kept, indent=1) + "\n")
     kept["runs"] = {name: kept["runs"][name] for name in grid()}
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    RESULTS.with_suffix(".md").write_text(page(kept["runs"]))
-    print(page(kept["runs"]))
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    text = page(recipe, STEPS if recipe == "gpt" else RECIPES[recipe].steps, kept["runs"])
+    path.with_suffix(".md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

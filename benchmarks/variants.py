@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hardware import description, slug
-from loss_per_second import METHODS
+from loss_methods import METHODS
 from rich.console import Console
 from rich.progress import track
 from tuning import loss

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Sc
 from lightning_decentral.pipeline.plan.slicing import Slicing
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
 from lightning_decentral.pipeline.stage_training import StageTraining, pipelined
-from lightning_decentral.pipeline.training_step import evaluated, refuse_unserved
+from lightning_decentral.pipeline.training_step import evaluated, moved, refuse_unserved
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
@@ -150,9 +151,8 @@ class TokenPipelineStrategy(WorkersStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Around `configure_model`, whose tensors have no memory until their stage is known. Collective."""
-        own = torch.get_rng_state()
-        first = self.broadcast(own)  # what is deferred is never sent: all draw what worker 0 draws on its CPU
-        torch.set_rng_state(first)
+        # What is deferred is never sent: all draw what worker 0 draws on its CPU.
+        torch.set_rng_state(first := self.broadcast(own := torch.get_rng_state()))
         with torch.device("cpu"), self._deferred:
             yield
         if not torch.equal(own, first):
@@ -189,9 +189,8 @@ class TokenPipelineStrategy(WorkersStrategy):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
-        options = {"slicing": self.slicing, "planned": self._say_plan}
-        # The bond is made later.
-        options["average"] = lambda *of: self.bond.gradients(*of)
+        average = lambda *of: self.bond.gradients(*of)  # noqa: E731  # the bond is made later
+        options = {"slicing": self.slicing, "planned": self._say_plan, "average": average}
         self._stage = StageTraining(module, pipe, holdings, self.plans, **options)
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
@@ -207,6 +206,9 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return moved(self._module, batch, partial(super().batch_to_device, batch, device, dataloader_idx))
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
@@ -221,20 +223,18 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.bond.updated(optimizer)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._evaluated(self._module.validation_step, args, kwargs)
+        return self._evaluated(self.precision_plugin.val_step_context(), self._module.validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._evaluated(self._module.test_step, args, kwargs)
+        return self._evaluated(self.precision_plugin.test_step_context(), self._module.test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._evaluated(self._module.predict_step, args, kwargs)
+        return self._evaluated(self.precision_plugin.predict_step_context(), self._module.predict_step, args, kwargs)
 
-    def _evaluated(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _evaluated(self, precision: Any, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert self._stage is not None
-        return evaluated(self._stage.pipe, self.plans, lambda: step(*args, **kwargs))
+        with precision:
+            return evaluated(self._stage.pipe, self.plans, lambda: step(*args, **kwargs))
 
     def plan(self) -> dict[str, str]:
         return {"replicas": repr(self.replicas)}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
@@ -18,6 +19,7 @@ from torchmetrics import Metric
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
 from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.compute.padding import part_of, remember
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Uniform
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
@@ -28,6 +30,7 @@ from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.shared.wire.objects import gather_objects
 
 FIXED, LOGGED = 3, 120
+MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
 Step = Callable[[Any], Any]
 
 
@@ -224,6 +227,23 @@ def _beside(value: Tensor, other: Tensor) -> Tensor:
     return value.double() if there else torch.full((), float(value), dtype=torch.float64, device=other.device)
 
 
+def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:
+    """What `move()` makes of the host's batch. Which of its masks hide nothing stays known, unless hooks of the user
+    move it, or change it there."""
+    owners = (module, module.trainer.datamodule)  # type: ignore[attr-defined]
+    if any(is_overridden(hook, owner) for hook in MOVING for owner in owners):
+        return move()
+    before = _tensors(batch)  # a batch with a `to` of its own may be changed in place
+    remember(before, _tensors(result := move()))
+    return result
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found
+
+
 def split(batch: Any, parts: int) -> list[Any]:
     """The batch cut along the first axis of its tensors.
 
@@ -239,7 +259,7 @@ def split(batch: Any, parts: int) -> list[Any]:
             f"microbatches={parts}, but the tensors of the batch have {sorted(sizes)} rows: give every tensor the same "
             f"number of rows, {parts} at least"
         )
-    return [apply_to_collection(batch, Tensor, lambda tensor, m=m: tensor.tensor_split(parts)[m]) for m in range(parts)]
+    return [apply_to_collection(batch, Tensor, lambda tensor, m=m: part_of(tensor, parts, m)) for m in range(parts)]
 
 
 def checksum(inputs: Sequence[Tensor]) -> float:

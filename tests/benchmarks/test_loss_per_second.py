@@ -8,7 +8,8 @@ import peers
 import pytest
 from cluster_accuracy import mean_rows, scores
 from cluster_accuracy_worker import OWN, train
-from loss_per_second import METHODS, RECIPES, TIMED, about, keep, recipe_for
+from loss_methods import METHODS
+from loss_per_second import RECIPES, TIMED, about, keep, recipe_for
 from loss_tables import PEERS, Table, report
 from losses import can_be_rehearsed, rehearsed
 from quiet_recipe import composed

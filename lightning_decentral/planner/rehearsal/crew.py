@@ -70,6 +70,7 @@ class Crew:
         self._updating = self.workers[:1] if self.alike else self.workers
         self._stack = Stack(self.workers) if stacked and all(member.stacks for member in self.members) else None
         self.losses: list[Tensor] = []
+        self.learning_rates: list[float] = []
         self.noise = NoiseScale()
         self._threads = ThreadPoolExecutor(workers)
 
@@ -85,6 +86,7 @@ class Crew:
         for _ in range(steps):
             if not self.losses:
                 self._begin()
+            rate = self.learning_rate
             losses = torch.stack(self._gradients())
             if self.alike:
                 if len(self.losses) % LOOK == 0:
@@ -95,6 +97,7 @@ class Crew:
             for worker in self._updating:
                 worker.schedule()
             self.losses.append(losses)
+            self.learning_rates.append(rate)
 
     @property
     def learning_rate(self) -> float:

@@ -33,7 +33,7 @@ from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 ALONE = 8
 """Updates of a probe without a word."""
 STEPS, ELEMENTS = 192, 1024
-"""Of a simulation; its second half counts."""
+"""Of a simulation; its second half counts, or its end, where learning rates change."""
 LARGEST = 0.99
 """Of a correlation."""
 
@@ -58,13 +58,17 @@ class Drift:
     learning_rate: float
     rate: float
 
-    def apart(self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float) -> float:
-        """Loss of so many workers' own models over that of their mean, at another learning rate."""
-        squares = self.variance * self.spread(strategy, workers, per_node) * (learning_rate / self.learning_rate) ** 2
-        return 0.5 * self.curvature * squares
+    def apart(self, strategy: GossipStrategy, workers: int, per_node: int, learning_rates: Sequence[float]) -> float:
+        """Loss of so many workers' own models over that of their mean.
 
-    def spread(self, strategy: GossipStrategy, workers: int, per_node: int) -> float:
-        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip."""
+        Args:
+            learning_rates: of each step, behind the last of which it is; a single one: of all, and the mean over time.
+        """
+        sizes = [rate / self.learning_rate for rate in learning_rates]
+        return 0.5 * self.curvature * self.variance * self.spread(strategy, workers, per_node, sizes)
+
+    def spread(self, strategy: GossipStrategy, workers: int, per_node: int, sizes: Sequence[float] = (1.0,)) -> float:
+        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip; `sizes` of their updates."""
         chance, topology = torch.Generator().manual_seed(0), strategy.topology.placed(per_node)
         shape, rho = (workers, ELEMENTS * len(topology.fragments)), self.correlation
         noise = torch.randn(shape, generator=chance)
@@ -74,11 +78,15 @@ class Drift:
             return noise.mul_(rho).add_(fresh, alpha=sqrt(1 - rho**2))
 
         start = (self.magnitude * torch.randn((1, shape[1]), generator=chance)).expand(shape)
-        plan = strategy.topology.placed(per_node), strategy.combine, update, start, STEPS, 1.0
+        steps, half, forever = len(sizes), STEPS // 2, len(sizes) == 1
+        if forever or steps > STEPS:  # of a run the last ones, which begin where what repeats begins
+            steps = STEPS if forever else half + steps % half
+        latest = [*sizes] * steps if forever else sizes[-steps:]
+        plan = topology, strategy.combine, update, start, steps, latest.__getitem__
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a codec that loses too much warns in the rehearsal itself
             rows = simulate(*plan, delay=strategy.delay, weights=strategy.weights, codec=strategy.codec)
-        late = rows[STEPS // 2 :]
+        late = rows[half:] if forever else rows[-1:]
         return float((late - late.mean(1, keepdim=True)).square().mean())
 
 

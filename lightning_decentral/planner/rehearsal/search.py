@@ -37,7 +37,7 @@ class Found:
         sent_bytes: of all workers in a step, mean of the steps.
         noise: of the gradients, in batches of a worker; None where workers drift.
         apart: mean of the workers' own losses in the end, over that of their mean.
-        learning_rate: in the end.
+        learning_rates: of each step.
         early: of a rate that was left behind first, where its crew's workers drift.
     """
 
@@ -47,7 +47,7 @@ class Found:
     sent_bytes: float
     noise: float | None
     apart: float
-    learning_rate: float
+    learning_rates: tuple[float, ...]
     early: "Early | None" = None
 
     def foreseen(self, target: float) -> int | None:
@@ -143,7 +143,8 @@ class Track:
         sent = sum(member.sent_bytes for member in self.crew.members) / len(self.crew.losses)
         self.crew.release()
         noise, apart = self.crew.noise.scale, apart_now(self.crew, self.course.evaluation)
-        return Found(self.rate, self.reached, tuple(self.points), sent, noise, apart, self.crew.learning_rate)
+        learning_rates = tuple(self.crew.learning_rates)
+        return Found(self.rate, self.reached, tuple(self.points), sent, noise, apart, learning_rates)
 
     def early(self) -> Early | None:
         """Of a crew that isn't needed any more; None: its workers are equal, or have no numbers."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip import Complete, Every, Int8, Ring
+from lightning_decentral.gossip import Complete, Every, Int8, Ring, Topology
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.planner.candidates import Candidate
 from lightning_decentral.planner.rehearsal import rehearse
@@ -61,7 +61,8 @@ def trained(strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, 
 
     found = search(make, [rate, rate], course)
     assert found.early is not None
-    assert found.learning_rate == found.early.learning_rate == RATE * rate
+    assert {*found.learning_rates, found.early.learning_rate} == {RATE * rate}
+    assert len(found.learning_rates) == steps
     return found.early
 
 
@@ -127,12 +128,25 @@ def test_what_comes_is_foretold(momentum: float) -> None:
     first, other = GossipStrategy(topology=Ring()), GossipStrategy(topology=Ring(), delay=0)
     known = trained(first, momentum).drift
     assert known is not None
-    assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(trained(first, momentum).apart, rel=0.15)
-    assert known.apart(other, WORKERS, 1, 0.5 * RATE) == pytest.approx(trained(other, momentum, 0.5).apart, rel=0.15)
+    assert known.apart(first, WORKERS, 1, [RATE]) == pytest.approx(trained(first, momentum).apart, rel=0.15)
+    assert known.apart(other, WORKERS, 1, [0.5 * RATE]) == pytest.approx(trained(other, momentum, 0.5).apart, rel=0.15)
     if not momentum:
         values = np.sort(np.linalg.eigvalsh(mixing_matrix(Ring(), WORKERS, 0)))[:-1]
         exact = 0.5 * float(CURVATURES.sum()) * RATE**2 * NOISE**2 * (1 / (1 - values**2)).sum() / WORKERS
-        assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(exact, rel=0.1)
+        assert known.apart(first, WORKERS, 1, [RATE]) == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize("steps", [9, 100, 300])
+@pytest.mark.parametrize("topology", [Ring(), Every(8, Complete())], ids=["ring", "every 8"])
+def test_the_end_of_a_schedule_is_that_of_its_own_steps(topology: Topology, steps: int) -> None:
+    """Rates that fall to nothing, against the sum over all updates that were mixed since; 1 - W keeps no mean."""
+    rates, mean = [1 - step / steps for step in range(steps)], torch.full((WORKERS, WORKERS), 1 / WORKERS)
+    left, squares = torch.eye(WORKERS, dtype=torch.float64) - mean, 0.0
+    for step in reversed(range(steps)):
+        left = left @ torch.from_numpy(mixing_matrix(topology, WORKERS, step))
+        squares += rates[step] ** 2 * float(left.square().sum()) / WORKERS
+    found = drift().spread(GossipStrategy(topology=topology, delay=0), WORKERS, 1, rates)
+    assert found == pytest.approx(squares, rel=0.1)
 
 
 def test_nothing_is_foretold_where_losses_show_nothing() -> None:

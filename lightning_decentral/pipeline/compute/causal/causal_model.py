@@ -20,6 +20,7 @@ from lightning_decentral.pipeline.compute.causal.ropes import reach
 from lightning_decentral.pipeline.compute.causal.stand_ins import Given, Hollow, Out, Silent, take_out, take_out_result
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
 from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.compute.padding import hides_nothing
 from lightning_decentral.pipeline.plan.partition import weighed
 from lightning_decentral.shared.compute.block_cost import parameter_bytes
 from lightning_decentral.shared.plan.profile import BlockCost
@@ -126,6 +127,8 @@ class CausalModel(Pipelined):
         # A model that keeps keys and values doesn't look for documents, nor is it made to here.
         caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
         documents = documents_of(positions) if positions is not None and mask is None and not caching else None
+        if mask is not None and hides_nothing(mask):
+            mask = None
         extra = {name: given[name] for name in OF_THE_ANSWER if given.get(name) is not None}
         call = Call(given["input_ids"], mask, positions, extra, documents)
         self._refuse_untrue(call)

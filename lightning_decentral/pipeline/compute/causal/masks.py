@@ -9,7 +9,7 @@ A slice of s tokens behind c others asks for a mask [s, c + s], with which torch
 else is masked, torch's causal bias, aligned at the lower right, says the same: token i sees keys 0 ... c + i.
 
 `transformers` builds no mask where padding hides nothing. Whether it does a device would have to tell, and its host
-would wait: there padding is always masked.
+would wait: there padding is masked, unless the host saw before that it hides nothing (`padding.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

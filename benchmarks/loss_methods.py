@@ -1,0 +1,70 @@
+"""The methods of `loss_per_second.py`, and what each is tuned over.
+
+Words are Hydra's, and `hook=`, `accumulate=`, `peer=` of the benchmark itself (`cluster_accuracy_worker.py`).
+"""
+
+from typing import Any
+
+from cluster_accuracy import INT8
+
+ADAMW, MUON = ["strategy=ddp", "optimizer.lr=6e-3"], ["strategy=ddp", "optimizer=muon"]
+ACCUM = ["strategy=ddp", "optimizer=accum_adamw"]
+DIFFERENCES = ["strategy/codec=difference_compression", "strategy/codec@strategy.codec.inner=int4"]
+STREAMED = ["strategy/topology=stream", "strategy.topology.steps=8", "strategy.topology.parts=8", "strategy.delay=1"]
+FOUR = ["hook=fp16", "accumulate=4"]
+TORCHFT, DECENT_DP = ["strategy._target_=peers.Apart", "peer=torchft"], ["peer=decent_dp"]
+METHODS = {
+    "ddp": ADAMW,
+    "ddp, AccumAdamW": ACCUM,
+    "ddp, fp16 hook": [*ADAMW, "hook=fp16"],
+    "ddp, PowerSGD": [*ADAMW, "hook=powersgd"],
+    "ddp, Muon": MUON,
+    "ddp, Muon, fp16 hook": [*MUON, "hook=fp16"],
+    "ddp, Muon, PowerSGD": [*MUON, "hook=powersgd"],
+    "ddp, AccumAdamW, fp16 hook": [*ACCUM, "hook=fp16"],
+    "ddp, fp16 hook, accumulating 4": [*ADAMW, *FOUR],
+    "ddp, Muon, fp16 hook, accumulating 4": [*MUON, *FOUR],
+    "torchft's DiLoCo": [*ADAMW, *TORCHFT],
+    "torchft's DiLoCo, Muon": [*MUON, *TORCHFT],
+    "decent-dp, AccumAdamW": [*ACCUM, *DECENT_DP],
+    "gossip, int8, AccumAdamW": [*INT8, "optimizer=accum_adamw"],
+    "gossip, int8, Muon": ["experiment=gossip_muon"],
+    "gossip, int8, Muon and its momentum": ["experiment=gossip_muon_momentum"],
+    "gossip, int4 differences, Muon": ["experiment=gossip_muon", *DIFFERENCES, "optimizer.lr=3e-2"],
+    "compressed, int8, Muon": ["experiment=compressed_muon"],
+    "compressed, int4, Muon": [
+        *["experiment=compressed_muon", "strategy/codec=int4", "optimizer.lr=3e-2", "optimizer.momentum=0.9"],
+    ],
+    "outer rounds of 8, int4, Muon": ["experiment=outer_muon"],
+    "streamed outer rounds of 8, int4, Muon": ["experiment=outer_muon", *STREAMED, "optimizer.momentum=0.9"],
+}
+"""The first form of `ddp` is what the others are compared with."""
+
+HOOKS = (", fp16 hook", ", PowerSGD")
+"""In the names of what takes the rate of the same method without."""
+
+
+def family(method: str) -> str:
+    """Of its optimizer: whose rates and momenta it is tuned over."""
+    return "muon" if "Muon" in method else "adamw"
+
+
+def best(runs: dict[str, float]) -> dict[str, tuple[float, float, float]]:
+    """{method: (loss, rate, momentum)}, the lowest of each, from {"method | rate | momentum": loss}."""
+    found: dict[str, tuple[float, float, float]] = {}
+    for name, reached in runs.items():
+        method, rate, momentum = name.split(" | ")
+        found[method] = min(found.get(method, (float("inf"), 0.0, 0.0)), (reached, float(rate), float(momentum)))
+    return found
+
+
+def tuned(runs: dict[str, Any]) -> dict[str, list[str]]:
+    """{method: words of its best rate and momentum}; what wasn't tuned itself takes what it has without its hook."""
+    chosen, found = best(runs), {}
+    for method in METHODS:
+        plain = next((method[: method.index(hook)] for hook in HOOKS if hook in method), method)
+        if plain in chosen:
+            _, rate, momentum = chosen[plain]
+            own = [f"optimizer.momentum={momentum:g}"] if family(method) == "muon" else []
+            found[method] = [f"optimizer.lr={rate:g}", *own]
+    return found

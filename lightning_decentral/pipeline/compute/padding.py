@@ -1,0 +1,42 @@
+"""Padding masks that hide nothing, told apart on the host before their batch goes to a device.
+
+`transformers` builds no mask where padding hides nothing, and attention keeps its flash kernel. On a device the host
+would wait for that answer, so it looks before, and what a mask became there is remembered: itself, and its micro-batch.
+
+Short, as who moves and cuts a batch knows no causal model, and who reads a mask knows no batch.
+"""
+
+from collections.abc import MutableMapping, Sequence
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+"""Tensors without a zero, and their version then: what is changed in place is told by another."""
+
+
+def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Which of the host's tensors are masks that hide nothing, by what each became on the device."""
+    if [tensor.shape for tensor in before] == [tensor.shape for tensor in after]:
+        for there, here in zip(before, after, strict=True):
+            # A tensor of inference mode doesn't tell whether it was changed.
+            if here.device.type != "cpu" and not here.is_inference() and _is_full(there):
+                _full[here] = here._version
+
+
+def _is_full(tensor: Tensor) -> bool:
+    """Whether this may be a mask [batch, length], on the host, without a zero."""
+    return tensor.device.type == "cpu" and tensor.dim() == 2 and not tensor.is_floating_point() and bool(tensor.all())
+
+
+def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:
+    """One of so many parts along the first axis. Those of a mask that hides nothing hide nothing."""
+    part = tensor.tensor_split(parts)[index]
+    if hides_nothing(tensor):
+        _full[part] = part._version
+    return part
+
+
+def hides_nothing(mask: Tensor) -> bool:
+    """Whether the host knows that it doesn't; no device is asked."""
+    return mask in _full and _full[mask] == mask._version
