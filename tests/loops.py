@@ -11,6 +11,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from tests.partial.towers import Network, batch_of
+from tests.simulated import trainers
 from tests.tiny import in_processes
 
 STEPS = 6
@@ -54,14 +55,14 @@ class Loop:
         while state["step"] < self.steps:
             self._step(fabric, model, optimizer, state["step"])
             state["step"] += 1
-            rows.append({name: value.clone() for name, value in model.state_dict().items()})
+            rows.append(_copied(model))
             seen += [self.look(fabric, model)] if self.look else []
             if state["step"] == self.save_at:
                 with fabric.strategy.mean() if self.shown else nullcontext():
                     fabric.save(folder / "step.ckpt", state)
         if self.finish:
             fabric.strategy.finish()
-            rows.append({name: value.clone() for name, value in model.state_dict().items()})
+            rows.append(_copied(model))
         torch.save({"rows": rows, "seen": seen}, folder / f"{fabric.global_rank}.pt")
         fabric.barrier()
 
@@ -78,7 +79,7 @@ class Loop:
         optimizer.zero_grad()
         for part in range(self.accumulate):
             with fabric.no_backward_sync(model, enabled=part < self.accumulate - 1):
-                x, y = batch_of(fabric.global_rank, step * self.accumulate + part)
+                x, y = fabric.to_device(batch_of(fabric.global_rank, step * self.accumulate + part))
                 loss = nn.functional.cross_entropy(model(x), y) / self.accumulate
                 if (fabric.global_rank, step) == (1, self.sick_at):
                     loss = loss * float("nan")
@@ -86,15 +87,27 @@ class Loop:
         return loss
 
 
-def _launched(strategy: Any, size: int, loop: Loop, folder: Path) -> None:
-    Fabric(accelerator="cpu", devices=size, strategy=strategy).launch(loop, folder)
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
-def run(folder: Path, strategy: Any, loop: Loop, size: int = 3, name: str = "loop") -> list[dict[str, Any]]:
-    """What every worker wrote."""
+def _launched(strategy: Any, size: int, loop: Loop, folder: Path, there: bool) -> None:
+    with trainers.device(seed=0) if there else nullcontext():
+        accelerator = trainers.Accelerator() if there else "cpu"
+        Fabric(accelerator=accelerator, devices=size, strategy=strategy).launch(loop, folder)
+
+
+def run(
+    folder: Path, strategy: Any, loop: Loop, size: int = 3, name: str = "loop", there: bool = False
+) -> list[dict[str, Any]]:
+    """What every worker wrote.
+
+    Args:
+        there: on devices, which are simulated.
+    """
     place = folder / name
     place.mkdir()
-    in_processes(_launched, strategy, size, loop, place)
+    in_processes(_launched, strategy, size, loop, place, there)
     return [torch.load(place / f"{rank}.pt") for rank in range(size)]
 
 

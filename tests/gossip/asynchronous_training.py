@@ -1,9 +1,13 @@
-"""Trains three workers that don't wait for each other, one of them slow: run as a script, with a folder."""
+"""Trains three workers that don't wait for each other: run as a script, with a folder.
+
+One is slow, and on a device, which is simulated.
+"""
 
 import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_decentral.gossip import Asynchronous, Elastic, GossipStrategy, MixingMonitor
+from lightning_decentral.gossip import Asynchronous, Elastic, ElasticGossipStrategy, MixingMonitor
 from lightning_decentral.shared.wire.elastic import starter
 from tests.gossip.elastic_training import EXAMPLES, Places
+from tests.simulated import trainers
 from tests.tiny import QUIET
 
 EPOCHS, ACCUMULATED, CHECK, GAMMA = 3, 2, 16, 0.99
@@ -59,6 +64,7 @@ class Tell(Callback):
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         strategy: Any = trainer.strategy
         place = {"step": trainer.global_step, "epoch": trainer.current_epoch, "batch": trainer.fit_loop.batch_idx}
+        place |= {"device": str(module.x.device)}
         self.tell("batch", **place, rate=rate, watched=strategy.mixing(), examples=batch.tolist())
         time.sleep(self._sleep / ACCUMULATED)
 
@@ -74,18 +80,21 @@ def main(folder: Path) -> None:
     starter.HASTY_SECONDS = 0.0
     number = int(os.environ.get(starter.WORKER, "0"))
     tell = Tell(folder / f"w{number}.jsonl", SLOW if number == 1 else SLEEP)
-    strategy = GossipStrategy(elastic=Elastic(workers=(3, 3), asynchronous=Asynchronous(behind=2)))
+    there = number == 1
+    made: Any = trainers.there(ElasticGossipStrategy) if there else ElasticGossipStrategy
+    strategy = made(elastic=Elastic(workers=(3, 3), asynchronous=Asynchronous(behind=2)))
     saved = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", save_top_k=-1)
-    trainer = Trainer(
-        **{**QUIET, "enable_checkpointing": True},
-        strategy=strategy,
-        devices=3,
-        max_epochs=EPOCHS,
-        accumulate_grad_batches=ACCUMULATED,
-        val_check_interval=CHECK,
-        callbacks=[MixingMonitor(), tell, saved],
-    )
-    trainer.fit(Net(number))
+    with trainers.device(seed=0) if there else nullcontext():
+        trainer = Trainer(
+            **{**QUIET, "enable_checkpointing": True, "accelerator": trainers.Accelerator() if there else "cpu"},
+            strategy=strategy,
+            devices=3,
+            max_epochs=EPOCHS,
+            accumulate_grad_batches=ACCUMULATED,
+            val_check_interval=CHECK,
+            callbacks=[MixingMonitor(), tell, saved],
+        )
+        trainer.fit(Net(number))
 
 
 if __name__ == "__main__":

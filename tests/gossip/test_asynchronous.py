@@ -1,4 +1,7 @@
-"""Trainers that don't wait for each other: a slow one leaves rounds out, and Lightning counts as if it hadn't."""
+"""Trainers that don't wait for each other: a slow one leaves rounds out, and Lightning counts as if it hadn't.
+
+The slow one is on a device, which is simulated.
+"""
 
 import json
 import os
@@ -29,6 +32,7 @@ def test_a_slow_trainer_holds_up_nobody(tmp_path: Path) -> None:
     workers = list(told(tmp_path))
     batches = [[line for line in worker if line["kind"] == "batch"] for worker in workers]
     assert len(batches[0]) == len(batches[2]) == ROUNDS * ACCUMULATED
+    assert [{line["device"] for line in of} for of in batches] == [{"cpu"}, {"cuda:0"}, {"cpu"}]
     # The slow one took part in all rounds behind which they validate, and in few others.
     assert ROUNDS * ACCUMULATED // CHECK <= len(batches[1]) // ACCUMULATED < 0.75 * ROUNDS
     seconds = [of[-1]["at"] - of[0]["at"] for of in batches]

@@ -183,10 +183,14 @@ def test_where_one_device_of_shards_is_poisoned_all_are_healed(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("island", "dies"), [(AllReduce(2), "b0"), (FullyShard(2), "b1")])
-def test_a_member_one_of_whose_devices_is_killed_joins_whole(island: Island, dies: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("island", "dies", "device"), [(AllReduce(2), "b0", "simulated"), (FullyShard(2), "b1", "cpu")]
+)
+def test_a_member_one_of_whose_devices_is_killed_joins_whole(
+    island: Island, dies: str, device: str, tmp_path: Path
+) -> None:
     epochs = 12
-    found = trained(tmp_path, (island, island), epochs, dies=dies)
+    found = trained(tmp_path, (island, island), epochs, dies=dies, DEVICE=device)
     stays, joins = (
         [{(row["life"], row["step"]): row for row in found[f"{name}{rank}"]} for rank in range(2)] for name in "ab"
     )

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_map_only
 
@@ -68,6 +68,18 @@ def _fork_rng(devices: Any = None, enabled: bool = True, **_: Any) -> Any:
 fork_rng = torch.random.fork_rng
 
 
+def _load(module: nn.Module, *args: Any) -> None:
+    """Copies, as on a device: a parameter that is swapped loses its hooks."""
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        load(module, *args)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+load = nn.Module._load_from_state_dict
+
+
 def _moved(tensor: Tensor, dtype: torch.dtype, late: bool) -> Tensor:
     out = Simulated(poison(torch.empty_like(tensor, dtype=dtype).detach(), the()))
     return out.copy_(tensor, non_blocking=late)
@@ -114,6 +126,7 @@ def door() -> Iterator[None]:
             mock.patch.object(Tensor, "to", _to),
             mock.patch.object(Tensor, "data", property(torch._C.TensorBase.data.__get__, _data), create=True),
             mock.patch.object(torch.random, "fork_rng", _fork_rng),
+            mock.patch.object(nn.Module, "_load_from_state_dict", _load),
             mock.patch.multiple(counter_rng, **{name: _by_engine(getattr(counter_rng, name)) for name in TABLES}),
         ):
             yield
