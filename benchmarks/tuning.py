@@ -109,7 +109,7 @@ def main() -> None:
     path = RESULTS / f"tuning-{slug()}.json" if recipe == "gpt" else RESULTS / f"tuning-{recipe}-{slug()}.json"
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     todo = {name: words for name, words in grid().items() if name not in kept["runs"]}
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=16) as pool:
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(last_loss, recipe, words): name for name, words in todo.items()}
         for done in track(as_completed(running), "runs", total=len(running)):
             kept["runs"][running[done]] = done.result()
