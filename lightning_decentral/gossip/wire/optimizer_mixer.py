@@ -6,6 +6,7 @@ the mixers of states that travel beside.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -93,12 +94,18 @@ class OptimizerMixer:
         self.packs: list[int] = []
         self._making, self._taken, self._fragment = making, taken, fragment
         self._own: set[nn.Parameter] = set()
+        self._seen: list[nn.Parameter] = []
 
     def adopt(self, number: int | None = None) -> None:
         """Take in what the optimizer got since the last look (gradual unfreezing adds groups); with a number, the next
         so many, frozen or not."""
         # With a number a run is resumed, which may not have unfrozen yet what a message in flight holds.
-        new = [p for p in parameters_of(self.optimizer) if p not in self._taken and (number or p.requires_grad)]
+        now = [p for group in self.optimizer.param_groups for p in group["params"] if number or p.requires_grad]
+        if number is None:
+            seen, self._seen = self._seen, now
+            if len(now) == len(seen) and all(map(is_, now, seen)):
+                return  # without a hash of each, which is Python's
+        new = [p for p in dict.fromkeys(now) if p not in self._taken]
         if new:
             self._pack(self._of_fragment(new)[:number])
 
