@@ -70,6 +70,10 @@ def loss(words: list[str], workers: int = WORKERS, steps: int = STEPS, recipe: s
         return float("inf")
 
 
+def _method(name: str) -> str:
+    return name.partition(" | ")[0]
+
+
 def last_loss(recipe: str, words: list[str]) -> float:
     """Test loss at the end, by the recipe's own score; infinite where the run broke off."""
     found = RECIPES[recipe]
@@ -104,18 +108,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     parser.add_argument("--recipe", choices=["gpt", "vit", "resnet"], default="gpt")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all that can be rehearsed")
     options = parser.parse_args()
     recipe: str = options.recipe
     path = RESULTS / f"tuning-{slug()}.json" if recipe == "gpt" else RESULTS / f"tuning-{recipe}-{slug()}.json"
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    todo = {name: words for name, words in grid().items() if name not in kept["runs"]}
+    asked = {name: words for name, words in grid().items() if not options.methods or _method(name) in options.methods}
+    todo = {name: words for name, words in asked.items() if name not in kept["runs"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(last_loss, recipe, words): name for name, words in todo.items()}
         for done in track(as_completed(running), "runs", total=len(running)):
             kept["runs"][running[done]] = done.result()
             kept["hardware"] = description()
             path.write_text(json.dumps(kept, indent=1) + "\n")
-    kept["runs"] = {name: kept["runs"][name] for name in grid()}
+    kept["runs"] = {name: kept["runs"][name] for name in grid() if name in kept["runs"]}
     path.write_text(json.dumps(kept, indent=1) + "\n")
     text = page(recipe, STEPS if recipe == "gpt" else RECIPES[recipe].steps, kept["runs"])
     path.with_suffix(".md").write_text(text)
