@@ -168,6 +168,23 @@ def eight_hosts_by_rate() -> str:
     return text_by_rate("gpt", 8)
 
 
+ELSEWHERE = ("vit", "resnet", "larger-gpt", "sympy")
+KEY = ("ddp", "ddp, Muon", "ddp, Muon, fp16 hook", "gossip, int8, Muon", "compressed, int8, Muon",
+       "compressed, int4, Muon", "streamed outer rounds of 8, int4, Muon")  # fmt: skip
+
+
+def other_recipes() -> str:
+    """The same of other models and another text, some of the methods; a dash where a rate wasn't timed."""
+    body = []
+    for recipe in ELSEWHERE:
+        losses = {row["method"]: row for row in by_rate(recipe, "") if "MB sent per step" in row}
+        for row in by_rate(recipe, "times sooner than `ddp` "):
+            if (method := row["method"]) in KEY:
+                (loss,) = (cell for head, cell in losses[method].items() if head.endswith("at the end"))
+                body.append([recipe, method, loss, *(row.get(rate, "-") or "not reached" for rate in WRITTEN)])
+    return markdown(("recipe", "method", "loss at the end", *WRITTEN.values()), body)
+
+
 def strongest_peer() -> str:
     """The soonest of ours, in batches of either size, at the loss that forms of `ddp` have in the end."""
     body = []
@@ -194,7 +211,7 @@ def at_equal_steps() -> str:
 
 TABLES = (
     questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
-    eight_hosts_by_rate, strongest_peer, soonest_of_all,
+    eight_hosts_by_rate, other_recipes, strongest_peer, soonest_of_all,
 )  # fmt: skip
 
 if __name__ == "__main__":
