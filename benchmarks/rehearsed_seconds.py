@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster import Cluster, cluster
-from cluster_accuracy import CROSS_ENTROPY, WARM_UP, Recipe
+from cluster_accuracy import WARM_UP, Recipe
 from cluster_accuracy import measure as measured
 from hydra.utils import instantiate
 from loss_methods import METHODS
-from loss_per_second import FREE, options_of, seconds
-from loss_per_second import RECIPES as THEIRS
+from loss_per_second import FREE, RECIPES, options_of, seconds
 from predicted import profiled as with_network
 from quiet_recipe import composed
 
@@ -60,8 +59,6 @@ class Place(NamedTuple):
         return f"{self.recipe} {self.hosts}"
 
 
-IMAGES = {name: THEIRS[name]._replace(score=CROSS_ENTROPY) for name in ("vit", "resnet")}
-RECIPES = {**THEIRS, **IMAGES}
 PLACES = (
     Place("gpt", HOSTS, 320),
     Place("gpt", 2, 480),
