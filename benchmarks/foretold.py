@@ -122,10 +122,10 @@ def apart(recipe: str) -> Iterator[dict[str, Any]]:
         make, evaluation = making(recipe, workers, APART[title])
         with make(1.0) as crew:
             crew.train(APART_STEPS)
-            came, learning_rates = apart_now(crew, evaluation), [crew.learning_rate]
+            came, learning_rate = apart_now(crew, evaluation), crew.learning_rate
             drift = drift or probed(crew, evaluation, 1.0)
         assert drift is not None
-        foretold = drift.apart(strategy_of(APART[title]), workers, 1, learning_rates)
+        foretold = drift.apart(strategy_of(APART[title]), workers, 1, learning_rate)
         yield {"method": title, "workers": workers, "foretold": foretold, "came": came, "drift": asdict(drift)}
 
 

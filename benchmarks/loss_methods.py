@@ -3,6 +3,7 @@
 Words are Hydra's, and `hook=`, `accumulate=`, `peer=` of the benchmark itself (`cluster_accuracy_worker.py`).
 """
 
+from math import isfinite
 from typing import Any
 
 from cluster_accuracy import INT8
@@ -24,7 +25,7 @@ METHODS = {
     "ddp, AccumAdamW, fp16 hook": [*ACCUM, "hook=fp16"],
     "ddp, fp16 hook, accumulating 4": [*ADAMW, *FOUR],
     "ddp, Muon, fp16 hook, accumulating 4": [*MUON, *FOUR],
-    "torchft's DiLoCo": [*ADAMW, *TORCHFT],
+    "torchft's DiLoCo": [*ADAMW, *TORCHFT, "optimizer.lr=3e-3"],
     "torchft's DiLoCo, Muon": [*MUON, *TORCHFT],
     "decent-dp, AccumAdamW": [*ACCUM, *DECENT_DP],
     "gossip, int8, AccumAdamW": [*INT8, "optimizer=accum_adamw"],
@@ -40,6 +41,8 @@ METHODS = {
 }
 """The first form of `ddp` is what the others are compared with."""
 
+RATES = {"adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (1e-2, 2e-2, 3e-2, 4e-2)}
+MOMENTA = {"adamw": (0.9,), "muon": (0.8, 0.9, 0.95)}
 HOOKS = (", fp16 hook", ", PowerSGD")
 """In the names of what takes the rate of the same method without."""
 
@@ -52,15 +55,23 @@ def family(method: str) -> str:
 def best(runs: dict[str, float]) -> dict[str, tuple[float, float, float]]:
     """{method: (loss, rate, momentum)}, the lowest of each, from {"method | rate | momentum": loss}."""
     found: dict[str, tuple[float, float, float]] = {}
-    for name, reached in runs.items():
+    for name, reached in ((name, reached) for name, reached in runs.items() if isfinite(reached)):
         method, rate, momentum = name.split(" | ")
         found[method] = min(found.get(method, (float("inf"), 0.0, 0.0)), (reached, float(rate), float(momentum)))
     return found
 
 
 def tuned(runs: dict[str, Any]) -> dict[str, list[str]]:
-    """{method: words of its best rate and momentum}; what wasn't tuned itself takes what it has without its hook."""
+    """{method: words of its best rate and momentum}; what has a hook takes those of the same method without.
+
+    Raises:
+        ValueError: of a method a part of the grid has run.
+    """
     chosen, found = best(runs), {}
+    for method in chosen:
+        wanted, ran = len(RATES[family(method)]) * len(MOMENTA[family(method)]), f"{method} | "
+        if sum(name.startswith(ran) for name in runs) != wanted:
+            raise ValueError(f"{method} isn't tuned to the end, {wanted} runs: run benchmarks/tuning.py first")
     for method in METHODS:
         plain = next((method[: method.index(hook)] for hook in HOOKS if hook in method), method)
         if plain in chosen:

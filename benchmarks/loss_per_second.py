@@ -6,7 +6,8 @@ Hosts are network namespaces (`cluster.py`); computation, messages and losses ar
 share. A loss after so many steps doesn't depend on the network, so it is measured once, whole runs with every seed: by
 a rehearsal (`losses.py`), or over links that hide nothing and delay nothing where a method can't be rehearsed. A step
 is timed at each rate, over some tens of steps. Seconds to a loss are the one times the other. Rates and momenta are
-each method's best on one grid (`tuning.py`).
+each method's best on one grid (`tuning.py`), by seed 0; with a hook those without it. `larger-gpt` and `sympy` have
+those of `gpt`. decent-dp, which can't be rehearsed, has its optimizer's own.
 
 Writes `results/loss-per-second-<hardware>.json` and `.md`; what is in the first isn't measured again. Timing needs root
 and iproute2; `--rates` and `--seeds` without a word leave that part out. `--tables` writes the page again.
@@ -35,7 +36,7 @@ HERE = Path(__file__).parent
 GPT = PLAIN_RECIPES["gpt"]
 # In 256 tokens a worker and step Muon's products cost as much as the rest; in 1,024 about a quarter of that.
 LARGER_BATCH = GPT._replace(words=[*GPT.words, "data.batch_size=16"], steps=280, every=8)
-ON_DIGITS = PLAIN_RECIPES["resnet"]._replace(steps=300, every=10, score=CROSS_ENTROPY, sign=-1, methods=METHODS)
+ON_DIGITS = PLAIN_RECIPES["resnet"]._replace(steps=300, every=20, score=CROSS_ENTROPY, sign=-1, methods=METHODS)
 OURS = {method: words for method, words in METHODS.items() if "Muon" in method and not method.startswith(PEERS)}
 STRONGEST = {method: METHODS[method] for method in ("ddp, Muon", "ddp, Muon, fp16 hook")}
 RECIPES = {

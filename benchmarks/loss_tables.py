@@ -22,7 +22,7 @@ AS_LONG = {"sympy": "gpt"}
 PEERS = ("ddp", "torchft", "decent-dp")
 """How the names of peers begin."""
 STRONGEST = "ddp, Muon, fp16 hook"
-SCORES = {"vit": CROSS_ENTROPY, "resnet": CROSS_ENTROPY}
+SCORES = dict.fromkeys(("vit", "resnet"), CROSS_ENTROPY)
 """What is measured after a mark, if it isn't `LOSS`."""
 
 
@@ -56,7 +56,9 @@ class Trained(NamedTuple):
 
 def trained(results: dict[str, Any], recipe: str, hosts: int, named: str = "") -> list[Trained]:
     """With the recipe's own schedule, then with longer ones."""
-    found, rates = [], rates_of(results, f"{AS_LONG.get(recipe, recipe)} {hosts} ")
+    found, rates = [], rates_of(results, f"{recipe} {hosts} ")
+    if not rates and recipe in AS_LONG:
+        rates = rates_of(results, f"{AS_LONG[recipe]} {hosts} ")
     for name in (recipe, *LONGER.get(recipe, ())):
         runs = [run for key, run in results["curves"].items() if key.startswith(f"{name} {hosts} ")]
         found.append(Trained(runs, rates, named, name != recipe))
@@ -166,7 +168,11 @@ class Table:
 
     def markdown(self) -> str:
         steps = self.runs[0]["ddp"]["steps"][-1]
-        parts = [f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.", lines(self.losses())]
+        as_long = f" A step takes as long as one of {AS_LONG[self.recipe]}." if self.recipe in AS_LONG else ""
+        parts = [
+            f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.{as_long}",
+            lines(self.losses()),
+        ]
         for peer in (self.peers[0], STRONGEST):
             if peer in self.peers:
                 parts.append(f"{self.title}: times sooner than `{peer}` at the loss that it has in the end:")

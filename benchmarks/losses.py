@@ -41,6 +41,8 @@ def rehearsed(recipe: Recipe, words: list[str], hosts: int, seed: int) -> dict[s
     torch.set_num_threads(1)
     own = dict(word.split("=") for word in words if word.startswith(OWN))
     together, updates = int(own.get("accumulate", 1)), recipe.steps // int(own.get("accumulate", 1))
+    if recipe.every % together or recipe.steps % recipe.every:
+        raise ValueError(f"marks after {recipe.every} of {recipe.steps} batches, of which an update takes {together}")
     cfg = composed([*recipe.words, *_strategy(words), f"trainer.max_steps={updates}", *NO_END], seed)
     cfg.data.batch_size *= together
     data, module, _ = built(cfg)

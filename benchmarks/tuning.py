@@ -24,7 +24,7 @@ import torch
 from cluster_accuracy import EXAMPLES
 from hardware import description, sentence, slug
 from hydra.utils import instantiate
-from loss_methods import METHODS, best, family
+from loss_methods import METHODS, MOMENTA, RATES, best, family
 from loss_per_second import RECIPES
 from losses import can_be_rehearsed, rehearsed
 from quiet_recipe import built, composed
@@ -38,8 +38,6 @@ from lightning_decentral.planner.rehearsal.worker import Loop
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS, STEPS, SEED = 4, 364, 0
-RATES = {"adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (1e-2, 2e-2, 3e-2, 4e-2)}
-MOMENTA = {"adamw": (0.9,), "muon": (0.8, 0.9, 0.95)}
 
 
 def grid() -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
 from lightning_decentral.pipeline.compute.model import Call
-from lightning_decentral.pipeline.compute.padding import part_of, remember
+from lightning_decentral.pipeline.compute.padding import part_of, remember, tensors_in
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Uniform
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
@@ -31,6 +31,7 @@ from lightning_decentral.shared.wire.objects import gather_objects
 
 FIXED, LOGGED = 3, 120
 MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks of the user's that move a batch."""
 Step = Callable[[Any], Any]
 
 
@@ -231,17 +232,12 @@ def moved(module: LightningModule, batch: Any, move: Callable[[], Any]) -> Any:
     """What `move()` makes of the host's batch. Which of its masks hide nothing stays known, unless hooks of the user
     move it, or change it there."""
     owners = (module, module.trainer.datamodule)  # type: ignore[attr-defined]
-    if any(is_overridden(hook, owner) for hook in MOVING for owner in owners):
+    own = any(is_overridden(hook, owner) for hook in MOVING for owner in owners)
+    if own or module.trainer.strategy.root_device.type == "cpu":
         return move()
-    before = _tensors(batch)  # a batch with a `to` of its own may be changed in place
-    remember(before, _tensors(result := move()))
+    before = [*tensors_in(batch)]  # now: a batch with a `to` of its own may be changed in place
+    remember(before, [*tensors_in(result := move())])
     return result
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    return found
 
 
 def split(batch: Any, parts: int) -> list[Any]:

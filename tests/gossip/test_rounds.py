@@ -107,6 +107,41 @@ def test_the_mean_of_a_state_is_kept_where_gradients_are_given() -> None:
     torch.testing.assert_close(mixed.mean(0), unmixed.mean(0), rtol=1e-9, atol=1e-9)
 
 
+def test_what_is_packed_is_packed_again_whatever_is_frozen() -> None:
+    """A message in flight has the layout of its run: here of the second parameter, then of the first."""
+
+    def made(frozen: bool = True) -> tuple[Optimizer, Mixers]:
+        first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(5))
+        first.requires_grad_(not frozen)
+        optimizer = SGD([first, second], lr=0.1)
+        alone = partial(Mixer, [], Gossip(), MatrixExchange(Ring(), Own(), 1), 1)
+        return optimizer, Mixers(lambda: Making(lambda: [alone()], pack))
+
+    def sizes(mixers: Mixers) -> list[int]:
+        """Of the parameters, in the order in which they lie."""
+        return [p.numel() for mixer in mixers for bucket in mixer.buckets for p in bucket.parameters]
+
+    optimizer, mixers = made()
+    mixers.adopt(optimizer)
+    assert sizes(mixers) == [5]
+    optimizer.param_groups[0]["params"][0].requires_grad_(True)
+    mixers.adopt(optimizer)
+    assert sizes(mixers) == [5, 3]
+    state = mixers.state_dict()
+    assert state["packs"] == [[[1], [0]]]
+    optimizer, resumed = made()
+    resumed.load_state_dict(state, [optimizer])
+    assert sizes(resumed) == [5, 3]
+    resumed.adopt(optimizer)
+    assert sizes(resumed) == [5, 3]
+    # As 0.2 saved it: how many.
+    optimizer, mixers = made(frozen=False)
+    mixers.adopt(optimizer)
+    optimizer, resumed = made()
+    resumed.load_state_dict({**mixers.state_dict(), "packs": [[2]]}, [optimizer])
+    assert sizes(resumed) == [3, 5]
+
+
 def constant(x0: Tensor, travel: Travel, transport: Transport) -> Tensor:
     """The momentum after some steps with a gradient that is the worker's own and doesn't depend on x."""
     parameter = nn.Parameter(x0[transport.rank].clone())

@@ -1,6 +1,7 @@
 """A mask that hides nothing is none on a device, too, where no host could ask; any other stays as it is."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,8 @@ from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.pipeline import Given
 from lightning_decentral.pipeline.compute.causal.causal_model import CausalModel
 from lightning_decentral.pipeline.compute.model import Call
-from lightning_decentral.pipeline.compute.padding import hides_nothing, part_of
+from lightning_decentral.pipeline.compute.padding import hides_nothing, part_of, remember, tensors_in
+from tests import simulated
 from tests.pipeline.causal import VOCABULARY
 from tests.pipeline.training import LENGTH, Language
 from tests.simulated.trainers import Fitted, fit
@@ -87,8 +89,50 @@ def test_only_masks_that_hide_nothing_are_left_out(module: Any, wanted: tuple[bo
         torch.testing.assert_close(found.state[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_a_mask_of_the_host_is_asked_by_the_model_itself() -> None:
-    mask = torch.ones(4, 5, dtype=torch.int64)
-    assert not hides_nothing(mask)
-    assert not hides_nothing(part_of(mask, 2, 1))
-    assert torch.equal(part_of(mask, 2, 1), mask[2:])
+ONES = torch.ones(4, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("before", "known"),
+    [
+        (ONES, True),
+        (ONES.bool(), True),
+        (2 * ONES, False),  # numbers of documents, say
+        (ONES.double(), False),
+        (ONES.flatten(), False),
+        (ONES.tril(), False),
+    ],
+    ids=["ones", "true", "twos", "numbers", "a row", "zeros, too"],
+)
+def test_ones_are_remembered_where_they_went(before: Tensor, known: bool) -> None:
+    with simulated.device(seed=0):
+        there, other = before.to("cuda"), before.to("cuda")
+        remember([before], [there])
+        assert hides_nothing(there) is hides_nothing(part_of(there, 2, 1)) is known
+        assert not hides_nothing(other)
+
+
+def test_what_the_host_cannot_vouch_for_is_not_remembered() -> None:
+    with simulated.device(seed=0):
+        moved = ONES.clone()
+        remember([ONES], [moved])
+        assert not hides_nothing(moved), "a mask of the host: the model asks itself"
+        there = ONES.to("cuda")
+        remember([ONES[:2]], [there])
+        remember([ONES, ONES], [there])
+        assert not hides_nothing(there), "not what it became"
+        with torch.inference_mode():
+            unversioned = ONES.to("cuda")
+        remember([ONES], [unversioned])
+        assert not hides_nothing(unversioned)
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids: Tensor
+    others: dict[str, Any]
+
+
+def test_tensors_are_found_without_making_the_batch_anew() -> None:
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert [t.numel() for t in tensors_in([Batch(a, {"more": (b, "word", None)}), c])] == [1, 2, 3]

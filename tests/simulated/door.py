@@ -70,11 +70,12 @@ fork_rng = torch.random.fork_rng
 
 def _load(module: nn.Module, *args: Any) -> None:
     """Copies, as on a device: a parameter that is swapped loses its hooks."""
+    was = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
         load(module, *args)
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(True)
+        torch.__future__.set_swap_module_params_on_conversion(was)
 
 
 load = nn.Module._load_from_state_dict

@@ -91,23 +91,26 @@ class OptimizerMixer:
     ) -> None:
         self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
         self.buckets: list[Bucket] = []
-        self.packs: list[int] = []
+        self.packs: list[list[int]] = []
         self._making, self._taken, self._fragment = making, taken, fragment
         self._own: set[nn.Parameter] = set()
         self._seen: list[nn.Parameter] = []
 
-    def adopt(self, number: int | None = None) -> None:
-        """Take in what the optimizer got since the last look (gradual unfreezing adds groups); with a number, the next
-        so many, frozen or not."""
-        # With a number a run is resumed, which may not have unfrozen yet what a message in flight holds.
-        now = [p for group in self.optimizer.param_groups for p in group["params"] if number or p.requires_grad]
-        if number is None:
-            seen, self._seen = self._seen, now
-            if len(now) == len(seen) and all(map(is_, now, seen)):
-                return  # without a hash of each, which is Python's
-        new = [p for p in dict.fromkeys(now) if p not in self._taken]
-        if new:
-            self._pack(self._of_fragment(new)[:number])
+    def adopt(self) -> None:
+        """Take in what the optimizer got since the last look (gradual unfreezing adds groups)."""
+        now = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        seen, self._seen = self._seen, now
+        if len(now) != len(seen) or not all(map(is_, now, seen)):  # without a hash of each, which is Python's
+            self._pack(self._of_fragment([p for p in dict.fromkeys(now) if p not in self._taken]))
+
+    def adopt_pack(self, places: Sequence[int] | int) -> None:
+        """What the run that is resumed packed at a time: a message in flight may hold what isn't unfrozen here yet."""
+        every = parameters_of(self.optimizer)
+        free = self._of_fragment([p for p in every if p not in self._taken])
+        # 0.2 saved how many: the first of those that weren't packed yet.
+        self._pack(
+            free[:places] if isinstance(places, int) else [every[place] for place in places if place < len(every)]
+        )
 
     def _of_fragment(self, new: list[nn.Parameter]) -> list[nn.Parameter]:
         which, count = self._fragment
@@ -123,7 +126,8 @@ class OptimizerMixer:
             self._own.update(new)
             buckets = self._making.pack(new)
             self.buckets += buckets
-            self.packs.append(len(new))
+            places = {p: place for place, p in enumerate(parameters_of(self.optimizer))}
+            self.packs.append([places[p] for p in new])
             mixed = with_tail(buckets)
             self.mixer.extend(mixed, [span.matrices for span in mixed])
 
@@ -180,9 +184,8 @@ class OptimizerMixer:
         return sum((replace(traffic, rounds=0) for traffic in beside), own)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.mixer.state_dict() | (
-            {"beside": {state.name: state.state_dict() for state in self.states}} if self.states else {}
-        )
+        beside = {state.name: state.state_dict() for state in self.states}
+        return self.mixer.state_dict() | ({"beside": beside} if beside else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Errors as `Mixer.load_state_dict`."""
@@ -212,8 +215,7 @@ class Mixers:
 
     def of(self, optimizer: Optimizer) -> list[OptimizerMixer]:
         """Of this optimizer; new ones where the optimizers were replaced, on all workers in the same step."""
-        found = [mixer for mixer in self._all if mixer.optimizer is optimizer]
-        if found:
+        if found := [mixer for mixer in self._all if mixer.optimizer is optimizer]:
             return found
         making = self._timed()
         made, states = making.mixers(), making.states(optimizer)
@@ -244,8 +246,7 @@ class Mixers:
 
     def share(self, over: Transport, device: torch.device, meet: Callable[[Callable[[], Any]], Any]) -> float | None:
         """w_i / sum_j w_j of push-sum (the first optimizer's where there are several); None: all equal. Collective."""
-        shares = [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]
-        if not shares:
+        if not (shares := [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]):
             return None
         # A poisoned weight would poison all shares: its worker has none.
         own = shares[0].double().to(device).nan_to_num(0.0, 0.0, 0.0)
@@ -255,8 +256,7 @@ class Mixers:
 
     def shown(self) -> Mapping[int, Tensor]:
         """{address of a parameter: what is evaluated in its place}, where the rule has something else than its mean."""
-        pairs = (pair for mixer in self._all for pair in mixer.shown())
-        return dict(pairs)
+        return dict(pair for mixer in self._all for pair in mixer.shown())
 
     def settle(self) -> None:
         for mixer in self._all:
@@ -271,7 +271,7 @@ class Mixers:
         self._taken.clear()
 
     def state_dict(self, of: Callable[[OptimizerMixer], Any] = OptimizerMixer.state_dict) -> dict[str, Any]:
-        """The mixers' states, and how many parameters were packed at a time."""
+        """The mixers' states, and the places in their optimizers of the parameters that were packed at a time."""
         return {
             "mixers": [of(mixer) for mixer in self._all],
             "packs": [list(mixer.packs) for mixer in self._all],
@@ -295,6 +295,6 @@ class Mixers:
             )
         # Fragment by fragment, each packed as it was: a message in flight has the layout of its buckets.
         for mixer, packs, saved in zip(mixers, state["packs"], state["mixers"], strict=True):
-            for number in packs:
-                mixer.adopt(number)
+            for pack in packs:
+                mixer.adopt_pack(pack)
             mixer.load_state_dict(saved)

@@ -3,16 +3,34 @@
 `transformers` builds no mask where padding hides nothing, and attention keeps its flash kernel. On a device the host
 would wait for that answer, so it looks before, and what a mask became there is remembered: itself, and its micro-batch.
 
-Short, as who moves and cuts a batch knows no causal model, and who reads a mask knows no batch.
+A module of its own: who moves and cuts a batch knows no causal model, and who reads a mask knows no batch.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _full: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-"""Tensors without a zero, and their version then: what is changed in place is told by another."""
+"""Tensors of ones, and their version then: what is changed in place is told by another."""
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Those of its mappings, lists, tuples and dataclasses, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        inside = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        inside = batch
+    elif is_dataclass(batch):
+        inside = (getattr(batch, field.name) for field in fields(batch))
+    for one in inside:
+        yield from tensors_in(one)
 
 
 def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
@@ -25,8 +43,9 @@ def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
 
 
 def _is_full(tensor: Tensor) -> bool:
-    """Whether this may be a mask [batch, length], on the host, without a zero."""
-    return tensor.device.type == "cpu" and tensor.dim() == 2 and not tensor.is_floating_point() and bool(tensor.all())
+    """Whether this may be a mask [batch, length] on the host, all ones."""
+    number = tensor.device.type == "cpu" and tensor.dim() == 2 and not tensor.is_floating_point()
+    return number and bool((tensor == 1).all())
 
 
 def part_of(tensor: Tensor, parts: int, index: int) -> Tensor:

@@ -35,7 +35,7 @@ class SlicePlanner:
         self.profiles: list[StageCost] = []
         """Of the stages, where the slicing measures."""
         self._origin = ""
-        self._measured = (0, 0)
+        self._measured = (0, 0, 0)
         self.stages: list[str] = []
         """What each stage holds, in words."""
 
@@ -46,13 +46,15 @@ class SlicePlanner:
     def measure(self, call: Call, pipe: StageRunner, world: Transport | None) -> None:
         """Where a slicing asks for it, before every step; it takes gradients away.
 
-        A measurement serves all sequences that aren't longer, of this batch size. Collective over `world`.
+        A measurement serves all sequences that aren't longer, of this batch size, with a mask or without, if it had
+        one. Collective over `world`.
         """
         # The first pipeline's call decides: others may be longer or shorter, but all must measure in the same step.
-        batch, length = _firsts((call.inputs.shape[0], pipe.model.length(call)), pipe, world)
-        if batch != self._measured[0] or length > self._measured[1]:
+        own = call.inputs.shape[0], pipe.model.length(call), int(call.attention_mask is not None)
+        batch, length, masked = _firsts(own, pipe, world)
+        if batch != self._measured[0] or length > self._measured[1] or masked > self._measured[2]:
             self.profiles = self._profiles(call, pipe, world)
-            self._measured = batch, length
+            self._measured = batch, length, masked
 
     def make(self, slicing: Slicing, call: Call, pipe: StageRunner) -> list[int]:
         length = pipe.model.length(call)
@@ -134,14 +136,14 @@ class SlicePlanner:
 
 
 def _key(call: Call, length: int) -> str:
-    return f"{call.inputs.shape[0]} x {length}"
+    return f"{call.inputs.shape[0]} x {length}{'' if call.attention_mask is None else ', masked'}"
 
 
-def _firsts(own: tuple[int, int], pipe: StageRunner, world: Transport | None) -> tuple[int, int]:
+def _firsts(own: tuple[int, int, int], pipe: StageRunner, world: Transport | None) -> tuple[int, int, int]:
     """Those of the first pipeline."""
     if world is None or world.size == pipe.size:
         return own
     pending, rows = world.all_gather(torch.tensor(own))
     pending.wait()
-    batch, length = rows[0].tolist()
-    return batch, length
+    batch, length, masked = rows[0].tolist()
+    return batch, length, masked

@@ -40,6 +40,7 @@ class Crew:
     Attributes:
         alike: workers stay equal.
         losses: of each step [workers], each worker's own on its batch, before the update.
+        learning_rates: of each step, the first group's.
         noise: of the gradients of workers that stay equal.
 
     Raises:

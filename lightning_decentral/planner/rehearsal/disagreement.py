@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,7 +34,7 @@ from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 ALONE = 8
 """Updates of a probe without a word."""
 STEPS, ELEMENTS = 192, 1024
-"""Of a simulation; its second half counts, or its end, where learning rates change."""
+"""Of a simulation at one learning rate; its second half counts."""
 LARGEST = 0.99
 """Of a correlation."""
 
@@ -58,17 +59,29 @@ class Drift:
     learning_rate: float
     rate: float
 
-    def apart(self, strategy: GossipStrategy, workers: int, per_node: int, learning_rates: Sequence[float]) -> float:
+    def apart(
+        self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float | Sequence[float]
+    ) -> float:
         """Loss of so many workers' own models over that of their mean.
 
         Args:
-            learning_rates: of each step, behind the last of which it is; a single one: of all, and the mean over time.
+            learning_rate: a number: the mean over a long time at that rate; those of all steps: after the last one.
         """
-        sizes = [rate / self.learning_rate for rate in learning_rates]
-        return 0.5 * self.curvature * self.variance * self.spread(strategy, workers, per_node, sizes)
+        if isinstance(learning_rate, float):
+            spread = (learning_rate / self.learning_rate) ** 2 * self.spread(strategy, workers, per_node)
+        else:
+            sizes = [rate / self.learning_rate for rate in learning_rate]
+            spread = self.spread(strategy, workers, per_node, sizes)
+        return 0.5 * self.curvature * self.variance * spread
 
-    def spread(self, strategy: GossipStrategy, workers: int, per_node: int, sizes: Sequence[float] = (1.0,)) -> float:
-        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip; `sizes` of their updates."""
+    def spread(
+        self, strategy: GossipStrategy, workers: int, per_node: int, sizes: Sequence[float] | None = None
+    ) -> float:
+        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip.
+
+        Args:
+            sizes: of the updates of all steps, after which it is; None: all are 1, and it is the mean over time.
+        """
         chance, topology = torch.Generator().manual_seed(0), strategy.topology.placed(per_node)
         shape, rho = (workers, ELEMENTS * len(topology.fragments)), self.correlation
         noise = torch.randn(shape, generator=chance)
@@ -78,15 +91,12 @@ class Drift:
             return noise.mul_(rho).add_(fresh, alpha=sqrt(1 - rho**2))
 
         start = (self.magnitude * torch.randn((1, shape[1]), generator=chance)).expand(shape)
-        steps, half, forever = len(sizes), STEPS // 2, len(sizes) == 1
-        if forever or steps > STEPS:  # of a run the last ones, which begin where what repeats begins
-            steps = STEPS if forever else half + steps % half
-        latest = [*sizes] * steps if forever else sizes[-steps:]
-        plan = topology, strategy.combine, update, start, steps, latest.__getitem__
+        steps, every, rate = (STEPS, 1, 1.0) if sizes is None else (len(sizes), len(sizes), sizes.__getitem__)
+        options: Any = {"delay": strategy.delay, "weights": strategy.weights, "codec": strategy.codec, "every": every}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a codec that loses too much warns in the rehearsal itself
-            rows = simulate(*plan, delay=strategy.delay, weights=strategy.weights, codec=strategy.codec)
-        late = rows[half:] if forever else rows[-1:]
+            rows = simulate(topology, strategy.combine, update, start, steps, rate, **options)
+        late = rows[STEPS // 2 :] if sizes is None else rows[-1:]
         return float((late - late.mean(1, keepdim=True)).square().mean())
 
 

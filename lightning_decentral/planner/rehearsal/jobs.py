@@ -94,16 +94,16 @@ class Foreknowledge:
     drift: Drift
     came: float
 
-    def apart(self, ask: Ask, job: Job, learning_rates: Sequence[float]) -> float | None:
+    def apart(self, ask: Ask, job: Job, learning_rate: float | Sequence[float]) -> float | None:
         """What the disagreement of workers costs, foretold; of gossip."""
         strategy = job.strategy
         if not isinstance(strategy, GossipStrategy):
             return None
-        return self.drift.apart(strategy, job.workers, ask.per_node, learning_rates)
+        return self.drift.apart(strategy, job.workers, ask.per_node, learning_rate)
 
     def at_most(self, ask: Ask, job: Job) -> float | None:
         """While workers learn fast, at the largest of the learning rates."""
-        return self.apart(ask, job, [self.drift.learning_rate * max(ask.rates) / self.drift.rate])
+        return self.apart(ask, job, self.drift.learning_rate * max(ask.rates) / self.drift.rate)
 
     def rates(self, ask: Ask, job: Job) -> tuple[float, ...]:
         """To try: one, where rule and updates are the same, on as many workers, and their disagreement costs
@@ -117,7 +117,7 @@ class Foreknowledge:
 
     def _off(self, ask: Ask) -> float:
         """How many times more than foretold its own workers' disagreement cost where they were probed; at least 1."""
-        told = self.drift.apart(self.of, self.workers, ask.per_node, [self.drift.learning_rate])
+        told = self.drift.apart(self.of, self.workers, ask.per_node, self.drift.learning_rate)
         return max(1.0, self.came / told)
 
 

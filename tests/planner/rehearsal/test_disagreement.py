@@ -128,16 +128,16 @@ def test_what_comes_is_foretold(momentum: float) -> None:
     first, other = GossipStrategy(topology=Ring()), GossipStrategy(topology=Ring(), delay=0)
     known = trained(first, momentum).drift
     assert known is not None
-    assert known.apart(first, WORKERS, 1, [RATE]) == pytest.approx(trained(first, momentum).apart, rel=0.15)
-    assert known.apart(other, WORKERS, 1, [0.5 * RATE]) == pytest.approx(trained(other, momentum, 0.5).apart, rel=0.15)
+    assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(trained(first, momentum).apart, rel=0.15)
+    assert known.apart(other, WORKERS, 1, 0.5 * RATE) == pytest.approx(trained(other, momentum, 0.5).apart, rel=0.15)
     if not momentum:
         values = np.sort(np.linalg.eigvalsh(mixing_matrix(Ring(), WORKERS, 0)))[:-1]
         exact = 0.5 * float(CURVATURES.sum()) * RATE**2 * NOISE**2 * (1 / (1 - values**2)).sum() / WORKERS
-        assert known.apart(first, WORKERS, 1, [RATE]) == pytest.approx(exact, rel=0.1)
+        assert known.apart(first, WORKERS, 1, RATE) == pytest.approx(exact, rel=0.1)
 
 
-@pytest.mark.parametrize("steps", [9, 100, 300])
-@pytest.mark.parametrize("topology", [Ring(), Every(8, Complete())], ids=["ring", "every 8"])
+@pytest.mark.parametrize("steps", [1, 9, 300])
+@pytest.mark.parametrize("topology", [Ring(), Every(8, Complete()), Every(50, Complete())], ids=str)
 def test_the_end_of_a_schedule_is_that_of_its_own_steps(topology: Topology, steps: int) -> None:
     """Rates that fall to nothing, against the sum over all updates that were mixed since; 1 - W keeps no mean."""
     rates, mean = [1 - step / steps for step in range(steps)], torch.full((WORKERS, WORKERS), 1 / WORKERS)
@@ -146,7 +146,7 @@ def test_the_end_of_a_schedule_is_that_of_its_own_steps(topology: Topology, step
         left = left @ torch.from_numpy(mixing_matrix(topology, WORKERS, step))
         squares += rates[step] ** 2 * float(left.square().sum()) / WORKERS
     found = drift().spread(GossipStrategy(topology=topology, delay=0), WORKERS, 1, rates)
-    assert found == pytest.approx(squares, rel=0.1)
+    assert found == pytest.approx(squares, rel=0.1, abs=1e-9)
 
 
 def test_nothing_is_foretold_where_losses_show_nothing() -> None:
