@@ -67,10 +67,11 @@ def sooner(recipe: str, method: str) -> str:
     return f"{found} times sooner at the target than `ddp`"
 
 
-def by_rate(recipe: str, what: str, hosts: int = 4) -> list[Row]:
-    """Of the table of a text with this title."""
-    page = "loss-per-second-2-cores.md" if hosts == 4 else f"loss-per-second-{hosts}-hosts-2-cores.md"
-    return [row for row in rows(page) if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
+def by_rate(recipe: str, what: str, page: str = "") -> list[Row]:
+    """Of the table with this title, of the page with this in its name."""
+    hosts = 8 if page == "8-hosts-" else 4
+    found = rows(f"loss-per-second-{page}2-cores.md")
+    return [row for row in found if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
 
 
 def at_rate(method: str, rate: str) -> str:
@@ -146,13 +147,19 @@ def seconds_to_a_target() -> str:
     return markdown(("recipe", "steps", "target", "method", "reached after", "at the end"), body)
 
 
-def text_by_rate(recipe: str, hosts: int = 4) -> str:
-    """Loss at the end, and times sooner than `ddp` at the loss that it has in the end, by rate."""
-    losses = {row["method"]: row["test loss in nats per byte at the end"] for row in by_rate(recipe, "", hosts)
-              if "MB sent per step" in row}  # fmt: skip
-    found = by_rate(recipe, "times sooner than `ddp` ", hosts)
+def body_by_rate(recipe: str, page: str) -> tuple[list[str], list[list[str]]]:
+    """(rates, rows): loss at the end, and times sooner than `ddp` at the loss that it has in the end, by rate."""
+    losses = {}
+    for row in by_rate(recipe, "", page):
+        if "MB sent per step" in row:
+            (losses[row["method"]],) = (cell for head, cell in row.items() if head.endswith("at the end"))
+    found = by_rate(recipe, "times sooner than `ddp` ", page)
     rates = [head for head in found[0] if head.endswith("bit")]
-    body = [[r["method"], losses[r["method"]], *(r[rate] or "not reached" for rate in rates)] for r in found]
+    return rates, [[r["method"], losses[r["method"]], *(r[rate] or "not reached" for rate in rates)] for r in found]
+
+
+def text_by_rate(recipe: str, page: str = "") -> str:
+    rates, body = body_by_rate(recipe, page)
     return markdown(("method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
 
 
@@ -165,24 +172,26 @@ def larger_batch_by_rate() -> str:
 
 
 def eight_hosts_by_rate() -> str:
-    return text_by_rate("gpt", 8)
+    return text_by_rate("gpt", "8-hosts-")
 
 
-ELSEWHERE = ("vit", "resnet", "larger-gpt", "sympy")
-KEY = ("ddp", "ddp, Muon", "ddp, Muon, fp16 hook", "gossip, int8, Muon", "compressed, int8, Muon",
-       "compressed, int4, Muon", "streamed outer rounds of 8, int4, Muon")  # fmt: skip
+def beside_torchft() -> str:
+    return text_by_rate("gpt", "torchft-")
 
 
-def other_recipes() -> str:
-    """The same of other models and another text, some of the methods; a dash where a rate wasn't timed."""
+IMAGES = (
+    "ddp", "ddp, fp16 hook", "ddp, Muon", "ddp, Muon, fp16 hook", "torchft's DiLoCo, Muon", "gossip, int8, Muon",
+    "compressed, int8, Muon", "outer rounds of 8, int4, Muon", "streamed outer rounds of 8, int4, Muon",
+)  # fmt: skip
+
+
+def images_by_rate() -> str:
+    """Some of the methods."""
     body = []
-    for recipe in ELSEWHERE:
-        losses = {row["method"]: row for row in by_rate(recipe, "") if "MB sent per step" in row}
-        for row in by_rate(recipe, "times sooner than `ddp` "):
-            if (method := row["method"]) in KEY:
-                (loss,) = (cell for head, cell in losses[method].items() if head.endswith("at the end"))
-                body.append([recipe, method, loss, *(row.get(rate, "-") or "not reached" for rate in WRITTEN)])
-    return markdown(("recipe", "method", "loss at the end", *WRITTEN.values()), body)
+    for recipe in ("vit", "resnet"):
+        rates, found = body_by_rate(recipe, "digits-")
+        body += [[recipe, *row] for row in found if row[0] in IMAGES]
+    return markdown(("recipe", "method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
 
 
 def strongest_peer() -> str:
@@ -211,7 +220,7 @@ def at_equal_steps() -> str:
 
 TABLES = (
     questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
-    eight_hosts_by_rate, other_recipes, strongest_peer, soonest_of_all,
+    eight_hosts_by_rate, beside_torchft, images_by_rate, strongest_peer, soonest_of_all,
 )  # fmt: skip
 
 if __name__ == "__main__":

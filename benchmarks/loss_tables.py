@@ -17,8 +17,6 @@ LONGER = {
 steps above a peer may come to its loss sooner all the same. The strongest peers have them, too, in the last table."""
 BATCHES = {"gpt": "gpt-1024-tokens", "gpt-1024-tokens": "gpt"}
 """The same model and as many examples in batches of another size, in which ours may be sooner."""
-AS_LONG = {"sympy": "gpt"}
-"""Whose steps take as long, where they weren't timed by themselves: model and batch are the same, the text isn't."""
 PEERS = ("ddp", "torchft", "decent-dp")
 """How the names of peers begin."""
 STRONGEST = "ddp, Muon, fp16 hook"
@@ -57,8 +55,6 @@ class Trained(NamedTuple):
 def trained(results: dict[str, Any], recipe: str, hosts: int, named: str = "") -> list[Trained]:
     """With the recipe's own schedule, then with longer ones."""
     found, rates = [], rates_of(results, f"{recipe} {hosts} ")
-    if not rates and recipe in AS_LONG:
-        rates = rates_of(results, f"{AS_LONG[recipe]} {hosts} ")
     for name in (recipe, *LONGER.get(recipe, ())):
         runs = [run for key, run in results["curves"].items() if key.startswith(f"{name} {hosts} ")]
         found.append(Trained(runs, rates, named, name != recipe))
@@ -168,9 +164,8 @@ class Table:
 
     def markdown(self) -> str:
         steps = self.runs[0]["ddp"]["steps"][-1]
-        as_long = f" A step takes as long as one of {AS_LONG[self.recipe]}." if self.recipe in AS_LONG else ""
         parts = [
-            f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.{as_long}",
+            f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.",
             lines(self.losses()),
         ]
         for peer in (self.peers[0], STRONGEST):

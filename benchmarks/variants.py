@@ -4,8 +4,8 @@
 
 States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
 topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
-of `gpt` in batches of 1,024 tokens. One seed each; a rehearsal has the bits of so many processes. Losses are those of
-the mean of the workers' models on the test examples.
+of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for. One seed each, with
+the bits of so many processes. Losses are those of the mean of the workers' models on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -98,6 +98,16 @@ def batches() -> dict[str, Variant]:
     return found
 
 
+def blocking() -> dict[str, Variant]:
+    """Rounds that are waited for, in whole runs."""
+    now = ["strategy.delay=0"]
+    return {
+        "blocking, 8 workers, travels": Variant([*TRAVELS, *now], 8, 540),
+        "blocking, 4 workers, travels": Variant([*TRAVELS, *now], 4, 1080),
+        "blocking, 4 workers, own": Variant([*MUON, *now], 4, 1080),
+    }
+
+
 def keep(kept: dict[str, Any], name: str, found: float) -> None:
     """On the disk."""
     kept["losses"][name], here = found, description()
@@ -111,7 +121,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"losses": {}}
-    every = {**states(), **rounds(), **digits(), **batches()}
+    every = {**states(), **rounds(), **digits(), **batches(), **blocking()}
     todo = {name: one for name, one in every.items() if name not in kept["losses"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         running = {pool.submit(loss, *one): name for name, one in todo.items()}
