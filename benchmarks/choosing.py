@@ -180,8 +180,9 @@ def beside_torchft() -> str:
 
 
 IMAGES = (
-    "ddp", "ddp, fp16 hook", "ddp, Muon", "ddp, Muon, fp16 hook", "torchft's DiLoCo, Muon", "gossip, int8, Muon",
-    "compressed, int8, Muon", "outer rounds of 8, int4, Muon", "streamed outer rounds of 8, int4, Muon",
+    "ddp", "ddp, fp16 hook", "ddp, AccumAdamW, fp16 hook", "ddp, Muon, fp16 hook", "torchft's DiLoCo, Muon",
+    "gossip, int8, AccumAdamW", "gossip, int8, Muon", "compressed, int8, Muon", "outer rounds of 8, int4, Muon",
+    "streamed outer rounds of 8, int4, Muon",
 )  # fmt: skip
 
 
