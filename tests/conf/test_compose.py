@@ -121,7 +121,7 @@ def chosen(group, name):
     return composed("strategy=gossip", f"strategy/{group}={name}", *MUST_BE_GIVEN.get(name, [])).strategy[group]
 
 
-@pytest.mark.parametrize(("turn", "topology"), enumerate(sorted(choices("strategy/topology"))))
+@pytest.mark.parametrize(("turn", "topology"), [*enumerate(sorted(choices("strategy/topology")))])
 def test_every_gossip_strategy_can_be_constructed(turn, topology):
     """Every pair of choices: weights are dealt out, from another one on for each topology."""
     strategy, rows = composed("strategy=gossip").strategy, sorted(choices("strategy/weights"))

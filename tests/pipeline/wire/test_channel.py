@@ -1,5 +1,7 @@
 """What a stage hears of a neighbour that is gone."""
 
+import threading
+
 import pytest
 import torch
 
@@ -24,7 +26,10 @@ def hear(links, action):
 
 @pytest.mark.parametrize(("kind", "waiting", "gone"), [(Kind.BACKWARD, 0, 1), (Kind.FORWARD, 1, 0)])
 def test_a_stage_that_ends_is_named(kind, waiting, gone):
+    connected = threading.Barrier(2, timeout=30.0)  # who ends before the other has connected isn't lost, but absent
+
     def worker(group):
+        connected.wait()
         if group.rank() == gone:
             return None  # and its connections with it
         over = GlooTransport(group)
