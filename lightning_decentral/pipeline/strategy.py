@@ -151,8 +151,9 @@ class TokenPipelineStrategy(WorkersStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Around `configure_model`, whose tensors have no memory until their stage is known. Collective."""
-        # What is deferred is never sent: all draw what worker 0 draws on its CPU.
-        torch.set_rng_state(first := self.broadcast(own := torch.get_rng_state()))
+        own = torch.get_rng_state()
+        first = self.broadcast(own)  # what is deferred is never sent: all draw what worker 0 draws on its CPU
+        torch.set_rng_state(first)
         with torch.device("cpu"), self._deferred:
             yield
         if not torch.equal(own, first):

@@ -103,7 +103,7 @@ def test_batches_that_differ_are_told_apart():
     assert len({checksum([x]) for x in (ids, ids.roll(1, 0), ids.roll(1, 1), ids + 1)}) == 4
 
 
-def test_a_measurement_serves_all_shorter_sequences():
+def test_a_measurement_serves_all_shorter_sequences_and_those_without_a_mask():
     model = adapted(built("llama", torch.float32))
     place = StagePlace(0, 4, True, True)
     pipe = StageRunner(model, place, None, {}, schedule=OneForwardOneBackward(), activations=Keep(),
@@ -122,6 +122,14 @@ def test_a_measurement_serves_all_shorter_sequences():
     assert found[2] is not found[1]
     assert found[3] is not found[2]
     assert plans.known(Call(torch.zeros(2, 48)), 48) is not None
+    masked = Call(call.inputs, torch.ones_like(call.inputs))  # as costly as any of its size, so measured once more
+    assert plans.known(masked, 24) is None
+    for asked in (masked, call):
+        plans.measure(asked, pipe, None)
+        plans.make(Planned(), asked, pipe)
+        found.append(plans.profiles)
+    assert found[4] is not found[3]
+    assert found[5] is found[4]
     assert plans.expected().seconds > 0
     assert {"slices", "bubble", "fit of the costs", "memory"} <= set(plans.summary())
 
