@@ -16,25 +16,16 @@ import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
+from math import isfinite
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-from cluster_accuracy import EXAMPLES
 from hardware import description, sentence, slug
-from hydra.utils import instantiate
 from loss_methods import METHODS, MOMENTA, RATES, best, family
 from loss_per_second import RECIPES
 from losses import can_be_rehearsed, rehearsed
-from quiet_recipe import built, composed
 from rich.progress import track
-from torch.utils.data import DataLoader, Subset
-
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
-from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.worker import Loop
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS, STEPS, SEED = 4, 364, 0
@@ -51,35 +42,24 @@ def grid() -> dict[str, list[str]]:
     return found
 
 
-def loss(words: list[str], workers: int = WORKERS, steps: int = STEPS, recipe: str = "recipe=gpt") -> float:
-    """Test loss at the end, `gpt`'s in nats per byte; infinite where the run broke off."""
-    torch.set_num_threads(1)
-    cfg = composed([recipe, *words], SEED)
-    data, module, _ = built(cfg)
-    batches, epoch = shared_out(loader_of(module, data), workers)
-    data.setup("test")
-    tests = DataLoader(Subset(data.splits["test"], range(EXAMPLES)), batch_size=EXAMPLES // 4)
-    strategy, loop = instantiate(cfg.strategy, _convert_="all"), Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, steps)
-    try:
-        with Crew(module, batches, strategy, workers, steps, loop=loop) as crew:
-            crew.train(steps)
-            return Evaluation(module, list(tests)).loss([worker.module for worker in crew.workers])
-    except FloatingPointError:
-        return float("inf")
-
-
 def _method(name: str) -> str:
     return name.partition(" | ")[0]
 
 
-def last_loss(recipe: str, words: list[str]) -> float:
-    """Test loss at the end, by the recipe's own score; infinite where the run broke off."""
-    found = RECIPES[recipe]
-    steps = STEPS if recipe == "gpt" else found.steps
+def last_loss(recipe: str, words: list[str], workers: int = WORKERS, steps: int | None = None) -> float:
+    """Test loss at the end, by the recipe's own score; infinite where it is no number or the run broke off."""
+    steps = steps or steps_of(recipe)
     try:
-        return float(rehearsed(found._replace(steps=steps, every=steps), words, WORKERS, SEED)["scores"][-1])
+        found = rehearsed(RECIPES[recipe]._replace(steps=steps, every=steps), words, workers, SEED)
     except FloatingPointError:
         return float("inf")
+    reached = float(found["scores"][-1])
+    return reached if isfinite(reached) else float("inf")
+
+
+def steps_of(recipe: str) -> int:
+    """Of a run: one epoch of `gpt`, another recipe's own."""
+    return STEPS if recipe == "gpt" else RECIPES[recipe].steps
 
 
 def page(recipe: str, steps: int, runs: dict[str, float]) -> str:
@@ -121,7 +101,7 @@ def main() -> None:
             path.write_text(json.dumps(kept, indent=1) + "\n")
     kept["runs"] = {name: kept["runs"][name] for name in grid() if name in kept["runs"]}
     path.write_text(json.dumps(kept, indent=1) + "\n")
-    text = page(recipe, STEPS if recipe == "gpt" else RECIPES[recipe].steps, kept["runs"])
+    text = page(recipe, steps_of(recipe), kept["runs"])
     path.with_suffix(".md").write_text(text)
     print(text)
 

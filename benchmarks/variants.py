@@ -21,7 +21,7 @@ from hardware import description, slug
 from loss_methods import METHODS
 from rich.console import Console
 from rich.progress import track
-from tuning import loss
+from tuning import last_loss
 
 RESULTS = Path(__file__).parent / "results" / f"variants-{slug()}.json"
 MUON, TRAVELS = ["experiment=gossip_muon"], ["experiment=gossip_muon_momentum"]
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
     words: list[str]
     workers: int = 4
     steps: int = 364
-    recipe: str = "recipe=gpt"
+    recipe: str = "gpt"
 
 
 def states() -> dict[str, Variant]:
@@ -84,7 +84,7 @@ def digits() -> dict[str, Variant]:
                 optimizers[f"muon, {rate}"] = ["optimizer=muon", f"optimizer.lr={rate}"]
             for name, words in optimizers.items():
                 key = f"digits, {recipe}, {strategy}, {name}"
-                found[key] = Variant([f"strategy={strategy}", *words], steps=300, recipe=f"recipe={recipe}")
+                found[key] = Variant([f"strategy={strategy}", *words], steps=300, recipe=recipe)
     return found
 
 
@@ -124,7 +124,9 @@ def main() -> None:
     every = {**states(), **rounds(), **digits(), **batches(), **blocking()}
     todo = {name: one for name, one in every.items() if name not in kept["losses"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        running = {pool.submit(loss, *one): name for name, one in todo.items()}
+        running = {
+            pool.submit(last_loss, one.recipe, one.words, one.workers, one.steps): name for name, one in todo.items()
+        }
         for done in track(as_completed(running), "runs", total=len(running)):
             keep(kept, running[done], done.result())
     Console().print({name: round(kept["losses"][name], 4) for name in every})
