@@ -5,7 +5,8 @@
 Hosts are network namespaces with links of the given rate (`cluster.py`). The accelerator is simulated: every layer
 sleeps in forward and twice as long in backward, so that the hosts' share of the processors isn't what is measured; the
 network traffic, the updates and the mixing are real. With `--straggler 3` one host, another in every step, is so many
-times slower. With `--model linear` the layers multiply matrices instead, on processors that all hosts share.
+times slower. With `--model linear` the layers multiply matrices instead, on processors that all hosts share. With
+`--processor 0.7` all hosts together get so much of the processors' time: a slower processor.
 
 The bound of a step is max(mean compute, bytes / rate), bytes being what a host sends. Writes
 `results/cluster-speed-<hardware>.json` (raw times of every step and host), `.md` and `.png`. Needs root and iproute2;
@@ -28,8 +29,10 @@ from hardware import description, sentence, slug
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
+from slower import processor
 
 HERE = Path(__file__).parent
+SLOWER = "processor*"
 
 
 def measure(hosts: Cluster, methods: list[str], options: argparse.Namespace, straggler: float) -> dict[str, Any]:
@@ -75,7 +78,10 @@ def busy_per_step(busy: list[list[float]], warm_up: int) -> float:
 
 def mean_compute(seconds: float, hosts: int, straggler: str) -> float:
     """Of a host and step, with one host in each that many times slower; 0 for layers that don't sleep."""
-    return 0.0 if straggler in MODELS else seconds * (1 + (float(straggler) - 1) / hosts)
+    if straggler in MODELS:
+        return 0.0
+    times = 1.0 if straggler.startswith(SLOWER) else float(straggler)
+    return seconds * (1 + (times - 1) / hosts)
 
 
 def rows(results: dict[str, Any], warm_up: int) -> list[list[str]]:
@@ -101,7 +107,7 @@ def table(results: dict[str, Any], warm_up: int) -> str:
     head = [
         "hosts",
         "rate",
-        "straggler or model",
+        "straggler, model or processor",
         "method",
         "s per step",
         "over its bound",
@@ -138,9 +144,25 @@ def draw(results: dict[str, Any], warm_up: int, path: Path) -> None:
 
 def _said(label: str) -> str:
     """What is unusual about a run."""
+    if label.startswith(SLOWER):
+        return f", {label.removeprefix(SLOWER)} of the processors' time"
     if label in MODELS:
         return f", a {label} model, which computes"
     return "" if label == "1" else f", one host {label} times slower"
+
+
+def label_of(options: argparse.Namespace, straggler: float) -> str:
+    """Of a setting, beside hosts and rate.
+
+    Raises:
+        ClusterError: a slower processor together with what has its own label.
+    """
+    own = f"{straggler:g}" if options.model == "sleeping" else options.model
+    if options.processor == 1:
+        return own
+    if own != "1":
+        raise ClusterError(f"processor={options.processor:g} goes without --model and --stragglers")
+    return f"{SLOWER}{options.processor:g}"
 
 
 def main() -> None:
@@ -149,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["200mbit", "400mbit", "1gbit"])
     parser.add_argument("--stragglers", type=float, nargs="+", default=[1.0])
     parser.add_argument("--model", choices=list(MODELS), default="sleeping")
+    parser.add_argument("--processor", type=float, default=1.0, help="share of the processors' time that hosts get")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=[m for m in METHODS if m != "alone"])
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=25)
@@ -164,15 +187,17 @@ def main() -> None:
     shape = {name: getattr(options, name) for name in ("parameters", "layers", "compute", "steps")}
     results |= {"hardware": description(), **shape}
     stragglers = options.stragglers if options.model == "sleeping" else [1.0]
+    for straggler in stragglers:
+        label_of(options, straggler)  # refused before anything runs
     settings = [(h, r, s) for h in options.hosts for r in options.rates for s in stragglers]
     with Progress() as progress:
         task = progress.add_task("runs", total=len(settings) * options.turns)
         for count, rate, straggler in settings:
-            with cluster(count, rate, name="speed") as hosts:
+            with cluster(count, rate, name="speed") as hosts, processor(options.processor):
                 for turn in range(options.turns):
                     progress.update(task, description=f"{count} hosts, {rate}, straggler {straggler:g}, turn {turn}")
                     measured = measure(hosts, methods, options, straggler)
-                    label = f"{straggler:g}" if options.model == "sleeping" else options.model
+                    label = label_of(options, straggler)
                     run = results["runs"].setdefault(f"{count} {rate} {label}", {})
                     for method, record in measured.items():
                         before = run[method] if turn else {"turns": [], "busy": []}

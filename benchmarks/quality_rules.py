@@ -1,25 +1,32 @@
 """Every rule of gossip on a transformer, with the better of two optimizers: the mean model's loss at equal steps.
 
-    python benchmarks/quality_rules.py
+    nice python benchmarks/quality_rules.py --jobs 2          # about 40 minutes on two cores; a busy machine will do
 
-Each run is `python recipes/train.py recipe=gpt strategy=gossip ...` with four CPU workers, as in `quality.py`: the same
-steps and batches. Each rule is run with Muon and with AccumAdamW, at the rates tuned for plain gossip (`ddp`: at its
-own); the better one by the first seed is run with the others, too. Some 50 runs of a minute or two. Writes
-`results/quality-rules-<hardware>.json` and `.md`; finished runs are kept in the first, so that a broken-off benchmark
-goes on where it was.
+Each run is a rehearsal (`losses.py`) of 1,080 steps of the `gpt` recipe on four workers, whose bits are those of so
+many processes. Each rule is run with Muon and with AccumAdamW, at the rates and momenta tuned for gossip with `Int8`
+(`ddp`: at its own), from `tuning.py`; the better one by the first seed is run with the others, too. The loss is that
+of the mean of the workers' models on the test examples. Writes `results/quality-rules-<hardware>.json` and `.md`;
+finished runs are kept in the first, so that a broken-off benchmark goes on where it was.
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from cluster_accuracy import RECIPES
 from hardware import description, sentence, slug
-from quality import train
+from loss_methods import tuned
+from losses import rehearsed
 from rich.progress import track
 
+RESULTS = Path(__file__).parent / "results"
+WORKERS, STEPS = 4, 1080
 SEEDS = (0, 1, 2)
 LOCAL = 8
 EVERY = ["strategy/topology=every", f"strategy.topology.steps={LOCAL}"]
@@ -42,21 +49,29 @@ RULES = {
         *["strategy.combine.lr=0.7", "strategy.combine.momentum=0.5"],
     ],
 }
-OPTIMIZERS = {
-    "Muon": ["optimizer=muon", "optimizer.lr=2e-2", "optimizer.momentum=0.95"],
-    "AccumAdamW": ["optimizer=accum_adamw", "optimizer.lr=6e-3"],
-}
+OPTIMIZERS = {"Muon": ["optimizer=muon"], "AccumAdamW": ["optimizer=accum_adamw"]}
 # The rule's momentum takes the place of the optimizer's.
 WITHOUT_MOMENTUM = {"Muon": ["optimizer.momentum=0"], "AccumAdamW": ["optimizer.betas=[0,0.996]"]}
-OF_DDP = {"Muon": ["optimizer.lr=1.2e-2"], "AccumAdamW": []}
+
+
+@cache
+def rates() -> dict[str, list[str]]:
+    """Words of the best rate and momentum of each method."""
+    return tuned(json.loads((RESULTS / f"tuning-{slug()}.json").read_text())["runs"])
 
 
 def words(rule: str, optimizer: str) -> list[str]:
-    """For recipes/train.py."""
-    said = [*OPTIMIZERS[optimizer], *RULES[rule]]
+    """Of the recipe."""
     if rule == "ddp":
-        return said + OF_DDP[optimizer]
-    return ["strategy=gossip", *said, *(WITHOUT_MOMENTUM[optimizer] if rule == "QuasiGlobalMomentum" else [])]
+        return [*RULES[rule], *OPTIMIZERS[optimizer], *rates()[f"ddp, {optimizer}"]]
+    own = WITHOUT_MOMENTUM[optimizer] if rule == "QuasiGlobalMomentum" else []
+    return ["strategy=gossip", *OPTIMIZERS[optimizer], *rates()[f"gossip, int8, {optimizer}"], *RULES[rule], *own]
+
+
+def run(rule: str, optimizer: str, seed: int) -> float:
+    """Loss at the end, nats per byte."""
+    recipe = RECIPES["gpt"]._replace(steps=STEPS, every=STEPS)
+    return float(rehearsed(recipe, words(rule, optimizer), WORKERS, seed)["scores"][-1])
 
 
 def better(runs: dict[str, float], rule: str) -> str:
@@ -65,14 +80,16 @@ def better(runs: dict[str, float], rule: str) -> str:
     return min(ran, key=lambda optimizer: runs[f"{rule}, {optimizer}, {SEEDS[0]}"])
 
 
-def todo(runs: dict[str, float]) -> Iterator[tuple[str, str, int]]:
-    """(rule, optimizer, seed) of what hasn't run."""
-    first = [(rule, optimizer, SEEDS[0]) for optimizer in OPTIMIZERS for rule in RULES]
-    yield from (run for run in first if "{}, {}, {}".format(*run) not in runs)
-    for seed in SEEDS[1:]:
-        for rule in RULES:
-            if f"{rule}, {better(runs, rule)}, {seed}" not in runs:
-                yield rule, better(runs, rule), seed
+def first(runs: dict[str, float]) -> list[tuple[str, str, int]]:
+    """(rule, optimizer, seed) with the first seed that haven't run."""
+    every = [(rule, optimizer, SEEDS[0]) for optimizer in OPTIMIZERS for rule in RULES]
+    return [one for one in every if "{}, {}, {}".format(*one) not in runs]
+
+
+def further(runs: dict[str, float]) -> list[tuple[str, str, int]]:
+    """With the others, of the better optimizer, when all of the first have run."""
+    every = [(rule, better(runs, rule), seed) for seed in SEEDS[1:] for rule in RULES]
+    return [one for one in every if "{}, {}, {}".format(*one) not in runs]
 
 
 def table(runs: dict[str, float]) -> str:
@@ -106,19 +123,21 @@ def losses(runs: dict[str, float], rule: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="write the table of what has run, and run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     options = parser.parse_args()
-    path = Path(__file__).parent / "results" / f"quality-rules-{slug()}.json"
+    path = RESULTS / f"quality-rules-{slug()}.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     runs = results.setdefault("runs", {})
     results["hardware"] = description()
-    total = len(RULES) * (len(OPTIMIZERS) + len(SEEDS) - 1)
-    for rule, optimizer, seed in () if options.table else track(todo(runs), "runs", total - len(runs)):
-        runs[f"{rule}, {optimizer}, {seed}"] = train("gpt", seed, words(rule, optimizer))
-        path.write_text(json.dumps(results, indent=1))
-    text = (
-        f"`python benchmarks/quality_rules.py`, four CPU workers, seeds {list(SEEDS)}: {sentence()}.\n\n{table(runs)}\n"
-    )
+    ways: tuple[Callable[[dict[str, float]], list[tuple[str, str, int]]], ...] = (first, further)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for way in ways:
+            running = {pool.submit(run, *one): "{}, {}, {}".format(*one) for one in way(runs)}
+            for done in track(as_completed(running), way.__name__, total=len(running)):
+                runs[running[done]] = done.result()
+                path.write_text(json.dumps(results, indent=1) + "\n")
+    said = f"`python benchmarks/quality_rules.py`, {WORKERS} workers, seeds {list(SEEDS)}"
+    text = f"{said}: {sentence()}.\n\n{table(runs)}\n"
     path.with_suffix(".md").write_text(text)
     print(text)
 

@@ -1,0 +1,59 @@
+"""A slower processor: what runs here gets a share of the time of all cores. Needs root and Linux' control groups."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster import ClusterError
+
+GROUPS = Path("/sys/fs/cgroup")
+PERIOD = 10_000
+"""Microseconds. What is over is taken at a period's end: a thread that waits for the next one waits a few
+milliseconds, which is short beside a round."""
+
+
+@contextmanager
+def processor(share: float) -> Iterator[None]:
+    """This process and those that it starts get that share of the time of all cores together.
+
+    Raises:
+        ClusterError: not a share, or the system gives no such group.
+    """
+    if not 0 < share <= 1:
+        raise ClusterError(f"processor={share:g} is no share of one: give a number over 0 and up to 1")
+    if share == 1:
+        yield
+        return
+    version_2 = (GROUPS / "cgroup.controllers").exists()
+    root = GROUPS if version_2 else GROUPS / "cpu"
+    group, quota = root / f"slower-{os.getpid()}", round(share * (os.cpu_count() or 1) * PERIOD)
+    try:
+        if version_2:
+            (root / "cgroup.subtree_control").write_text("+cpu")
+        group.mkdir()
+    except OSError as error:
+        raise ClusterError(
+            f"no group of processes can be made in {root}: {error.strerror}; run it with sudo"
+        ) from error
+    before = root / _own_group(version_2)
+    try:
+        if version_2:
+            (group / "cpu.max").write_text(f"{quota} {PERIOD}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (before / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def _own_group(version_2: bool) -> str:
+    """Of this process, below the root."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if (version_2 and not controllers) or "cpu" in controllers.split(","):
+            return path.lstrip("/")
+    return ""
