@@ -33,9 +33,7 @@ def processor(share: float) -> Iterator[None]:
             (root / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir()
     except OSError as error:
-        raise ClusterError(
-            f"no group of processes can be made in {root}: {error.strerror}; run it with sudo"
-        ) from error
+        raise ClusterError(f"no control group can be made in {root}: {error.strerror}; run it with sudo") from error
     before = root / _own_group(version_2)
     try:
         if version_2:
