@@ -3,9 +3,9 @@
     nice python benchmarks/quality_rules.py --jobs 2          # about 40 minutes on two cores; a busy machine will do
 
 Each run is a rehearsal (`losses.py`) of 1,080 steps of the `gpt` recipe on four workers, whose bits are those of so
-many processes. Each rule is run with Muon and with AccumAdamW, at the rates and momenta tuned for gossip with `Int8`
-(`ddp`: at its own), from `tuning.py`; the better one by the first seed is run with the others, too. The loss is that
-of the mean of the workers' models on the test examples. Writes `results/quality-rules-<hardware>.json` and `.md`;
+many processes. Each rule is run with Muon and with AccumAdamW, at the rates and momenta of the configurations: tuned
+for plain gossip and for `ddp` (`tuning.py`), not for each rule. The better one by the first seed is run with the
+others, too. The loss is that of the mean of the workers' models on the test examples. Writes `results/quality-rules-<hardware>.json` and `.md`;
 finished runs are kept in the first, so that a broken-off benchmark goes on where it was.
 """
 
@@ -14,14 +14,12 @@ import json
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from cluster_accuracy import RECIPES
 from hardware import description, sentence, slug
-from loss_methods import tuned
 from losses import rehearsed
 from rich.progress import track
 
@@ -49,23 +47,18 @@ RULES = {
         *["strategy.combine.lr=0.7", "strategy.combine.momentum=0.5"],
     ],
 }
-OPTIMIZERS = {"Muon": ["optimizer=muon"], "AccumAdamW": ["optimizer=accum_adamw"]}
+OPTIMIZERS = {"Muon": ["optimizer=muon", "optimizer.momentum=0.9"], "AccumAdamW": ["optimizer=accum_adamw"]}
+OF_DDP = {"Muon": ["optimizer.momentum=0.8"], "AccumAdamW": []}
 # The rule's momentum takes the place of the optimizer's.
 WITHOUT_MOMENTUM = {"Muon": ["optimizer.momentum=0"], "AccumAdamW": ["optimizer.betas=[0,0.996]"]}
-
-
-@cache
-def rates() -> dict[str, list[str]]:
-    """Words of the best rate and momentum of each method."""
-    return tuned(json.loads((RESULTS / f"tuning-{slug()}.json").read_text())["runs"])
 
 
 def words(rule: str, optimizer: str) -> list[str]:
     """Of the recipe."""
     if rule == "ddp":
-        return [*RULES[rule], *OPTIMIZERS[optimizer], *rates()[f"ddp, {optimizer}"]]
+        return [*RULES[rule], *OPTIMIZERS[optimizer], *OF_DDP[optimizer]]
     own = WITHOUT_MOMENTUM[optimizer] if rule == "QuasiGlobalMomentum" else []
-    return ["strategy=gossip", *OPTIMIZERS[optimizer], *rates()[f"gossip, int8, {optimizer}"], *RULES[rule], *own]
+    return ["strategy=gossip", *OPTIMIZERS[optimizer], *RULES[rule], *own]
 
 
 def run(rule: str, optimizer: str, seed: int) -> float:

@@ -4,8 +4,9 @@
 
 States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
 topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
-of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for. One seed each, with
-the bits of so many processes. Losses are those of the mean of the workers' models on the test examples.
+of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for. Graphs: whole runs
+on four workers by graph, overlapped and not, down to the mean of all after each step. One seed each, with the bits of
+so many processes. Losses are those of the mean of the workers' models on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -13,6 +14,7 @@ Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `ha
 import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +110,21 @@ def blocking() -> dict[str, Variant]:
     }
 
 
+def graphs() -> dict[str, Variant]:
+    """What is left of the gap to `ddp` when workers disagree less, and when they don't at all."""
+    own = {"own": [*MUON, "optimizer.lr=2e-2"], "travels": [*TRAVELS, "optimizer.lr=2e-2"]}
+    found = {
+        "graphs, ddp": Variant(
+            ["strategy=ddp", "optimizer=muon", "optimizer.lr=4e-2", "optimizer.momentum=0.8"], steps=1080
+        )
+    }
+    for way, (graph, delay) in product(own, (("hypercube", 1), ("hypercube", 0), ("complete", 1), ("complete", 0))):
+        words = [*own[way], f"strategy/topology={graph}", f"strategy.delay={delay}"]
+        found[f"graphs, {graph}, delay {delay}, {way}"] = Variant(words, steps=1080)
+    found["graphs, ring, delay 1, own"] = Variant([*own["own"], "strategy/topology=ring"], steps=1080)
+    return found
+
+
 def keep(kept: dict[str, Any], name: str, found: float) -> None:
     """On the disk."""
     kept["losses"][name], here = found, description()
@@ -121,7 +138,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"losses": {}}
-    every = {**states(), **rounds(), **digits(), **batches(), **blocking()}
+    every = {**states(), **rounds(), **digits(), **batches(), **blocking(), **graphs()}
     todo = {name: one for name, one in every.items() if name not in kept["losses"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         running = {
