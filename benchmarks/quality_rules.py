@@ -5,8 +5,9 @@
 Each run is a rehearsal (`losses.py`) of 1,080 steps of the `gpt` recipe on four workers, whose bits are those of so
 many processes. Each rule is run with Muon and with AccumAdamW, at the rates and momenta of the configurations: tuned
 for plain gossip and for `ddp` (`tuning.py`), not for each rule. The better one by the first seed is run with the
-others, too. The loss is that of the mean of the workers' models on the test examples. Writes `results/quality-rules-<hardware>.json` and `.md`;
-finished runs are kept in the first, so that a broken-off benchmark goes on where it was.
+others, too. The loss is that of the mean of the workers' models on the test examples. Writes
+`results/quality-rules-<hardware>.json` and `.md`; finished runs are kept in the first, so that a
+broken-off benchmark goes on where it was.
 """
 
 import argparse

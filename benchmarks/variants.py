@@ -113,11 +113,7 @@ def blocking() -> dict[str, Variant]:
 def graphs() -> dict[str, Variant]:
     """What is left of the gap to `ddp` when workers disagree less, and when they don't at all."""
     own = {"own": [*MUON, "optimizer.lr=2e-2"], "travels": [*TRAVELS, "optimizer.lr=2e-2"]}
-    found = {
-        "graphs, ddp": Variant(
-            ["strategy=ddp", "optimizer=muon", "optimizer.lr=4e-2", "optimizer.momentum=0.8"], steps=1080
-        )
-    }
+    found = {"graphs, ddp": Variant(METHODS["ddp, Muon"], steps=1080)}
     for way, (graph, delay) in product(own, (("hypercube", 1), ("hypercube", 0), ("complete", 1), ("complete", 0))):
         words = [*own[way], f"strategy/topology={graph}", f"strategy.delay={delay}"]
         found[f"graphs, {graph}, delay {delay}, {way}"] = Variant(words, steps=1080)
