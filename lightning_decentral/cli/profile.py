@@ -13,9 +13,11 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -106,6 +108,23 @@ def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
+def alone(application: Application, words: Sequence[str]) -> DictConfig:
+    """What these words make on one device, without the strategy that they may name.
+
+    Raises:
+        ValueError: they take an experiment that says more about its strategy than which one it is.
+    """
+    try:
+        return application.compose([*words, *ALONE, "trainer.default_root_dir=null"])
+    except HydraException:
+        chosen = application.choice(words, "strategy")  # raises what is wrong with the words by themselves
+        optimizer = application.choice(words, "optimizer")
+        raise ValueError(
+            f"{' '.join(words)!r} sets up strategy={chosen}, and one device trains without it: leave the experiment "
+            f"out and say what else it chooses, such as optimizer={optimizer}"
+        ) from None
+
+
 def profile(
     application: Application, overrides: Sequence[str], steps: int, done: Callable[[], None] = lambda: None
 ) -> tuple[Profile, float]:
@@ -116,7 +135,7 @@ def profile(
     """
     if steps < 2:
         raise ValueError(f"steps must be at least 2, got {steps}: 30 show how unequal steps are")
-    cfg = application.compose([*overrides, *ALONE, "trainer.default_root_dir=null"])
+    cfg = alone(application, overrides)
     _refuse_accumulation(cfg.trainer.accumulate_grad_batches)
     data = instantiate(cfg.data, _convert_="all")
     module = application.build_model(cfg, data.sizes)

@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_decentral.cli.answers import answer, say
 from lightning_decentral.cli.options import number, refuse_below, whole
 from lightning_decentral.cli.planning import write_page
-from lightning_decentral.cli.profile import ALONE
+from lightning_decentral.cli.profile import alone
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.page import HEADINGS, cells, page, title
 from lightning_decentral.planner.show import bytes_per_second, seconds
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("rehearse needs workers and a target: lightning-decentral rehearse workers=4,8 --target 1.45")
     refuse_below(1, {"--per-node": options.per_node, "--seeds": options.seeds, "--run-steps": options.run_steps})
     profile = None if options.profile is None else read(options.profile)
-    cfg = options.application.compose([*words, *ALONE, "trainer.default_root_dir=null"])
+    cfg = alone(options.application, words)
     seed_everything(cfg.seed, workers=True, verbose=False)
     data = instantiate(cfg.data, _convert_="all")
     errors = Console(stderr=True, highlight=False)

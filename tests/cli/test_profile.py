@@ -230,6 +230,11 @@ def test_mistakes_are_one_line() -> None:
         cli.main(["profile", "recipe=vit", "trainer.accumulate_grad_batches=4"])
     with pytest.raises(SystemExit, match=r"error: .* 'recipe/coffee': choose one of gpt, resnet, vit"):
         cli.main(["profile", "recipe=coffee"])
+    chosen = r"error: 'recipe=gpt experiment=gossip_muon' sets up strategy=gossip, .* such as optimizer=muon$"
+    with pytest.raises(SystemExit, match=chosen):
+        cli.main(["profile", "recipe=gpt", "experiment=gossip_muon"])
+    with pytest.raises(SystemExit, match=chosen):
+        cli.main(["rehearse", "recipe=gpt", "experiment=gossip_muon", "workers=2", "--target", "2"])
     with pytest.raises(ValueError, match="Perceptron optimizes manually"):
         fit(Perceptron(manual=True), StepProfile(lambda: None))
 

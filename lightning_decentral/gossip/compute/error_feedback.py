@@ -65,12 +65,13 @@ class BucketCodec:
         """||message - what is known of it||^2; 0 where that is rounding."""
         coded = self._split(message)[0]
         estimate = self._frame(link, coded, 0).estimate
-        gap = squared_norm([coded if estimate is None else coded - estimate])
-        rounding = 16 * torch.finfo(coded.dtype).eps
-        return gap.where(gap > rounding**2 * squared_norm([coded]), 0)
+        rounding, whole = 16 * torch.finfo(coded.dtype).eps, squared_norm([coded])
+        gap = whole if estimate is None else squared_norm([coded - estimate])
+        return gap.where(gap > rounding**2 * whole, 0)
 
     def error(self, message: Tensor, decoded: Tensor) -> Tensor:
-        return squared_norm([self._split(message)[0] - self._split(decoded)[0]])
+        """||message - decoded||^2; the difference takes the message's place."""
+        return squared_norm([self._split(message)[0].sub_(self._split(decoded)[0])])
 
     def remember(self, decoded: Tensor, link: str, healthy: Tensor) -> None:
         """estimate <- decoded where healthy."""
