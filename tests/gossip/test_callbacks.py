@@ -261,7 +261,8 @@ def train_encoded(folder: Path) -> None:
 
 def rounded(difference: Array, rank: int, step: int) -> Array:
     """Int8 of one block of 16, floor(d / scale + u), in plain numpy but for the noise."""
-    u = dither(16, key(rank, step, 0, 0), 2**16, torch.device("cpu"))(0, 16).double().numpy() + 0.5
+    noise = dither(16, key(rank, step, 0, 0), 2**16, torch.device("cpu"))
+    u = noise(0, 16, torch.empty(16, dtype=torch.float64)).numpy() + 0.5
     scale = float(np.float32(np.abs(difference).max()) / np.float32(127))
     return np.minimum(np.floor(difference / scale + u[:DIM]), 127) * scale
 

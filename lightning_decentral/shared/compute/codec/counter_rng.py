@@ -1,6 +1,6 @@
 """Random numbers that are a function of (key, place): nothing to save, equal on every device and in the simulation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -38,22 +38,21 @@ def shorts(number: int, key: int, device: torch.device) -> Tensor:
     return _hashed(_places(device)[:pairs] + (key & 0x7FFFFFFF)).view(torch.int16)[:number]
 
 
-def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int], Tensor]:
-    """(start, stop) -> float32 noise of these places of `number`: each of the 2^16 midpoints of (-1/2, 1/2) as likely.
+def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int, Tensor], Tensor]:
+    """(start, stop, out) -> out, the noise of these places of `number`: each of the 2^16 midpoints of (-1/2, 1/2) as
+    likely.
 
     All midpoints are shuffled once; a piece, of 2^16 places at most, reads them from a hashed place on: no two numbers
-    of a piece are equal, and two pieces seldom begin alike. What is asked for at once on a host may not go over the end
-    of a piece.
+    of a piece are equal, and two pieces seldom begin alike.
     """
     pieces = -(-number // piece)
     table = midpoints(device)
     if device.type != "cpu":
         places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN)
         starts = _hashed(places.add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
-        return partial(_gathered, table, starts, piece)
+        return lambda start, stop, out: out.copy_(_gathered(table, starts, piece, start, stop))
     first = [_hash(place * _GOLDEN + (key & 0x7FFFFFFF)) & MIDPOINTS - 1 for place in range(pieces)]
-    # A view, so nothing is computed.
-    return lambda start, stop: table[first[start // piece] + start % piece :][: stop - start]
+    return partial(_copied, table, first, piece)
 
 
 def uniform(rows: int, columns: int, key: int, like: Tensor) -> Tensor:
@@ -77,6 +76,15 @@ def _hash(x: int) -> int:
     x = (x ^ x >> 16) * _FIRST & 0xFFFFFFFF
     x = (x ^ x >> 15) * _SECOND & 0xFFFFFFFF
     return x ^ x >> 16
+
+
+def _copied(table: Tensor, starts: Sequence[int], piece: int, start: int, stop: int, out: Tensor) -> Tensor:
+    """What each piece reads of the table, from `start` to `stop`."""
+    for begin in range(start - start % piece, stop, piece):
+        one, end = max(begin, start), min(begin + piece, stop)
+        at = starts[begin // piece] - begin
+        out[one - start : end - start].copy_(table[at + one : at + end])
+    return out
 
 
 def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:

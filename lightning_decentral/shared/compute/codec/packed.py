@@ -64,10 +64,9 @@ class Packed(Codec):
             # NaN and infinity go into the scale, so hearers see them; a block of zeros, too, has one.
             scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(self.largest).clamp_(min=1.2e-38)
             shared = scale.to(exact).unsqueeze(1)
-            codes = scratch(stop - start, exact, message.device).view_as(x)
-            torch.addcmul(noise(start, stop).to(exact).view_as(x), x, shared.reciprocal(), out=codes)
+            codes = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
             # floor(s + u) = round(s + u - 1/2)
-            codes.add_(self.middle).round_().clamp_(0, 2**self.bits - 1)
+            codes.addcmul_(x, shared.reciprocal()).add_(self.middle).round_().clamp_(0, 2**self.bits - 1)
             self._pack(codes, packed)
             yield rows, codes, shared
 

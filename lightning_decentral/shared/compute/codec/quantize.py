@@ -81,9 +81,9 @@ def _encoded(
         scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
         scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
         shared = scale.to(exact).unsqueeze(1)
-        rounded = scratch(stop - start, exact, message.device).view_as(x)
-        torch.addcmul(noise(start, stop).to(exact).view_as(x), x, shared.reciprocal(), out=rounded)
-        rounded.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2)
+        rounded = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
+        # floor(s + u) = round(s + u - 1/2)
+        rounded.addcmul_(x, shared.reciprocal()).round_().clamp_(max=127)
         quantized[start:stop].copy_(rounded.view(-1))
         yield rows, rounded, shared
 
@@ -170,8 +170,9 @@ class Float16(_Cast):
 
 
 LARGEST_BLOCK = 2**16
-PIECES_ON_DEVICE = 64
-"""Worked on at once: a launch costs a device more than memory that is no cache."""
+PIECES, PIECES_ON_DEVICE = 4, 64
+"""Worked on at once. A host's operations on one take about as long as Python does to ask for them, and 1 MB still is in
+its cache. A launch costs a device more than memory that is no cache."""
 
 
 def check_block(block: int, remedy: str) -> None:
@@ -181,7 +182,7 @@ def check_block(block: int, remedy: str) -> None:
 
 
 def piece_length(block: int) -> int:
-    """Elements of as many whole blocks as are good to work on at once on a host."""
+    """Elements of as many whole blocks as have one place in the table of noise."""
     return LARGEST_BLOCK - LARGEST_BLOCK % block
 
 
@@ -209,7 +210,7 @@ def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
     """(start, stop, elements of a block): whole blocks, as many as are good to work on at once, and the rest."""
     length = message.numel()
     whole = length - length % block
-    most = piece_length(block) * (1 if message.device.type == "cpu" else PIECES_ON_DEVICE)
+    most = piece_length(block) * (PIECES if message.device.type == "cpu" else PIECES_ON_DEVICE)
     for start in range(0, whole, most):
         yield start, min(start + most, whole), block
     if whole < length:
