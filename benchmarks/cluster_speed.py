@@ -107,7 +107,7 @@ def table(results: dict[str, Any], warm_up: int) -> str:
     head = [
         "hosts",
         "rate",
-        "straggler, model or processor",
+        "straggler or model",
         "method",
         "s per step",
         "over its bound",
