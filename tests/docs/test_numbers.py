@@ -47,7 +47,7 @@ SETTINGS = {
         "Such steps take 10 to 30 ms",
         "here of a target of 2.2",
     ],
-    "docs/rules.md": ["0.1 is the first tenth", "Muon's momentum for none of them (0.95)"],
+    "docs/rules.md": ["0.1 is the first tenth"],
     "docs/scheduling.md": ["of some 35 ms, two of them 1.5 s late", "the makespan is within 10 %", "6/5 = 1.2"],
     "docs/spilled.md": ["takes 0.9 of the memory"],
     "docs/trust.md": ["Over 1 % in a parameter"],
