@@ -193,7 +193,7 @@ def main() -> None:
     with Progress() as progress:
         task = progress.add_task("runs", total=len(settings) * options.turns)
         for count, rate, straggler in settings:
-            with cluster(count, rate, name="speed") as hosts, processor(options.processor):
+            with processor(options.processor), cluster(count, rate, name="speed") as hosts:
                 for turn in range(options.turns):
                     progress.update(task, description=f"{count} hosts, {rate}, straggler {straggler:g}, turn {turn}")
                     measured = measure(hosts, methods, options, straggler)

@@ -27,21 +27,22 @@ def processor(share: float) -> Iterator[None]:
         return
     version_2 = (GROUPS / "cgroup.controllers").exists()
     root = GROUPS if version_2 else GROUPS / "cpu"
-    group, quota = root / f"slower-{os.getpid()}", round(share * (os.cpu_count() or 1) * PERIOD)
+    group, before, quota = root / f"slower-{os.getpid()}", root / _own_group(version_2), share * (os.cpu_count() or 1)
+    limits = {"cpu.cfs_period_us": f"{PERIOD}", "cpu.cfs_quota_us": f"{round(quota * PERIOD)}"}
+    if version_2:
+        limits = {"cpu.max": f"{round(quota * PERIOD)} {PERIOD}"}
     try:
         if version_2:
             (root / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir()
-    except OSError as error:
-        raise ClusterError(f"no control group can be made in {root}: {error.strerror}; run it with sudo") from error
-    before = root / _own_group(version_2)
-    try:
-        if version_2:
-            (group / "cpu.max").write_text(f"{quota} {PERIOD}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
-            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        for file, limit in limits.items():
+            (group / file).write_text(limit)
         (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        raise ClusterError(f"no control group can be made in {root}: {error.strerror}; run it with sudo") from error
+    try:
         yield
     finally:
         (before / "cgroup.procs").write_text(str(os.getpid()))

@@ -112,16 +112,18 @@ def alone(application: Application, words: Sequence[str]) -> DictConfig:
     """What these words make on one device, without the strategy that they may name.
 
     Raises:
-        ValueError: they take an experiment that says more about its strategy than which one it is.
+        ValueError: they, or an experiment, say more about a strategy than which one it is.
     """
     try:
         return application.compose([*words, *ALONE, "trainer.default_root_dir=null"])
-    except HydraException:
+    except HydraException as error:
         chosen = application.choice(words, "strategy")  # raises what is wrong with the words by themselves
+        if "strategy" not in str(error):
+            raise
         optimizer = application.choice(words, "optimizer")
         raise ValueError(
-            f"{' '.join(words)!r} sets up strategy={chosen}, and one device trains without it: leave the experiment "
-            f"out and say what else it chooses, such as optimizer={optimizer}"
+            f"{' '.join(words)!r} sets up strategy={chosen}, and one device trains without it: leave out "
+            f"words of the strategy, and an experiment but for what else it chooses, such as optimizer={optimizer}"
         ) from None
 
 

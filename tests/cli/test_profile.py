@@ -235,6 +235,11 @@ def test_mistakes_are_one_line() -> None:
         cli.main(["profile", "recipe=gpt", "experiment=gossip_muon"])
     with pytest.raises(SystemExit, match=chosen):
         cli.main(["rehearse", "recipe=gpt", "experiment=gossip_muon", "workers=2", "--target", "2"])
+    with pytest.raises(SystemExit, match=r"sets up strategy=gossip, .* leave out words of the strategy"):
+        cli.main(["profile", "recipe=gpt", "strategy=gossip", "strategy/codec=int8"])
+    with pytest.raises(SystemExit, match=r"error: .*callbacks\.model_checkpoint") as told:
+        cli.main(["profile", "recipe=vit", "callbacks.model_checkpoint.save_top_k=2"])
+    assert "strategy" not in str(told.value)
     with pytest.raises(ValueError, match="Perceptron optimizes manually"):
         fit(Perceptron(manual=True), StepProfile(lambda: None))
 

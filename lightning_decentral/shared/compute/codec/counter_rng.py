@@ -88,7 +88,7 @@ def _copied(table: Tensor, starts: Sequence[int], piece: int, start: int, stop: 
 
 
 def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
-    """The same where pieces are asked for together."""
+    """The same on a device, in one call for all pieces."""
     # Row k of the view is what begins at place k: nothing but the numbers themselves is written.
     rows = table.unfold(0, piece, 1).index_select(0, starts[start // piece : -(-stop // piece)])
     return rows.view(-1)[start % piece :][: stop - start]
