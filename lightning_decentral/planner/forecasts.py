@@ -38,17 +38,17 @@ from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 
 PARAMETER_BYTES = 4  # of an element of a message: codecs are told float32
-# (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json, and codec-packed-2-cores
-# for four and two bits, there of differences, which take longer than the codes by themselves.
+# (send, hear) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. Of four and two bits
+# they are those of differences, which take longer than the codes by themselves.
 CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
-    BFloat16(): (0.093e-9, 0.185e-9),
-    Float16(): (0.089e-9, 0.184e-9),
-    Int8(): (0.413e-9, 0.22e-9),
-    Int4(): (1.513e-9, 0.726e-9),
-    Int2(): (1.798e-9, 0.825e-9),
-    DifferenceCompression(Int8()): (1.16e-9, 0.276e-9),
-    DifferenceCompression(Int4()): (1.513e-9, 0.726e-9),
-    DifferenceCompression(Int2()): (1.798e-9, 0.825e-9),
+    BFloat16(): (0.117e-9, 0.075e-9),
+    Float16(): (0.129e-9, 0.077e-9),
+    Int8(): (0.3e-9, 0.098e-9),
+    Int4(): (0.882e-9, 0.352e-9),
+    Int2(): (0.845e-9, 0.421e-9),
+    DifferenceCompression(Int8()): (0.697e-9, 0.252e-9),
+    DifferenceCompression(Int4()): (0.882e-9, 0.352e-9),
+    DifferenceCompression(Int2()): (0.845e-9, 0.421e-9),
 }
 
 # One island of all devices has nobody to gossip with.

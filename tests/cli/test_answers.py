@@ -33,7 +33,7 @@ from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
 from tests.cli.test_schedule import JOBS
 from tests.planner.plan.test_placement import LINKS
-from tests.planner.test_compare import links, model
+from tests.settings import links, model
 
 ANSWERS = {
     "cuts": (cuts.Cuts, cuts.Depth),

@@ -108,6 +108,12 @@ class DifferenceCompression(Codec):
         assert frame.estimate is not None
         self.inner.encode(message - frame.estimate, payload, frame)
 
+    def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
+        # In place: fresh memory for the difference would take a host longer than what it holds.
+        assert frame.estimate is not None
+        self.inner.replace(message.sub_(frame.estimate), payload, frame)
+        message.add_(frame.estimate)
+
     def decode(self, payload: Payload, out: Tensor, frame: Frame) -> None:
         assert frame.estimate is not None
         self.inner.decode(payload, out, frame)
