@@ -41,7 +41,7 @@ ON_DEVICES = [pytest.param(case, "cuda", "nccl", marks=pytest.mark.multigpu) for
 
 @pytest.mark.parametrize(
     ("case", "device", "backend"),
-    [("gossip", "cpu", "gloo"), ("fully_shard", "cpu", "gloo"), *ON_A_DEVICE, *ON_DEVICES],
+    [("fully_shard", "cpu", "gloo"), *ON_A_DEVICE, *ON_DEVICES],
 )
 def test_two_workers_train_save_and_go_on(case: str, device: str, backend: str) -> None:
     """With their validation; by gloo on one device together, by NCCL on one each."""

@@ -105,7 +105,6 @@ OF_TEXT: dict[str, Any] = {
 }
 CASES = {
     "gossip": Case(GossipStrategy),
-    "blocking": Case(GossipStrategy, {"delay": 0}),
     "push-sum": Case(GossipStrategy, {"combine": PushSum()}),
     "Int8": Case(GossipStrategy, {"codec": Int8()}),
     "island": Case(GossipStrategy, {"island": AllReduce(devices=2)}),
