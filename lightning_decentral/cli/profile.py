@@ -37,7 +37,8 @@ from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.hardware import DeviceLaps, HostLaps, ProcessorTime, device_name, laps
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, RoundWork, write
 
-ALONE = ["strategy=auto", "callbacks=none", "logger=none", "trainer.devices=1", "trainer.num_nodes=1"]
+STRATEGY = "strategy="
+ALONE = [f"{STRATEGY}auto", "callbacks=none", "logger=none", "trainer.devices=1", "trainer.num_nodes=1"]
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -127,6 +128,12 @@ def alone(application: Application, words: Sequence[str]) -> DictConfig:
         ) from None
 
 
+def without_strategy(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """(words that choose a strategy, the others): in a line that names the best one they would stand beside it."""
+    chosen = [word for word in words if word.startswith(STRATEGY)]
+    return chosen, tuple(word for word in words if word not in chosen)
+
+
 def profile(
     application: Application, overrides: Sequence[str], steps: int, done: Callable[[], None] = lambda: None
 ) -> tuple[Profile, float]:
@@ -149,7 +156,8 @@ def profile(
     seconds = measured.steps()
     mean = sum(seconds) / len(seconds)
     device = device_name(trainer.strategy.root_device)
-    name, words = " ".join(overrides) or "recipe=vit", tuple(overrides)
+    _, words = without_strategy(overrides)
+    name = " ".join(words) or "recipe=vit"
     rounds = _rounds(measured, trainer.strategy.root_device, done)
     optimizer = application.choice([*overrides], "optimizer")
     hidden = [sides for block in measured.blocks for sides in block.hidden]
@@ -229,7 +237,9 @@ def run(options: argparse.Namespace) -> None:
         f"the slowest {max(found.variation):.2f} times the mean"
     )
     wrote = f"wrote {options.out}; its network: torchrun ... -m lightning_decentral.cli.network --model {options.out}"
-    answer(options, Profiled(model, found.variation, seconds), shown(model), mixing(model), whole_steps, wrote)
+    without = [f"one device trains without {word}" for word in without_strategy(options.overrides)[0]]
+    lines = mixing(model), whole_steps, *without, wrote
+    answer(options, Profiled(model, found.variation, seconds), shown(model), *lines)
 
 
 @dataclass(frozen=True)

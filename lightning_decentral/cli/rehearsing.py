@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.table import Table
 from lightning_decentral.cli.answers import answer, say
 from lightning_decentral.cli.options import number, refuse_below, whole
 from lightning_decentral.cli.planning import write_page
-from lightning_decentral.cli.profile import alone
+from lightning_decentral.cli.profile import alone, without_strategy
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.page import HEADINGS, cells, page, title
 from lightning_decentral.planner.show import bytes_per_second, seconds
@@ -59,6 +60,9 @@ def run(options: argparse.Namespace) -> None:
     seed_everything(cfg.seed, workers=True, verbose=False)
     data = instantiate(cfg.data, _convert_="all")
     errors = Console(stderr=True, highlight=False)
+    chosen, kept = without_strategy(words)
+    for word in chosen:
+        say(errors, f"{word} is left out: --method {word} rehearses it beside ddp")
     found = rehearse(
         options.application.build_model(cfg, data.sizes),
         data,
@@ -80,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     if options.report:
         write_page(options.report, page(found))
     *said, last = found.sentences()
-    command = command_of(found.best, words, cfg, options.per_node)
+    command = command_of(found.best, kept, cfg, options.per_node)
     answer(options, rehearsed(found, command), table(found), *said, command or last)
 
 
@@ -102,7 +106,7 @@ def network_of(profile: Profile | None, options: argparse.Namespace) -> Network 
     return Network(profile.network).linked("between", seconds(options.latency), rate)
 
 
-def command_of(best: Reached | None, words: list[str], cfg: DictConfig, per_node: int) -> str | None:
+def command_of(best: Reached | None, words: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
     """Words for `recipes/train.py` that train with the best one, at its learning rate."""
     if best is None:
         return None

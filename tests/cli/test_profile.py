@@ -245,10 +245,11 @@ def test_mistakes_are_one_line() -> None:
 
 
 @pytest.mark.threads
-def test_words_of_the_command_line_are_kept() -> None:
-    found, _ = profile(
-        cli.RECIPES, ["recipe=vit", "data.batch_size=2", "trainer.accelerator=cpu", "trainer.max_epochs=1"], steps=2
-    )
+def test_words_of_the_command_line_are_kept_but_for_the_strategy() -> None:
+    """Of two words `strategy=` in the line that `plan` prints the first would mean nothing."""
+    words = ["recipe=vit", "data.batch_size=2", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
+    found, _ = profile(cli.RECIPES, ["strategy=gossip", *words], steps=2)
+    assert found.model.words == tuple(words)
     assert found.model.batch == 2
     assert {work.codec for work in found.model.rounds} >= {"Plain()", "Int8(block=256)"}
     assert all(work.seconds(found.model.parameter_bytes, 1) > 0 for work in found.model.rounds)

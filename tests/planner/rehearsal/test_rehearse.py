@@ -254,7 +254,8 @@ def test_more_workers_that_gain_too_little_dont_pay() -> None:
 def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(Profile(model(), links(rate=1e8).costs), tmp_path / "profile.json")
     small = ["model.config.hidden_size=16", "model.config.intermediate_size=16", "model.config.num_hidden_layers=1"]
-    words = ["rehearse", "recipe=vit", "workers=2", *small, "model.config.num_attention_heads=2", "data.batch_size=4"]
+    small += ["model.config.num_attention_heads=2", "data.batch_size=4"]
+    words = ["rehearse", "recipe=vit", "strategy=partial_backprop", "workers=2", *small]
     asked = [
         "--profile",
         str(tmp_path / "profile.json"),
@@ -278,6 +279,8 @@ def test_the_command_answers_with_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["best"] == "gossip, ring"  # as many steps, and of ddp's messages less is hidden
     assert "strategy=gossip strategy/topology=ring" in found["command"]
     assert found["command"].endswith("trainer.num_nodes=2 trainer.devices=1")
+    assert found["command"].count("strategy=") == 1  # the one beside the best would mean nothing
+    assert "strategy=partial_backprop is left out: --method" in printed.err
     assert "2 of 2: gossip, ring on 2 workers" in printed.err
 
 
