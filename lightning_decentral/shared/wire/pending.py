@@ -1,7 +1,9 @@
 """Handles of transfers under way, and the error that names a lost peer."""
 
+import atexit
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -112,4 +114,27 @@ class Opened:
         for one in left:
             one.close()
         self._transports = []
-        threading.Thread(target=groups.clear, name="lightning_decentral-abandoned", daemon=True).start()
+        _delete(groups)
+
+
+GRACE, PATIENCE = 1.0, 5.0
+"""Seconds until abandoned groups are deleted, and that the end of the program waits for a deletion that has begun."""
+
+
+def _delete(groups: list[Any]) -> None:
+    """In a while and beside; never while the program ends, which mostly is what comes next."""
+    lock = threading.Lock()
+
+    def delete() -> None:
+        time.sleep(GRACE)
+        with lock:
+            groups.clear()
+        atexit.unregister(end)
+
+    def end() -> None:
+        # A thread that came back from gloo's C++ to an interpreter that ends would abort the process. Not let go of
+        # again: a deletion that hasn't begun stays where it is, and the system closes the connections.
+        lock.acquire(timeout=PATIENCE)
+
+    atexit.register(end)
+    threading.Thread(target=delete, name="lightning_decentral-abandoned", daemon=True).start()
