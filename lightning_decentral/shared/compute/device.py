@@ -1,5 +1,4 @@
-"""What a device (CPU or CUDA) does beside the host or the training: stopwatches, late reads, threads, streams,
-and memory that a thread uses again."""
+"""What a device (CPU or CUDA) does beside the host or the training: stopwatches, late reads, threads and streams."""
 
 import atexit
 import threading
@@ -266,23 +265,3 @@ class Queued:
 def stage(device: torch.device, name: str) -> Stage:
     """A thread of the host for work on its tensors, a stream for a device's."""
     return StreamStage(device) if device.type == "cuda" else WorkerThread(name)
-
-
-class _Scratch(threading.local):
-    """Of each thread its own."""
-
-    def __init__(self) -> None:
-        self.held: dict[torch.dtype, Tensor] = {}
-
-
-_here = _Scratch()
-
-
-def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory until this thread asks again: on a host fresh pages cost more than the work."""
-    if device.type != "cpu":
-        return torch.empty(elements, dtype=dtype, device=device)
-    held = _here.held.get(dtype)
-    if held is None or held.numel() < elements:
-        held = _here.held[dtype] = torch.empty(elements, dtype=dtype, device=device)
-    return held[:elements]

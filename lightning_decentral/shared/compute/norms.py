@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.device import scratch
+from lightning_decentral.shared.compute.codec.quantize import scratch
 
 PIECE = 2**16
 """Elements that a host makes float64 at once: they stay in its cache."""

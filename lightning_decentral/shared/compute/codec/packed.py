@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
-from lightning_decentral.shared.compute.codec.quantize import check_block, piece_length, pieces
-from lightning_decentral.shared.compute.device import scratch
+from lightning_decentral.shared.compute.codec.quantize import check_block, piece_length, pieces, scratch
 from lightning_decentral.shared.plan.arguments import checked
 
 

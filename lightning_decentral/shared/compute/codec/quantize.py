@@ -1,5 +1,6 @@
 """Quantization: `Int8`, rounded at random (the codec to copy); smaller float types; messages as they are."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
-from lightning_decentral.shared.compute.device import scratch
 from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.plan.arguments import checked
 
@@ -184,6 +184,26 @@ def check_block(block: int, remedy: str) -> None:
 def piece_length(block: int) -> int:
     """Elements of as many whole blocks as have one place in the table of noise."""
     return LARGEST_BLOCK - LARGEST_BLOCK % block
+
+
+class _Scratch(threading.local):
+    """Of each thread its own."""
+
+    def __init__(self) -> None:
+        self.held: dict[torch.dtype, Tensor] = {}
+
+
+_here = _Scratch()
+
+
+def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory until this thread asks again: on a host fresh pages cost more than the work."""
+    if device.type != "cpu":
+        return torch.empty(elements, dtype=dtype, device=device)
+    held = _here.held.get(dtype)
+    if held is None or held.numel() < elements:
+        held = _here.held[dtype] = torch.empty(elements, dtype=dtype, device=device)
+    return held[:elements]
 
 
 def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
