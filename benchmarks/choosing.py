@@ -171,6 +171,10 @@ def larger_batch_by_rate() -> str:
     return text_by_rate("gpt-1024-tokens")
 
 
+def larger_model_by_rate() -> str:
+    return text_by_rate("larger-gpt", "larger-gpt-")
+
+
 def eight_hosts_by_rate() -> str:
     return text_by_rate("gpt", "8-hosts-")
 
@@ -221,7 +225,7 @@ def at_equal_steps() -> str:
 
 TABLES = (
     questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
-    eight_hosts_by_rate, beside_torchft, images_by_rate, strongest_peer, soonest_of_all,
+    larger_model_by_rate, eight_hosts_by_rate, beside_torchft, images_by_rate, strongest_peer, soonest_of_all,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Learning rate and momentum of each method of `loss_per_second.py`, all from one grid.
 
     nice python benchmarks/tuning.py --jobs 2                          # about an hour on two cores
-    nice python benchmarks/tuning.py --jobs 2 --recipe vit             # a quarter of that; resnet, too
+    nice python benchmarks/tuning.py --jobs 2 --recipe vit             # a quarter of that; resnet, larger-gpt, too
 
 Each run is a rehearsal: four workers in one process, bit for bit what so many processes train (`docs/plan.md`), over
 one epoch of `gpt`, or as many steps as `loss_per_second.py` has of another recipe, under a cosine of that length.
@@ -69,9 +69,12 @@ def page(recipe: str, steps: int, runs: dict[str, float]) -> str:
         best(runs),
     )
     for kind, rates in RATES.items():
+        of_kind = [method for method in chosen if family(method) == kind]
+        if not of_kind:
+            continue
         head = ["method", "momentum", *(f"{rate:g}" for rate in rates)]
         lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
-        for method, momentum in product((m for m in chosen if family(m) == kind), MOMENTA[kind]):
+        for method, momentum in product(of_kind, MOMENTA[kind]):
             cells = []
             for rate in rates:
                 reached = runs.get(f"{method} | {rate:g} | {momentum:g}")
@@ -85,7 +88,7 @@ def page(recipe: str, steps: int, runs: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
-    parser.add_argument("--recipe", choices=["gpt", "vit", "resnet"], default="gpt")
+    parser.add_argument("--recipe", choices=["gpt", "larger-gpt", "vit", "resnet"], default="gpt")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all that can be rehearsed")
     options = parser.parse_args()
     recipe: str = options.recipe

@@ -49,6 +49,11 @@ def test_the_page_names_the_soonest_of_ours_for_each_peer(tmp_path: Path) -> Non
     assert page == (tmp_path / "page.md").read_text()
 
 
+def test_nothing_is_said_of_a_peer_that_was_not_timed() -> None:
+    seconds = {"gpt 4 10mbit": {"ddp": 1.0, "gossip": 0.2}}
+    assert Table({**RESULTS, "seconds": seconds}, "gpt", 4).against_each_peer()[3] == ["ddp, Muon", "1.100", "-"]
+
+
 def test_a_longer_schedule_may_come_to_a_peers_loss_sooner() -> None:
     longer = {"gpt-1440-steps 4 0": {"gossip": {"steps": [20, 40, 60], "scores": [2.0, 1.1, 0.9]}}}
     table = Table({**RESULTS, "curves": {**RESULTS["curves"], **longer}}, "gpt", 4)
