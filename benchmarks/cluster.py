@@ -143,7 +143,7 @@ class Cluster:
         Where one fails the others get a little time to say what they miss, then they are ended, as all are after
         `seconds` and on Ctrl-C. No process outlives this call.
         """
-        processes = []
+        processes, shown = [], []
         try:
             for index in range(self.hosts):
                 started = subprocess.Popen(
@@ -157,12 +157,16 @@ class Cluster:
                 )
                 processes.append(started)
                 assert started.stdout is not None
-                threading.Thread(target=_show, args=(index, started.stdout), daemon=True).start()
+                shown.append(threading.Thread(target=_show, args=(index, started.stdout), daemon=True))
+                shown[-1].start()
             _wait(processes, seconds)
         finally:
             for process in processes:
                 _end(process)
-        return [process.wait() for process in processes]
+        codes = [process.wait() for process in processes]
+        for thread in shown:  # what a host said last; not for ever, as what it started may hold the pipe
+            thread.join(5)
+        return codes
 
 
 def _show(index: int, stream: IO[str]) -> None:
