@@ -134,9 +134,9 @@ class Table:
         return rows
 
     def _soonest(self, peer: str, rate: str) -> str:
-        found = []
         if peer not in self.rates[rate]:
             return "-"
+        found = []
         for method, of in product(self.ours, (self.own, *self.longer, *self.others)):
             sooner = self.sooner(method, peer, rate, of)
             if sooner not in ("-", "not reached"):
