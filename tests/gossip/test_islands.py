@@ -105,7 +105,7 @@ MESSAGES: list[tuple[Combine, Codec, Topology, int]] = [
 ]
 
 
-# Of shards all; of replicas one of each rule with a state, and one of a codec with one.
+# Of shards all; of replicas a rule with a state, a codec with one, and a message that ends in exact numbers.
 @pytest.mark.parametrize(
     ("island", "combine", "codec", "topology", "delay"),
     [(FullyShard(2), *of) for of in MESSAGES] + [(AllReduce(2), *of) for of in MESSAGES[:3]],

@@ -49,7 +49,7 @@ VARIANTS = {
 }
 
 
-# Where clipping meets weights that two stages hold, or a micro-batch the attention, both models.
+# All with weights that two stages hold; without them where a batch is cut, and where forwards are repeated.
 @pytest.mark.parametrize(
     ("variant", "name"),
     [*((variant, "gpt2, tied") for variant in VARIANTS), ("three micro-batches", "llama"), ("recomputed", "llama")],

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+GRACE, PATIENCE = 1.0, 5.0
+"""Seconds until abandoned groups are deleted, and that the end of the program waits for a deletion that has begun."""
+
 
 class PeerLost(ConnectionError):
     """A neighbour ended or its connection broke while a message to or from it was under way."""
@@ -117,12 +120,9 @@ class Opened:
         _delete(groups)
 
 
-GRACE, PATIENCE = 1.0, 5.0
-"""Seconds until abandoned groups are deleted, and that the end of the program waits for a deletion that has begun."""
-
-
 def _delete(groups: list[Any]) -> None:
-    """In a while and beside; never while the program ends, which mostly is what comes next."""
+    """On a thread, after `GRACE`: a program that ends before, as most do now, leaves them to the system. Where it goes
+    on, a peer that waits for this worker sees it that much later."""
     lock = threading.Lock()
 
     def delete() -> None:

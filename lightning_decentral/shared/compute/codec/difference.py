@@ -109,7 +109,7 @@ class DifferenceCompression(Codec):
         self.inner.encode(message - frame.estimate, payload, frame)
 
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
-        # In place: fresh memory for the difference would take a host longer than what it holds.
+        # In place: no fresh memory for the difference, and it is decoded while it is in the cache.
         assert frame.estimate is not None
         self.inner.replace(message.sub_(frame.estimate), payload, frame)
         message.add_(frame.estimate)
