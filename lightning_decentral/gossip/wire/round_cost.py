@@ -217,13 +217,13 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     if small == large:
         return 0.0, most / large
     per_byte = min(most / large, max(0.0, (most - least) / (large - small)))
-    return most - per_byte * large, per_byte
+    return max(0.0, most - per_byte * large), per_byte  # rounded, the difference may be below 0 by itself
 
 
 def _parts(heard: tuple[int, int], few: float, many: float) -> tuple[float, float]:
-    """(own, of each neighbour). Noise mustn't make either of them negative."""
+    """(own, of each neighbour). Neither noise nor rounding may make either of them negative."""
     each = min(few / heard[0], max(0.0, (many - few) / (heard[1] - heard[0])))
-    return few - heard[0] * each, each
+    return max(0.0, few - heard[0] * each), each
 
 
 def _buckets(size: int, device: torch.device) -> list[_Bucket]:

@@ -107,6 +107,16 @@ def test_a_disturbed_measurement_has_no_negative_part(seconds: tuple[float, ...]
     assert found.seconds(1_000_000, 1) == pytest.approx(seconds[2]), "that with one neighbour was measured"
 
 
+def test_what_is_rounded_below_0_is_0() -> None:
+    """Seconds that are all by the byte, or all by the neighbour: what is left of them may round to -1e-22."""
+    seconds, size = 7e-6, 100_000
+    assert seconds - seconds / size * size < 0
+    assert echo._line([(65536, 0.0), (size, seconds)]) == (0.0, seconds / size)
+    whole = 23e-6
+    assert whole - 3 * (whole / 3) < 0
+    assert echo._parts((3, 5), whole, 5 * whole) == (0.0, whole / 3)
+
+
 def test_a_devices_number_is_the_median_of_rounds_that_begin_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, pauses = itertools.count(), itertools.count()
 
