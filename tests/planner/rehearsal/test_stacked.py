@@ -18,6 +18,8 @@ from lightning_decentral.planner.rehearsal.worker import Loop
 from tests.planner.rehearsal.test_crew import CASES, CLIP, STEPS, Grouped, given
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
+CODE_STEP, FEW = 1e-3, 0.01
+"""A number that rounding moves over the border between two codes is decoded a step of them apart: those are few."""
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, stacked: bool) -> Crew:
@@ -27,6 +29,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, stac
         crew.train(STEPS)
         crew.release()
     return crew
+
+
+CODED = ("codec", "momentum travels", "every other step", "coded ways", "compressed", "compressed to four bits")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1] is not PartialBackpropStrategy])
@@ -39,7 +44,11 @@ def test_stacked_workers_equal_those_one_after_the_other_to_rounding(
     assert together._stack is not None
     torch.testing.assert_close(torch.stack(together.losses), torch.stack(apart.losses), **ROUNDING)
     for one, other in zip(apart.workers, together.workers, strict=True):
-        torch.testing.assert_close(dict(other.module.state_dict()), dict(one.module.state_dict()), **ROUNDING)
+        own, theirs = (torch.cat([x.flatten() for x in w.module.state_dict().values()]) for w in (one, other))
+        coded = name in CODED and (theirs - own).abs() < CODE_STEP
+        right = torch.isclose(theirs, own, **ROUNDING)
+        assert (right | coded).all()
+        assert right.float().mean() >= 1 - FEW
     if not apart.alike:
         first, second, *_ = together.workers
         assert not torch.equal(first.module.head.weight, second.module.head.weight)
