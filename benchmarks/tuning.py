@@ -46,11 +46,13 @@ def _method(name: str) -> str:
     return name.partition(" | ")[0]
 
 
-def last_loss(recipe: str, words: list[str], workers: int = WORKERS, steps: int | None = None) -> float:
+def last_loss(
+    recipe: str, words: list[str], workers: int = WORKERS, steps: int | None = None, seed: int = SEED
+) -> float:
     """Test loss at the end, by the recipe's own score; infinite where it is no number or the run broke off."""
     steps = steps or steps_of(recipe)
     try:
-        found = rehearsed(RECIPES[recipe]._replace(steps=steps, every=steps), words, workers, SEED)
+        found = rehearsed(RECIPES[recipe]._replace(steps=steps, every=steps), words, workers, seed)
     except FloatingPointError:
         return float("inf")
     reached = float(found["scores"][-1])

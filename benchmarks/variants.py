@@ -4,9 +4,10 @@
 
 States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
 topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
-of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for. Graphs: whole runs
-on four workers by graph, overlapped and not, down to the mean of all after each step. One seed each, with the bits of
-so many processes. Losses are those of the mean of the workers' models on the test examples.
+of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for; three seeds on eight
+workers. Graphs: whole runs on four workers by graph, overlapped and not, down to the mean of all after each step. One
+seed each where nothing else is said, with the bits of so many processes. Losses are those of the mean of the workers'
+models on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -47,6 +48,7 @@ class Variant(NamedTuple):
     workers: int = 4
     steps: int = 364
     recipe: str = "gpt"
+    seed: int = 0
 
 
 def states() -> dict[str, Variant]:
@@ -103,8 +105,10 @@ def batches() -> dict[str, Variant]:
 def blocking() -> dict[str, Variant]:
     """Rounds that are waited for, in whole runs."""
     now = ["strategy.delay=0"]
+    further = {f"blocking, 8 workers, travels, seed {s}": Variant([*TRAVELS, *now], 8, 540, seed=s) for s in (1, 2)}
     return {
         "blocking, 8 workers, travels": Variant([*TRAVELS, *now], 8, 540),
+        **further,
         "blocking, 4 workers, travels": Variant([*TRAVELS, *now], 4, 1080),
         "blocking, 4 workers, own": Variant([*MUON, *now], 4, 1080),
     }
@@ -138,7 +142,8 @@ def main() -> None:
     todo = {name: one for name, one in every.items() if name not in kept["losses"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         running = {
-            pool.submit(last_loss, one.recipe, one.words, one.workers, one.steps): name for name, one in todo.items()
+            pool.submit(last_loss, one.recipe, one.words, one.workers, one.steps, one.seed): name
+            for name, one in todo.items()
         }
         for done in track(as_completed(running), "runs", total=len(running)):
             keep(kept, running[done], done.result())
