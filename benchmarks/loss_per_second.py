@@ -51,8 +51,9 @@ RECIPES = {
     "vit": ON_DIGITS._replace(words=["recipe=vit"]),
     "resnet": ON_DIGITS,
 }
-STEPS = {("gpt", 8): 540, ("gpt", 16): 540}
-"""On more hosts: at 8 the examples of 1,080 steps on 4."""
+HALF = {"steps": 540, "every": 20}
+STEPS = {("gpt", 8): HALF, ("gpt", 16): HALF}
+"""On more hosts: at 8 the examples of 1,080 steps on 4, with marks that end at the last step."""
 FASTER = {"gossip, int8, Muon": ["optimizer.lr=3e-2"]}
 TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 8): FASTER, ("gpt", 16): FASTER}
 """Words beside a method's own, by recipe and hosts."""
@@ -74,7 +75,7 @@ def recipe_for(name: str, hosts: int, methods: list[str] | None = None) -> Recip
     if (rates := HERE / "results" / f"tuning-{name}-{slug()}.json").exists():
         more = tuned(json.loads(rates.read_text())["runs"])
     words = {m: [*own, *more.get(m, [])] for m, own in found.methods.items() if methods is None or m in methods}
-    return found._replace(steps=STEPS.get((name, hosts), found.steps), methods=words)
+    return found._replace(methods=words, **STEPS.get((name, hosts), {}))
 
 
 def real_curve(hosts: int, recipe: Recipe, method: str, seed: int, longest: float) -> dict[str, Any]:

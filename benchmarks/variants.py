@@ -5,9 +5,9 @@
 States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
 topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
 of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for; three seeds on eight
-workers. Graphs: whole runs on four workers by graph, overlapped and not, down to the mean of all after each step. One
-seed each where nothing else is said, with the bits of so many processes. Losses are those of the mean of the workers'
-models on the test examples.
+workers, of `ddp`, too. Graphs: whole runs on four workers by graph, overlapped and not, down to the mean of all after
+each step. One seed each where nothing else is said, with the bits of so many processes. Losses are those of the mean of
+the workers' models on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -106,9 +106,11 @@ def blocking() -> dict[str, Variant]:
     """Rounds that are waited for, in whole runs."""
     now = ["strategy.delay=0"]
     further = {f"blocking, 8 workers, travels, seed {s}": Variant([*TRAVELS, *now], 8, 540, seed=s) for s in (1, 2)}
+    peers = {f"blocking, 8 workers, ddp, seed {s}": Variant(METHODS["ddp, Muon"], 8, 540, seed=s) for s in range(3)}
     return {
         "blocking, 8 workers, travels": Variant([*TRAVELS, *now], 8, 540),
         **further,
+        **peers,
         "blocking, 4 workers, travels": Variant([*TRAVELS, *now], 4, 1080),
         "blocking, 4 workers, own": Variant([*MUON, *now], 4, 1080),
     }

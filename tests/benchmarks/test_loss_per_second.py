@@ -132,6 +132,13 @@ def test_more_hosts_have_words_of_their_own() -> None:
     assert [*recipe_for("gpt", 4, ["ddp"]).methods] == ["ddp"]
 
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("hosts", [4, 8, 16])
+def test_the_last_mark_is_after_the_last_step(name: str, hosts: int) -> None:
+    recipe = recipe_for(name, hosts)
+    assert recipe.steps % recipe.every == 0
+
+
 def trained(folder: Path, words: list[str]) -> None:
     plan = {"folder": folder, "words": RECIPES["gpt"].words, "steps": 8, "every": 4, "seed": 0, "hosts": 2}
     train(plan, "0", words, ["trainer.devices=2", "strategy.start_method=fork"])

@@ -142,6 +142,10 @@ def rehearse() -> Iterator[str]:
     yield f"is named in {found['best_right']} of {found['clear']} settings"
     yield f"{found['pairs_right']} of {found['pairs']} pairs"
     yield f"{found['apart_right']} of the {found['apart']} that differ by more than 10 %"
+    other = result("rehearsed-unsteady")
+    seconds = f"{other['seconds_within']} of the {other['values']}"
+    soonest, order = f"{other['best_right']} of {other['clear']}", f"{other['pairs_right']} of {other['pairs']}"
+    yield f"{seconds} within 15 %, the soonest in {soonest}, the order in {order}"
     off = foretold["beyond"]
     half, most_off = (100 * off[name] for name in ("median off", "nine in ten within"))
     errors = f"within {half:.1f} % of the steps that came, nine in ten within {most_off:.1f} %"
