@@ -105,12 +105,13 @@ def batches() -> dict[str, Variant]:
 def blocking() -> dict[str, Variant]:
     """Rounds that are waited for, in whole runs."""
     now = ["strategy.delay=0"]
-    further = {f"blocking, 8 workers, travels, seed {s}": Variant([*TRAVELS, *now], 8, 540, seed=s) for s in (1, 2)}
-    peers = {f"blocking, 8 workers, ddp, seed {s}": Variant(METHODS["ddp, Muon"], 8, 540, seed=s) for s in range(3)}
+    eight = {"travels": [*TRAVELS, *now], "ddp": METHODS["ddp, Muon"]}
     return {
-        "blocking, 8 workers, travels": Variant([*TRAVELS, *now], 8, 540),
-        **further,
-        **peers,
+        **{
+            f"blocking, 8 workers, {way}, seed {s}": Variant(eight[way], 8, 540, seed=s)
+            for way in eight
+            for s in range(3)
+        },
         "blocking, 4 workers, travels": Variant([*TRAVELS, *now], 4, 1080),
         "blocking, 4 workers, own": Variant([*MUON, *now], 4, 1080),
     }
