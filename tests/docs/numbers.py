@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_decentral.planner.rehearsal.answer import OF_FORECAST
 from tests.docs.pages import ROOT
 from tests.docs.prose import paragraphs
 
@@ -139,6 +140,7 @@ def rehearse() -> Iterator[str]:
     yield f"the median is {100 * found['steps_median_off']:.1f} % off"
     yield f"are within 15 % in {found['step_seconds_within']} of the {found['values']}"
     yield f"the product: {found['seconds_within']} are within 15 %"
+    yield "between {} and {} times the forecast".format(*OF_FORECAST)
     yield f"is named in {found['best_right']} of {found['clear']} settings"
     yield f"{found['pairs_right']} of {found['pairs']} pairs"
     yield f"{found['apart_right']} of the {found['apart']} that differ by more than 10 %"

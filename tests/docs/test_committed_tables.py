@@ -1,11 +1,12 @@
 """Tables of the guides are those of the committed results."""
 
 from itertools import product
+from statistics import quantiles
 
 import pytest
 from choosing import RESULTS, result
 
-from lightning_decentral.planner.rehearsal.answer import BEYOND_ERROR
+from lightning_decentral.planner.rehearsal.answer import BEYOND_ERROR, OF_FORECAST
 from tests.docs.pages import ROOT
 
 
@@ -93,6 +94,13 @@ def test_what_noise_foretells() -> None:
             cells += [f"{here[0]['foretold']:.2f}", f"{min(came):.2f} to {max(came):.2f}"]
         assert shown[recipe] == cells
     assert result("foretold-2-cores.json")["beyond"]["nine in ten within"] <= BEYOND_ERROR
+
+
+def test_how_far_a_rehearsals_forecasts_were_off() -> None:
+    compared = result("rehearsed-2-cores.json")["rows"]
+    steps = {(row["place"], row["rate"], row["method"]): row["step_seconds"] for row in compared}
+    off = quantiles((real / forecast for forecast, real in steps.values()), n=20, method="inclusive")
+    assert (round(off[0], 2), round(off[-1], 2)) == OF_FORECAST
 
 
 def test_states_that_travel() -> None:
