@@ -17,6 +17,8 @@ LONGER = {
 steps above a peer may come to its loss sooner all the same. The strongest peers have them, too, in the last table."""
 BATCHES = {"gpt": "gpt-1024-tokens", "gpt-1024-tokens": "gpt"}
 """The same model and as many examples in batches of another size, in which ours may be sooner."""
+SAME_STEPS = {"sympy": "gpt"}
+"""Another text in the same model and batches: its steps take as long, and aren't timed again."""
 PEERS = ("ddp", "torchft", "decent-dp")
 """How the names of peers begin."""
 STRONGEST = "ddp, Muon, fp16 hook"
@@ -54,7 +56,7 @@ class Trained(NamedTuple):
 
 def trained(results: dict[str, Any], recipe: str, hosts: int, named: str = "") -> list[Trained]:
     """With the recipe's own schedule, then with longer ones."""
-    found, rates = [], rates_of(results, f"{recipe} {hosts} ")
+    found, rates = [], rates_of(results, f"{SAME_STEPS.get(recipe, recipe)} {hosts} ")
     for name in (recipe, *LONGER.get(recipe, ())):
         runs = [run for key, run in results["curves"].items() if key.startswith(f"{name} {hosts} ")]
         found.append(Trained(runs, rates, named, name != recipe))
@@ -166,8 +168,9 @@ class Table:
 
     def markdown(self) -> str:
         steps = self.runs[0]["ddp"]["steps"][-1]
+        timed = f" Seconds of a step are those of `{same}`." if (same := SAME_STEPS.get(self.recipe)) else ""
         parts = [
-            f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.",
+            f"## {self.title}\n\n{self.title}: {len(self.runs)} seed(s), {steps} steps.{timed}",
             lines(self.losses()),
         ]
         for peer in (self.peers[0], STRONGEST):

@@ -49,6 +49,13 @@ def test_the_page_names_the_soonest_of_ours_for_each_peer(tmp_path: Path) -> Non
     assert page == (tmp_path / "page.md").read_text()
 
 
+def test_another_text_in_the_same_batches_has_the_seconds_of_the_first(tmp_path: Path) -> None:
+    curves = {"sympy 4 0": {"ddp": run([3, 2, 1.5]), "gossip": run([2.0, 1.5, 1.2])}}
+    page = report({**RESULTS, "curves": curves}, tmp_path / "page.json")
+    assert "sympy, 4 hosts: 1 seed(s), 30 steps. Seconds of a step are those of `gpt`." in page
+    assert "| ddp | 1.500 | 7.50 (gossip) |" in page
+
+
 def test_nothing_is_said_of_a_peer_that_was_not_timed() -> None:
     seconds = {"gpt 4 10mbit": {"ddp": 1.0, "gossip": 0.2}}
     assert Table({**RESULTS, "seconds": seconds}, "gpt", 4).against_each_peer()[3] == ["ddp, Muon", "1.100", "-"]
