@@ -1,13 +1,14 @@
 """The first hour on a GPU: does it run, is it right, and how far from what was predicted without one.
 
-    make gpu                            one device: facts, tests, kernels, round, workers, codecs, spilled
+    make gpu                            all parts; what needs two devices says so where there is one
     make gpu PARTS="facts tests"        some of them; no part takes more than ten minutes
     make gpu PARTS=devices              two devices and more: NCCL, and a worker that is killed
 
 Every part is a process of its own with a hard end, and what one prints is kept where the next one fails. What was
 measured stands beside what was predicted; `results/first-hour-<device>.json` and `.md` hold the parts that ran last.
-It needs torch, lightning, transformers, torchmetrics and networkx (and pytest for the tests), and says what it can't
-run. `--device cpu` goes the same ways in small sizes, to try the script itself, and writes nothing.
+It needs torch, lightning, transformers, torchmetrics and networkx (for the tests pytest, pytest-timeout and hypothesis,
+too), and says what it can't run. `--device cpu` goes the same ways in small sizes, to try the script itself, and
+writes nothing.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from first_hour_parts import PARTS, Row
 from hardware import description, slug
 
 HERE = Path(__file__).parent
-ORDER = ["facts", "tests", "kernels", "round", "workers", "codecs", "spilled"]
+ORDER = ["facts", "tests", "kernels", "round", "workers", "codecs", "spilled", "devices"]
 SECONDS = 560
 """Of a part: what a device is often lent for at once is ten minutes."""
 

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from lightning_decentral.shared.errors import MissingExtra
-
 
 def extra(module: str) -> ModuleType:
     """The imported module, or MissingExtra with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # Here, since it asks for Hydra, which the models themselves don't.
+        from lightning_decentral.shared.errors import MissingExtra
+
         remedy = "pip install 'lightning-decentral[recipes]'"
         raise MissingExtra(f"{module} is needed here and {error.name} is not installed: {remedy}") from error
 

@@ -42,7 +42,7 @@ def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Ca
     if getattr(precision, "scaler", None) is not None:
         raise ValueError(
             f"precision 16-mixed scales the loss, and devices of {island!r} would skip different updates: "
-            "use bf16-mixed"
+            'use bf16-mixed, with param_dtype="bfloat16": without it each device keeps a copy of all weights in bf16'
         )
     if not module.automatic_optimization:
         raise ValueError(

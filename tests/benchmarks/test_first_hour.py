@@ -135,3 +135,13 @@ def test_a_part_is_a_process_with_a_hard_end(capsys: pytest.CaptureFixture[str])
 
 def test_what_pytest_says_is_told() -> None:
     assert "1 passed" in pytested(["tests/packaging/test_floors.py::test_folders_are_small_and_names_apart"], "", 100)
+
+
+def test_a_file_that_asks_for_more_holds_up_no_other(tmp_path: Path) -> None:
+    (tmp_path / "test_asks.py").write_text("import no_such_package.deep\n")
+    (tmp_path / "test_runs.py").write_text(
+        "from lightning_decentral.recipes.gpt import GPT\n\ndef test_it():\n    assert GPT\n"
+    )
+    said = pytested([str(tmp_path)], "", 100)
+    assert "1 passed" in said
+    assert said.endswith("; not looked at, for want of no_such_package: 1 files")

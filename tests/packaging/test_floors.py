@@ -123,7 +123,7 @@ DOOR = PACKAGE / "shared" / "compute" / "cuda.py"
 
 
 def test_only_one_module_asks_cuda() -> None:
-    """So another device can stand behind it (tests/simulated.py)."""
+    """So another device can stand behind it (tests/simulated)."""
     assert [dotted(path) for path in MODULES if path != DOOR and asks_cuda(path.read_text())] == []
 
 

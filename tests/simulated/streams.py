@@ -43,7 +43,9 @@ class Engine:
 
     Attributes:
         given_up: set where another worker has failed, for whom to wait there is no use.
-        waits: what made the host wait for all that a stream had to do, and where.
+        waits: what made the host wait for all that a stream had to do, and where; by an event, too, on the first
+            stream, behind which no stream was given anything to do.
+        given: operations so far, of all streams.
         pinned: memory of the host, by address.
         present_bytes: in tensors now, and the most so far.
         kept: memory that was given back while other streams read it: until when, and what then becomes of it.
@@ -54,11 +56,11 @@ class Engine:
         self.given_up = threading.Event()
         self.pinned: dict[int, Tensor] = {}
         self.kept: list[tuple[list[Mark], Callable[[], None]]] = []
-        self.present_bytes, self.peak_bytes = 0, 0
+        self.present_bytes, self.peak_bytes, self.given = 0, 0, 0
         self._streams: list[Stream] = []
         self._made: dict[Hashable, Any] = {}
         self._ahead: Stream | None = None
-        self.current = Stream(engine=self)
+        self.first = self.current = Stream(engine=self)
 
     def takes(self, count: int) -> None:
         """So many bytes of memory more are somebody's, or fewer."""
@@ -139,6 +141,7 @@ class Stream:
 
     def then(self, run: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
         """Behind all that it has to do, and not before it's `ready`."""
+        self.engine.given += 1
         self.queue.append((ready, run))
         if here() is self.engine and self.engine.random.random() < EARLY:  # a collector may come by in any thread
             self.engine.step()
@@ -179,10 +182,14 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.mark = Mark()
         self.mark.passed = True
+        self._recorded = -1
 
     def record(self, stream: Stream | None = None) -> None:
         self.mark = Mark()  # who waits already waits for what was recorded then
-        (stream or _here.engine.current).then(self.mark.pass_)
+        stream = stream or _here.engine.current
+        stream.then(self.mark.pass_)
+        # On a stream beside it a host may wait for what came long before, as `Gauge` does.
+        self._recorded = _here.engine.given if stream is _here.engine.first else -1
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or _here.engine.current).wait_event(self)
@@ -191,7 +198,9 @@ class Event:
         return self.mark.passed
 
     def synchronize(self) -> None:
-        """The host waits for this place alone: what the stream has to do later is not its matter."""
+        """The host waits for this place alone. Where nothing was queued behind it, the device runs empty meanwhile."""
+        if self._recorded == _here.engine.given:
+            _here.engine.waits.append(f"event {_asked()}")
         mark = self.mark
         _here.engine.until(lambda: mark.passed)
 

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exchange[Any]:
     """The same exchange beside the training, where there is something beside which it could be done. At delay 0 a round
-    lands where it's launched. On a device messages as they are cost one pass, in the training's way wherever it is
+    lands where it's launched. On a device messages as they are cost one kernel, in the training's way wherever it is
     queued: it corrects, and copies what leaves next. By gloo the host waits for them, at the landing."""
     if not delay:
         return exchange

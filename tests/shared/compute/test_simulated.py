@@ -111,6 +111,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "move": lambda x: x + torch.ones(4).to(x.device),
     "synchronize": lambda x: cuda.synchronize(x.device),
     "stream": lambda x: cuda.current_stream(x.device).synchronize(),
+    "event": lambda x: cuda.current_stream(x.device).record_event().synchronize(),
 }
 
 
@@ -130,7 +131,9 @@ def test_a_host_that_only_queues_is_not() -> None:
         y = torch.where(x > 1, x, 0).mul_(torch.tensor(2.0)).cumsum(0)
         copy = cuda.host_like(y).copy_(y, non_blocking=True)
         moved = torch.ones(4).to(CUDA, non_blocking=True)
+        early = cuda.current_stream(CUDA).record_event()
         y.add_(moved)[1:3].zero_()
+        early.synchronize()  # meanwhile the device has something to do
         assert engine.waits == []
         assert y.tolist() == [5.0, 0.0, 0.0, 17.0]
     assert copy.tolist() == [4.0, 8.0, 12.0, 16.0]
