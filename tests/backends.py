@@ -1,8 +1,9 @@
 """The places where wire and trainer tests run: written once, run wherever the hardware is.
 
-cpu     threads, gloo
-staged  threads on one CUDA device, gloo through pinned host memory      (marker gpu)
-nccl    processes, one CUDA device each                                   (marker multigpu)
+cpu        threads, gloo
+simulated  threads, a simulated device each, communicators with NCCL's order
+staged     threads on one CUDA device, gloo through pinned host memory      (marker gpu)
+nccl       processes, one CUDA device each                                   (marker multigpu)
 """
 
 import os
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_decentral.shared.wire.transport import Transport, transport
 from tests import ports
+from tests.simulated.wire import device_world
 from tests.world import world
 
 T = TypeVar("T")
@@ -30,9 +32,7 @@ class Backend:
 
     def device(self, rank: int) -> torch.device:
         """Of one worker."""
-        return {"cpu": torch.device("cpu"), "staged": torch.device("cuda", 0)}.get(
-            self.name, torch.device("cuda", rank)
-        )
+        return {"cpu": torch.device("cpu"), "nccl": torch.device("cuda", rank)}.get(self.name, torch.device("cuda", 0))
 
     def largest_world(self) -> int:
         """Workers that this machine can hold."""
@@ -44,11 +44,14 @@ class Backend:
             pytest.skip(f"needs {size} CUDA devices, this machine has {self.largest_world()}")
         if self.name == "nccl":
             return _processes(size, worker)
+        if self.name == "simulated":
+            return device_world(size, lambda make, _: worker(make()))
         return world(size, lambda group: worker(transport(group, self.device(group.rank()))), seconds)
 
 
 BACKENDS = [
     Backend("cpu", "cpu"),
+    Backend("simulated", "cuda"),
     pytest.param(Backend("staged", "cuda"), marks=pytest.mark.gpu),
     pytest.param(Backend("nccl", "cuda"), marks=pytest.mark.multigpu),
 ]

@@ -1,8 +1,8 @@
 """NCCL that isn't there: workers as threads, each with a simulated device; a communicator is a stream of it.
 
 Transfers of a communicator run strictly in order; sends and receives of a pair meet by order, not by tag; those of one
-call complete together. A wait is the current stream's. Messages are read and written when their turn has come: who
-overwrites one too soon sends something else.
+call complete together, and a send not before somebody has heard it. A wait is the current stream's. Messages are read
+and written when their turn has come: who overwrites one too soon sends something else.
 """
 
 import itertools
@@ -36,12 +36,15 @@ class Network:
     def __init__(self) -> None:
         self.number = next(Network.numbers)
         self.messages: dict[Hashable, deque[Tensor]] = defaultdict(deque)
+        self.heard: dict[Hashable, int] = defaultdict(int)
         self.given: dict[Hashable, dict[int, Tensor]] = defaultdict(dict)
         self.lock, self.failed = threading.Lock(), threading.Event()
 
-    def put(self, key: Hashable, message: Tensor) -> None:
+    def put(self, key: Hashable, message: Tensor) -> int:
+        """How many have to be heard until this one has been."""
         with self.lock:
             self.messages[key].append(message.clone())
+            return self.heard[key] + len(self.messages[key])
 
     def has(self, key: Hashable) -> bool:
         with self.lock:
@@ -49,6 +52,7 @@ class Network:
 
     def take(self, key: Hashable) -> Tensor:
         with self.lock:
+            self.heard[key] += 1
             return self.messages[key].popleft()
 
     def give(self, key: Hashable, rank: int, tensor: Tensor) -> None:
@@ -105,16 +109,21 @@ class QueuedTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         stream = self._behind_caller()
+        rests: list[Callable[[], bool]] = []
         for message in sends:
-            stream.then(self._sent(message))
+            send, heard = self._sent(message)
+            stream.then(send)
+            rests.append(heard)
         for message in receives:
             stream.then(*self._heard(message))
+        stream.then(*self._until(lambda: all(heard() for heard in rests), lambda: None))
         done = OnStream(stream.record_event())
         return [done for _ in sends], [done for _ in receives]
 
-    def _sent(self, message: Message) -> Callable[[], None]:
-        inner, key = _inner(message.tensor), (self._name, self.rank, message.peer)
-        return lambda: self._network.put(key, inner)
+    def _sent(self, message: Message) -> tuple[Callable[[], None], Callable[[], bool]]:
+        """(sends it, whether it has been heard)"""
+        inner, key, until = _inner(message.tensor), (self._name, self.rank, message.peer), list[int]()
+        return lambda: until.append(self._network.put(key, inner)), lambda: self._network.heard[key] >= until[0]
 
     def _heard(self, message: Message) -> tuple[Callable[[], object], Callable[[], bool]]:
         inner, key = _inner(message.tensor), (self._name, message.peer, self.rank)
@@ -171,8 +180,12 @@ class QueuedTransport(Transport):
         return self._together(tensor, lambda rows: inner.copy_(rows[source]))
 
 
+TYPES = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
+
+
 def _inner(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, Simulated), "NCCL takes nothing from the host"
+    assert tensor.is_floating_point() or tensor.dtype in TYPES, f"NCCL has no {tensor.dtype}"
     return tensor.inner
 
 

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from unittest import mock
 
 import pytest
@@ -40,7 +40,7 @@ from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import Pool, pack
-from lightning_decentral.shared.wire.transport import GlooTransport, Transport
+from lightning_decentral.shared.wire.transport import GlooTransport, Message, Transport
 from tests import simulated
 from tests.gossip.rules import PLANS, Rule
 from tests.gossip.wire.test_device import Mirror, Twin
@@ -215,6 +215,25 @@ def test_an_islands_codes_have_a_stream_beside_its_own(delay: int) -> None:
 def test_an_island_that_waits_for_less_is_seen(call: str) -> None:
     with mock.patch.object(Stream, call):
         assert wrong() >= 3
+
+
+def sends_first(calls: int, make: Make, engine: simulated.Engine) -> Tensor:
+    """Both send and hear, in one call or in one after the other."""
+    engine.seconds, over = 1.0, make()
+    mine, theirs = torch.full((3,), over.rank + 1.0, device=CUDA), torch.zeros(3, device=CUDA)
+    send, receive = Message(1 - over.rank, mine, 0), Message(1 - over.rank, theirs, 0)
+    for sends, receives in [([send], [receive])] if calls == 1 else [([send], []), ([], [receive])]:
+        for pending in chain(*over.exchange(sends, receives)):
+            pending.wait()
+    return theirs.cpu()
+
+
+def test_a_send_rests_until_somebody_hears_it() -> None:
+    """As NCCL's: who sends in one call and hears in the next, as its peer does, waits for ever."""
+    first, second = device_world(2, partial(sends_first, 1))
+    assert (first.tolist(), second.tolist()) == ([2.0] * 3, [1.0] * 3)
+    with pytest.raises(RuntimeError, match="waits for what nobody does"):
+        device_world(2, partial(sends_first, 2))
 
 
 def test_memory_that_goes_back_too_early_is_seen() -> None:
