@@ -2,10 +2,10 @@
 
     python -m benchmarks.passes
 
-One worker hears one neighbour or two, delay 1. Its device is the simulated one of the tests, so that the operations are
-those of a device; a dispatch mode counts them. A pass reads or writes as many bytes as the parameters have; what an
-operation reads twice from one place counts once. Views and allocations launch nothing. After `WARM_UP` rounds, between
-those in which a codec measures its error; the wire's own copies are left out.
+Also what averaging gradients costs. One worker hears one neighbour or two, delay 1. Its device is the simulated one of
+the tests, so that the operations are those of a device; a dispatch mode counts them. A pass reads or writes as many
+bytes as the parameters have; what an operation reads twice from one place counts once. Views and allocations launch
+nothing. After `WARM_UP` rounds, between those in which a codec measures its error; the wire's own copies are left out.
 
 An operation is in the training's way if it runs on the stream on which the training computes.
 """
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +25,8 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.round_cost import LoopbackTransport, _Bucket
+from lightning_decentral.shared.wire.compressed_mean import ExactMean
+from lightning_decentral.shared.wire.gradients import GradientAverage
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message
 from tests import simulated
@@ -69,6 +71,9 @@ class Uncounted(LoopbackTransport):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         with _disable_current_modes():
             return super().exchange(sends, receives)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return self.broadcast(tensor)  # this worker's is the sum
 
 
 class Counting(TorchDispatchMode):
@@ -127,20 +132,41 @@ def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
         echo.silent = True
         counting = stack.enter_context(Counting())
         mixer.step()
-    whole = ELEMENTS * flat.element_size()
+    return found(counting, buckets)
+
+
+def found(counting: Counting, buckets: int) -> Cost:
+    whole = 4 * ELEMENTS
     shares = {name: round(moved / whole, 2) for name, moved in counting.moved.most_common() if moved > whole / 10}
     passes = sum(counting.moved.values()) / whole
     return Cost(passes, counting.in_the_way / whole, sum(counting.kernels.values()) / buckets, shares)
 
 
+def averaging(buckets: int = 4, parameters: int = 16) -> Cost:
+    """Of the mean of an island's or of compressed gradients' exact one: packing, dividing, and nothing copied back."""
+    with ExitStack() as stack:
+        stack.enter_context(simulated.device(seed=0))
+        own = [nn.Parameter(torch.randn(ELEMENTS // parameters).to(CUDA)) for _ in range(parameters)]
+        over = Uncounted(2)
+        average = GradientAverage(ExactMean(over), over, lambda call: call(), 4 * ELEMENTS // buckets)
+        average.watch(own)
+        for p in own:
+            p.grad = torch.ones_like(p)
+        average.begin()
+        counting = stack.enter_context(Counting())
+        average.finish()
+    return found(counting, buckets)
+
+
 def main() -> None:
     print("| codec | neighbours | passes | in the training's way | kernels a bucket | passes by operation |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for codec, neighbours in ((Plain(), 1), (Plain(), 2), (Int8(), 1)):
-        found = cost(codec, neighbours)
-        shares = ", ".join(f"{name} {share:g}" for name, share in found.by_operation.items())
-        numbers = f"{found.passes:.1f} | {found.in_the_way:.1f} | {found.kernels:.0f}"
-        print(f"| `{codec}` | {neighbours} | {numbers} | {shares} |")
+    rows = {(f"`{c}`", n): cost(c, n) for c, n in ((Plain(), 1), (Plain(), 2), (Int8(), 1))}
+    rows["gradients' mean", 0] = averaging()
+    for (name, neighbours), of in rows.items():
+        shares = ", ".join(f"{operation} {share:g}" for operation, share in of.by_operation.items())
+        numbers = f"{of.passes:.1f} | {of.in_the_way:.1f} | {of.kernels:.0f}"
+        print(f"| {name} | {neighbours or ''} | {numbers} | {shares} |")
 
 
 if __name__ == "__main__":

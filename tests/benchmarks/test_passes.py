@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.passes import Counting, cost
+from benchmarks.passes import Counting, averaging, cost
 from lightning_decentral.gossip import Codec, Int8, Plain
 from lightning_decentral.gossip.compute.correction import correct_and_state_
 from lightning_decentral.gossip.wire import peer
+from lightning_decentral.shared.wire.gradients import GradientBucket, pack
 from tests import simulated
 from tests.simulated import CUDA
 
@@ -29,6 +30,20 @@ def test_a_round_costs_no_more(codec: Codec, neighbours: int, passes: float, in_
     assert passes - 0.1 < found.passes <= passes + 0.1
     assert in_the_way - 0.1 < found.in_the_way <= in_the_way + 0.1
     assert found.kernels == kernels
+
+
+def test_a_mean_of_gradients_costs_no_more() -> None:
+    """Packing 2 and dividing 2; what comes back is the gradients' own memory."""
+    found = averaging()
+    assert found.by_operation == {"cat": 2, "div_": 2}
+    assert found.kernels == 2
+
+
+def test_a_gradient_that_is_copied_back_is_counted() -> None:
+    with mock.patch.object(
+        GradientBucket, "pack_as_views", lambda self, flat: pack(self.gradients, self.parameters, flat)
+    ):
+        assert averaging().passes == pytest.approx(6, abs=0.1)
 
 
 def test_what_goes_over_the_parameters_once_more_is_counted() -> None:
