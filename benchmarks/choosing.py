@@ -69,7 +69,7 @@ def sooner(recipe: str, method: str) -> str:
 
 def by_rate(recipe: str, what: str, page: str = "") -> list[Row]:
     """Of the table with this title, of the page with this in its name."""
-    hosts = 8 if page == "8-hosts-" else 4
+    hosts = {"8-hosts-": 8, "16-hosts-": 16}.get(page, 4)
     found = rows(f"loss-per-second-{page}2-cores.md")
     return [row for row in found if row["title"].startswith(f"{recipe}, {hosts} hosts: {what}")]
 
@@ -107,11 +107,11 @@ def questions() -> str:
          f"{slow['gossip, delay 4']['times faster than ddp']} times faster steps than `ddp`", speed],
         ["links of 400 Mb/s or less, images", "`strategy=gossip strategy/codec=int8`", sooner("resnet", "gossip, int8"),
          accuracy],
-        ["links of 50 Mb/s or less, text", "`experiment=outer_muon`",
-         f"at 10 Mb/s {at_rate('outer rounds of 8, int4, Muon', '10mbit')}", text],
-        ["links of 200 Mb/s, text", "`experiment=gossip_muon`",
+        ["links of 200 Mb/s or less, text", "`experiment=outer_muon`",
+         f"at 200 Mb/s {at_rate('outer rounds of 8, int4, Muon', '200mbit')}", text],
+        ["the same links, a lower loss at the end", "`experiment=gossip_muon`",
          at_rate("gossip, int8, Muon", "200mbit"), text],
-        ["the same links, but equal replicas", "`experiment=compressed_muon`",
+        ["the same links, equal replicas", "`experiment=compressed_muon`",
          at_rate("compressed, int8, Muon", "200mbit"), text],
         ["none of these", "`strategy=ddp`", compared, "`quality-2-cores.md`"],
     ]  # fmt: skip
@@ -179,8 +179,12 @@ def eight_hosts_by_rate() -> str:
     return text_by_rate("gpt", "8-hosts-")
 
 
-def beside_torchft() -> str:
-    return text_by_rate("gpt", "torchft-")
+def sixteen_hosts_by_rate() -> str:
+    return text_by_rate("gpt", "16-hosts-")
+
+
+def other_text_by_rate() -> str:
+    return text_by_rate("sympy")
 
 
 IMAGES = (
@@ -225,7 +229,8 @@ def at_equal_steps() -> str:
 
 TABLES = (
     questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
-    larger_model_by_rate, eight_hosts_by_rate, beside_torchft, images_by_rate, strongest_peer, soonest_of_all,
+    larger_model_by_rate, eight_hosts_by_rate, sixteen_hosts_by_rate, other_text_by_rate, images_by_rate,
+    strongest_peer, soonest_of_all,
 )  # fmt: skip
 
 if __name__ == "__main__":

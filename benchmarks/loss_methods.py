@@ -13,6 +13,7 @@ ACCUM = ["strategy=ddp", "optimizer=accum_adamw"]
 DIFFERENCES = ["strategy/codec=difference_compression", "strategy/codec@strategy.codec.inner=int4"]
 STREAMED = ["strategy/topology=stream", "strategy.topology.steps=8", "strategy.topology.parts=8", "strategy.delay=1"]
 FOUR = ["hook=fp16", "accumulate=4"]
+SHARED = "+strategy/codec@strategy.orthogonal=int8"
 TORCHFT, DECENT_DP = ["strategy._target_=peers.Apart", "peer=torchft"], ["peer=decent_dp"]
 METHODS = {
     "ddp": ADAMW,
@@ -33,6 +34,7 @@ METHODS = {
     "gossip, int8, Muon and its momentum": ["experiment=gossip_muon_momentum"],
     "gossip, int4 differences, Muon": ["experiment=gossip_muon", *DIFFERENCES, "optimizer.lr=3e-2"],
     "compressed, int8, Muon": ["experiment=compressed_muon"],
+    "compressed, int8, Muon shared out": ["experiment=compressed_muon", SHARED],
     "compressed, int4, Muon": [
         *["experiment=compressed_muon", "strategy/codec=int4", "optimizer.lr=3e-2", "optimizer.momentum=0.9"],
     ],

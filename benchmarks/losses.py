@@ -8,7 +8,7 @@ processes, and ends at the same bits (`docs/rehearse.md`). Not bit for bit, but 
 - torch's half-precision hook is left out: on four hosts it moved no mean over three seeds by more than 0.002;
 - torchft's DiLoCo is our rule of that name, which agrees with it (`tests/gossip/compute/test_outer.py`).
 
-PowerSGD and decent-dp run on real processes only.
+PowerSGD, decent-dp and Muon that is shared out among the workers run on real processes only.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ from cluster_accuracy import Recipe, scores
 from cluster_accuracy_worker import NO_END, OWN, flat
 from cluster_worker import all_reduce_bytes
 from hydra.utils import instantiate
+from loss_methods import SHARED
 from peers import LOCAL, OUTER_LR, OUTER_MOMENTUM
 from quiet_recipe import built, composed
 
@@ -33,7 +34,7 @@ TORCHFT = [
 
 
 def can_be_rehearsed(words: list[str]) -> bool:
-    return not {"hook=powersgd", "peer=decent_dp"} & {*words}
+    return not {"hook=powersgd", "peer=decent_dp", SHARED} & {*words}
 
 
 def rehearsed(recipe: Recipe, words: list[str], hosts: int, seed: int) -> dict[str, Any]:

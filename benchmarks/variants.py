@@ -6,8 +6,8 @@ States: Muon's momentum travels or stays, eight and four workers of `gpt`. Round
 topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
 of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for; three seeds on eight
 workers, of `ddp`, too. Graphs: whole runs on four workers by graph, overlapped and not, down to the mean of all after
-each step. One seed each where nothing else is said, with the bits of so many processes. Losses are those of the mean of
-the workers' models on the test examples.
+each step, of which there are three seeds. One seed each where nothing else is said, with the bits of so many processes.
+Losses are those of the mean of the workers' models on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -125,6 +125,9 @@ def graphs() -> dict[str, Variant]:
         words = [*own[way], f"strategy/topology={graph}", f"strategy.delay={delay}"]
         found[f"graphs, {graph}, delay {delay}, {way}"] = Variant(words, steps=1080)
     found["graphs, ring, delay 1, own"] = Variant([*own["own"], "strategy/topology=ring"], steps=1080)
+    for seed in (1, 2):  # of what comes nearest, beside `ddp`
+        for name in ("graphs, ddp", "graphs, complete, delay 0, own"):
+            found[f"{name}, seed {seed}"] = found[name]._replace(seed=seed)
     return found
 
 
