@@ -120,6 +120,9 @@ def test_what_is_recommended_for_text_was_the_soonest() -> None:
         assert small[rate].index(accumulating) > max(map(small[rate].index, (streamed, outer, differences)))
     assert small["200mbit"][:2] == [outer, accumulating]
     assert small["1gbit"][:2] == [accumulating, outer]
+    plain, shared = "compressed, int8, Muon", "compressed, int8, Muon shared out"
+    for rate in choosing.WRITTEN:
+        assert (small[rate].index(shared) < small[rate].index(plain)) == (rate in ("200mbit", "1gbit"))
     assert [soonest("sympy")[rate][0] for rate in choosing.WRITTEN] == [streamed, outer, outer, outer]
     of_all = "ddp, Muon, fp16 hook"
     assert [wide[rate][0] for rate in choosing.WRITTEN] == [streamed, outer, "compressed, int8, Muon", of_all]
@@ -133,5 +136,7 @@ def losses(recipe: str) -> dict[str, float]:
 def test_the_least_loss_is_what_the_page_says() -> None:
     small, wide = losses("gpt"), losses("gpt-1024-tokens")
     order = sorted(small, key=small.__getitem__)
-    assert order[:3] == ["ddp, Muon, fp16 hook", "ddp, Muon", "compressed, int8, Muon"]
+    averages = {"compressed, int8, Muon", "compressed, int8, Muon shared out"}
+    assert order[:2] == ["ddp, Muon, fp16 hook", "ddp, Muon"]
+    assert {*order[2:4]} == averages
     assert wide["compressed, int8, Muon"] == wide["ddp, Muon, fp16 hook"] == min(wide.values())
