@@ -98,7 +98,7 @@ def tests(device: torch.device) -> Iterator[Row]:
 def pytested(where: list[str], mark: str, seconds: int) -> str:
     """What pytest says in its last line, the names of what failed, and of files that ask for a package that isn't here.
 
-    Such files hold up nothing: those of the marked tests need pytest, pytest-timeout and hypothesis only.
+    Such files hold up nothing. Of those with marked tests only `tests/benchmarks/test_gpu.py` is one: it needs Hydra.
     """
     options = ["-p", "no:cacheprovider", "-p", "from_checkout", "--continue-on-collection-errors", "-rfE", "-m", mark]
     path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")])

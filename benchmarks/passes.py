@@ -132,10 +132,11 @@ def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
         echo.silent = True
         counting = stack.enter_context(Counting())
         mixer.step()
-    return found(counting, buckets)
+    return summed(counting, buckets)
 
 
-def found(counting: Counting, buckets: int) -> Cost:
+def summed(counting: Counting, buckets: int) -> Cost:
+    """Of what was counted, as multiples of the parameters' bytes and by bucket."""
     whole = 4 * ELEMENTS
     shares = {name: round(moved / whole, 2) for name, moved in counting.moved.most_common() if moved > whole / 10}
     passes = sum(counting.moved.values()) / whole
@@ -143,7 +144,7 @@ def found(counting: Counting, buckets: int) -> Cost:
 
 
 def averaging(buckets: int = 4, parameters: int = 16) -> Cost:
-    """Of the mean of an island's or of compressed gradients' exact one: packing, dividing, and nothing copied back."""
+    """Of a step's `GradientAverage` over an `ExactMean`: packing and dividing, and nothing is copied back."""
     with ExitStack() as stack:
         stack.enter_context(simulated.device(seed=0))
         own = [nn.Parameter(torch.randn(ELEMENTS // parameters).to(CUDA)) for _ in range(parameters)]
@@ -155,7 +156,7 @@ def averaging(buckets: int = 4, parameters: int = 16) -> Cost:
         average.begin()
         counting = stack.enter_context(Counting())
         average.finish()
-    return found(counting, buckets)
+    return summed(counting, buckets)
 
 
 def main() -> None:

@@ -4,10 +4,11 @@
 
 States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
 topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
-of `gpt` in batches of 1,024 tokens. Blocking: whole runs of `gpt` with rounds that are waited for; three seeds on eight
-workers, of `ddp`, too. Graphs: whole runs on four workers by graph, overlapped and not, down to the mean of all after
-each step, of which there are three seeds. One seed each where nothing else is said, with the bits of so many processes.
-Losses are those of the mean of the workers' models on the test examples.
+of `gpt` in batches of 1,024 tokens. Accumulating: those of `ddp` with Muon in four batches an update. Blocking: whole
+runs of `gpt` with rounds that are waited for; three seeds on eight workers, of `ddp`, too. Graphs: whole runs on four
+workers by graph, overlapped and not, down to the mean of all after each step, of which there are three seeds. One seed
+each where nothing else is said, with the bits of so many processes. Losses are those of the mean of the workers' models
+on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -102,6 +103,18 @@ def batches() -> dict[str, Variant]:
     return found
 
 
+def accumulating() -> dict[str, Variant]:
+    """Rate and momentum of the strongest peer where an update takes four batches; its own are those of one."""
+    grid = (("2e-2", "0.8"), ("3e-2", "0.8"), ("4e-2", "0.8"), ("2e-2", "0.9"))
+    words = METHODS["ddp, Muon, fp16 hook, accumulating 4"]
+    return {
+        f"accumulating, {rate}, {momentum}": Variant(
+            [*words, f"optimizer.lr={rate}", f"optimizer.momentum={momentum}"], steps=1080
+        )
+        for rate, momentum in grid
+    }
+
+
 def blocking() -> dict[str, Variant]:
     """Rounds that are waited for, in whole runs."""
     now = ["strategy.delay=0"]
@@ -144,7 +157,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"losses": {}}
-    every = {**states(), **rounds(), **digits(), **batches(), **blocking(), **graphs()}
+    every = {**states(), **rounds(), **digits(), **batches(), **accumulating(), **blocking(), **graphs()}
     todo = {name: one for name, one in every.items() if name not in kept["losses"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         running = {

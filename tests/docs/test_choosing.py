@@ -102,11 +102,12 @@ def test_what_is_recommended_is_what_was_ahead() -> None:
     assert max(slow, key=slow.__getitem__) == "gossip, delay 4"
 
 
-def soonest(recipe: str) -> dict[str, list[str]]:
+def soonest(recipe: str, page: str = "") -> dict[str, list[str]]:
     """{rate: methods, the soonest at the loss of `ddp` first}"""
-    reached = [r for r in choosing.by_rate(recipe, "times sooner than `ddp` ") if r["200mbit"]]
-    return {rate: [r["method"] for r in sorted(reached, key=lambda row, rate=rate: -float(row[rate]))]
-            for rate in choosing.WRITTEN}  # fmt: skip
+    reached = [r for r in choosing.by_rate(recipe, "times sooner than `ddp` ", page) if r["200mbit"]]
+    found = {rate: [r for r in reached if r.get(rate, "-") != "-"] for rate in choosing.WRITTEN}
+    return {rate: [r["method"] for r in sorted(of, key=lambda row, rate=rate: -float(row[rate]))]
+            for rate, of in found.items()}  # fmt: skip
 
 
 def test_what_is_recommended_for_text_was_the_soonest() -> None:
@@ -124,7 +125,10 @@ def test_what_is_recommended_for_text_was_the_soonest() -> None:
     for rate in choosing.WRITTEN:
         assert (small[rate].index(shared) < small[rate].index(plain)) == (rate in ("200mbit", "1gbit"))
     assert [soonest("sympy")[rate][0] for rate in choosing.WRITTEN] == [streamed, outer, outer, outer]
-    of_all = "ddp, Muon, fp16 hook"
+    of_all, codes = "ddp, Muon, fp16 hook", "gossip, int8, Muon"
+    larger, sixteen = soonest("larger-gpt", "larger-gpt-"), soonest("gpt", "16-hosts-")
+    assert [larger[rate][0] for rate in choosing.WRITTEN] == [streamed, codes, codes, of_all]
+    assert [sixteen[rate][0] for rate in choosing.WRITTEN if sixteen[rate]] == [codes, of_all, of_all]
     assert [wide[rate][0] for rate in choosing.WRITTEN] == [streamed, outer, "compressed, int8, Muon", of_all]
 
 

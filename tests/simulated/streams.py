@@ -189,7 +189,7 @@ class Event:
         stream = stream or _here.engine.current
         stream.then(self.mark.pass_)
         # On a stream beside it a host may wait for what came long before, as `Gauge` does.
-        self._recorded = _here.engine.given if stream is _here.engine.first else -1
+        self._recorded = stream.engine.given if stream is stream.engine.first else -1
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or _here.engine.current).wait_event(self)

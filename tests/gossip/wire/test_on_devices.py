@@ -218,8 +218,8 @@ def test_an_island_that_waits_for_less_is_seen(call: str) -> None:
 
 
 def sends_first(calls: int, make: Make, engine: simulated.Engine) -> Tensor:
-    """Both send and hear, in one call or in one after the other."""
-    engine.seconds, over = 1.0, make()
+    """Both send and hear, in one call or in one after the other, which waits for a second."""
+    engine.seconds, over = 1.0 if calls > 1 else engine.seconds, make()
     mine, theirs = torch.full((3,), over.rank + 1.0, device=CUDA), torch.zeros(3, device=CUDA)
     send, receive = Message(1 - over.rank, mine, 0), Message(1 - over.rank, theirs, 0)
     for sends, receives in [([send], [receive])] if calls == 1 else [([send], []), ([], [receive])]:
