@@ -56,7 +56,8 @@ HALF = {"steps": 540, "every": 20}
 STEPS = {("gpt", 8): HALF, ("gpt", 16): HALF}
 """On more hosts: at 8 the examples of 1,080 steps on 4, with marks that end at the last step."""
 FASTER = {"gossip, int8, Muon": ["optimizer.lr=3e-2"]}
-TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 8): FASTER, ("gpt", 16): FASTER}
+ACCUMULATING = {"ddp, Muon, fp16 hook, accumulating 4": ["optimizer.lr=3e-2"]}
+TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 4): ACCUMULATING, ("gpt", 8): FASTER, ("gpt", 16): FASTER}
 """Words beside a method's own, by recipe and hosts."""
 FREE = "10gbit"
 """Links for the losses: no method waits for them."""
