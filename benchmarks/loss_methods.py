@@ -19,7 +19,7 @@ METHODS = {
     "ddp": ADAMW,
     "ddp, AccumAdamW": ACCUM,
     "ddp, fp16 hook": [*ADAMW, "hook=fp16"],
-    "ddp, PowerSGD": [*ADAMW, "hook=powersgd"],
+    "ddp, PowerSGD": ["strategy=ddp", "optimizer.lr=3e-3", "hook=powersgd"],
     "ddp, Muon": MUON,
     "ddp, Muon, fp16 hook": [*MUON, "hook=fp16"],
     "ddp, Muon, PowerSGD": [*MUON, "hook=powersgd"],
@@ -45,13 +45,26 @@ METHODS = {
 
 RATES = {"adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (1e-2, 2e-2, 3e-2, 4e-2)}
 MOMENTA = {"adamw": (0.9,), "muon": (0.8, 0.9, 0.95)}
-HOOKS = (", fp16 hook", ", PowerSGD")
-"""In the names of what takes the rate of the same method without."""
+LIKE = (", fp16 hook", " shared out")
+"""In the names of what takes the rate of the same method without: losses are its, but for rounding."""
+OWN = ("accumulating", "PowerSGD")
+"""In the names of what loses more than by rounding, and is tuned by itself; where it wasn't, it takes those, too."""
 
 
 def family(method: str) -> str:
     """Of its optimizer: whose rates and momenta it is tuned over."""
     return "muon" if "Muon" in method else "adamw"
+
+
+def plain(method: str) -> str:
+    """The same without a hook, or without sharing out."""
+    words = (*LIKE, *(f", {word}" for word in OWN))
+    return next((method[: method.index(word)] for word in words if word in method), method)
+
+
+def tuned_alone(method: str) -> bool:
+    """Whether its rate and momentum are looked for, and no other method's serve."""
+    return plain(method) == method or any(word in method for word in OWN)
 
 
 def best(runs: dict[str, float]) -> dict[str, tuple[float, float, float]]:
@@ -64,7 +77,7 @@ def best(runs: dict[str, float]) -> dict[str, tuple[float, float, float]]:
 
 
 def tuned(runs: dict[str, Any]) -> dict[str, list[str]]:
-    """{method: words of its best rate and momentum}; what has a hook takes those of the same method without.
+    """{method: words of its best rate and momentum}; what wasn't tuned takes those of the same method without a hook.
 
     Raises:
         ValueError: of a method a part of the grid has run.
@@ -75,9 +88,8 @@ def tuned(runs: dict[str, Any]) -> dict[str, list[str]]:
         if sum(name.startswith(ran) for name in runs) != wanted:
             raise ValueError(f"{method} isn't tuned to the end, {wanted} runs: run benchmarks/tuning.py first")
     for method in METHODS:
-        plain = next((method[: method.index(hook)] for hook in HOOKS if hook in method), method)
-        if plain in chosen:
-            _, rate, momentum = chosen[plain]
+        if (source := method if method in chosen else plain(method)) in chosen:
+            _, rate, momentum = chosen[source]
             own = [f"optimizer.momentum={momentum:g}"] if family(method) == "muon" else []
             found[method] = [f"optimizer.lr={rate:g}", *own]
     return found

@@ -6,9 +6,8 @@ Hosts are network namespaces (`cluster.py`); computation, messages and losses ar
 share. A loss after so many steps doesn't depend on the network, so it is measured once, whole runs with every seed: by
 a rehearsal (`losses.py`), or over links that hide nothing and delay nothing where a method can't be rehearsed. A step
 is timed at each rate, over some tens of steps. Seconds to a loss are the one times the other. Rates and momenta are
-each method's best on one grid (`tuning.py`), by seed 0; with a hook those without it. `larger-gpt` and `sympy` have
-those of `gpt`. decent-dp, which can't be rehearsed, has its optimizer's own, and shared out Muon those of the same
-without.
+each method's best on one grid (`tuning.py`), by seed 0; with the half-precision hook those without it, shared out Muon
+those of the same without. `larger-gpt` and `sympy` have those of `gpt`.
 
 Writes `results/loss-per-second-<hardware>.json` and `.md`; what is in the first isn't measured again. Timing needs root
 and iproute2; `--rates` and `--seeds` without a word leave that part out. `--tables` writes the page again.
@@ -56,8 +55,11 @@ HALF = {"steps": 540, "every": 20}
 STEPS = {("gpt", 8): HALF, ("gpt", 16): HALF}
 """On more hosts: at 8 the examples of 1,080 steps on 4, with marks that end at the last step."""
 FASTER = {"gossip, int8, Muon": ["optimizer.lr=3e-2"]}
-ACCUMULATING = {"ddp, Muon, fp16 hook, accumulating 4": ["optimizer.lr=3e-2"]}
-TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 4): ACCUMULATING, ("gpt", 8): FASTER, ("gpt", 16): FASTER}
+ON_FOUR = {
+    "ddp, Muon, fp16 hook, accumulating 4": ["optimizer.lr=3e-2"],
+    "gossip, int8, Muon and its momentum": ["optimizer.lr=2e-2"],
+}
+TUNED: dict[tuple[str, int], dict[str, list[str]]] = {("gpt", 4): ON_FOUR, ("gpt", 8): FASTER, ("gpt", 16): FASTER}
 """Words beside a method's own, by recipe and hosts."""
 FREE = "10gbit"
 """Links for the losses: no method waits for them."""

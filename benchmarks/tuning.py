@@ -1,12 +1,13 @@
 """Learning rate and momentum of each method of `loss_per_second.py`, all from one grid.
 
-    nice python benchmarks/tuning.py --jobs 2                          # about an hour on two cores
+    sudo nice python benchmarks/tuning.py --jobs 2                     # an hour and a half on two cores
     nice python benchmarks/tuning.py --jobs 2 --recipe vit             # a quarter of that; resnet, larger-gpt, too
 
 Each run is a rehearsal: four workers in one process, bit for bit what so many processes train (`docs/plan.md`), over
-one epoch of `gpt`, or as many steps as `loss_per_second.py` has of another recipe, under a cosine of that length.
-Judged by the test loss of the mean model after the last step. No network and no clock matters, so a busy machine will
-do. Muon has three momenta, Adam's stay at 0.9.
+one epoch of `gpt`, or as many steps as `loss_per_second.py` has of another recipe, under a cosine of that length. What
+can't be rehearsed (`losses.py`) is tuned for `gpt`, on processes in namespaces, which need root and iproute2. Judged by
+the test loss of the mean model after the last step. No network and no clock matters, so a busy machine will do. Muon
+has three momenta, Adam's stay at 0.9.
 
 Writes `results/tuning-<hardware>.json`, or `tuning-<recipe>-<hardware>.json`, and `.md`; finished runs are kept in the
 first.
@@ -15,6 +16,7 @@ first.
 import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from itertools import product
 from math import isfinite
 from multiprocessing import get_context
@@ -22,20 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from hardware import description, sentence, slug
-from loss_methods import METHODS, MOMENTA, RATES, best, family
-from loss_per_second import RECIPES
+from loss_methods import METHODS, MOMENTA, RATES, best, family, plain, tuned_alone
+from loss_per_second import RECIPES, real_curve
 from losses import can_be_rehearsed, rehearsed
 from rich.progress import track
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS, STEPS, SEED = 4, 364, 0
+LONGEST = 600.0
+"""Seconds after which processes have failed."""
 
 
-def grid() -> dict[str, list[str]]:
-    """{"method | rate | momentum": words}; what has a hook of torch's takes what `ddp` takes."""
+def grid(recipe: str = "gpt") -> dict[str, list[str]]:
+    """{"method | rate | momentum": words}; without those that take another's."""
     found = {}
     for method, words in METHODS.items():
-        if can_be_rehearsed(words) and not any(word.startswith("hook=") for word in words):
+        if tuned_alone(method) and (recipe == "gpt" or (can_be_rehearsed(words) and plain(method) == method)):
             for rate, momentum in product(RATES[family(method)], MOMENTA[family(method)]):
                 own = [f"optimizer.momentum={momentum}"] if family(method) == "muon" else []
                 found[f"{method} | {rate:g} | {momentum:g}"] = [*words, f"optimizer.lr={rate:g}", *own]
@@ -51,8 +55,10 @@ def last_loss(
 ) -> float:
     """Test loss at the end, by the recipe's own score; infinite where it is no number or the run broke off."""
     steps = steps or steps_of(recipe)
+    once = RECIPES[recipe]._replace(steps=steps, every=steps, methods={"": words})
+    real = partial(real_curve, workers, once, "", seed, LONGEST)
     try:
-        found = rehearsed(RECIPES[recipe]._replace(steps=steps, every=steps), words, workers, seed)
+        found = rehearsed(once, words, workers, seed) if can_be_rehearsed(words) else real()
     except FloatingPointError:
         return float("inf")
     reached = float(found["scores"][-1])
@@ -91,20 +97,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     parser.add_argument("--recipe", choices=["gpt", "larger-gpt", "vit", "resnet"], default="gpt")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all that can be rehearsed")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all")
     options = parser.parse_args()
     recipe: str = options.recipe
     path = RESULTS / f"tuning-{slug()}.json" if recipe == "gpt" else RESULTS / f"tuning-{recipe}-{slug()}.json"
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    asked = {name: words for name, words in grid().items() if not options.methods or _method(name) in options.methods}
+    asked = {
+        name: words for name, words in grid(recipe).items() if not options.methods or _method(name) in options.methods
+    }
     todo = {name: words for name, words in asked.items() if name not in kept["runs"]}
+
+    def keep(name: str, reached: float) -> None:
+        kept["runs"][name], here = reached, description()
+        if kept.setdefault("hardware", here)["processor"] != here["processor"]:
+            kept["also on"] = sorted({*kept.get("also on", []), here["processor"]})
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(last_loss, recipe, words): name for name, words in todo.items()}
-        for done in track(as_completed(running), "runs", total=len(running)):
-            kept["runs"][running[done]] = done.result()
-            kept["hardware"] = description()
-            path.write_text(json.dumps(kept, indent=1) + "\n")
-    kept["runs"] = {name: kept["runs"][name] for name in grid() if name in kept["runs"]}
+        alone = {name: words for name, words in todo.items() if can_be_rehearsed(words)}
+        running = {pool.submit(last_loss, recipe, words): name for name, words in alone.items()}
+        for done in track(as_completed(running), "rehearsals", total=len(running)):
+            keep(running[done], done.result())
+    for name in track([*todo.keys() - alone.keys()], "runs on processes"):
+        keep(name, last_loss(recipe, todo[name]))
+    kept["runs"] = {name: kept["runs"][name] for name in grid(recipe) if name in kept["runs"]}
     path.write_text(json.dumps(kept, indent=1) + "\n")
     text = page(recipe, steps_of(recipe), kept["runs"])
     path.with_suffix(".md").write_text(text)

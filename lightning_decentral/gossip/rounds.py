@@ -115,7 +115,9 @@ class Rounds:
         plan = self.plan
         assert plan.wire is not None
         where = plan.workers, plan.worker, plan.member, plan.root_device
-        exchange = assembled(topology, plan.weights, *where, codec, plan.delay)
+        exchange = assembled(
+            topology, plan.weights, *where, codec, plan.delay, by_peers=codec.to_peers(combine.of_differences)
+        )
         mixer = mixer_of(combine, exchange, plan.delay, partial(plan.wire.group, None))
         mixer.healing = healing(plan.heals if plan.member.heals else 0, self.module)
         return mixer

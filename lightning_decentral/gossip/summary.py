@@ -10,7 +10,12 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import WorkerBytes, all_reduce_copies, copies_sent, copies_through_card
+from lightning_decentral.gossip.plan.traffic import (
+    WorkerBytes,
+    all_reduce_copies,
+    copies_sent,
+    copies_through_card,
+)
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -57,7 +62,9 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     fragments = len(plan.topology.fragments)
     said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies // fragments
     of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
-    copies = copies_sent(plan.topology, plan.weights, plan.worker, size, peers_only=plan.codec.encodes)
+    copies = copies_sent(
+        plan.topology, plan.weights, plan.worker, size, peers_only=plan.codec.to_peers(plan.combine.of_differences)
+    )
     sent = copies * of_worker.message
     words = {
         "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
@@ -111,7 +118,8 @@ def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
-    steps = copies_through_card(*shape, peers_only=plan.codec.encodes)
+    told = plan.codec.to_peers(plan.combine.of_differences)
+    steps = copies_through_card(*shape, peers_only=told, by_owners=plan.codec.encodes and not told)
     mean, most = sum(steps) / len(steps) * of_worker.message, max(steps) * of_worker.message
     reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * of_worker.model
     return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"

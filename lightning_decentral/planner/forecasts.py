@@ -115,7 +115,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
         topology,
         strategy.delay,
         strategy.weights,
-        encoding_of(strategy.codec, strategy.combine.copies),
+        encoding_of(strategy.codec, strategy.combine.copies, strategy.combine.of_differences),
         within,
         tuple(beside(name, travel, topology) for name, travel in states),
         kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
@@ -217,9 +217,13 @@ def _(island: FullyShard) -> Within:
     return Shards(island.devices)
 
 
-def encoding_of(codec: Codec, copies: float = 1) -> Encoding:
+def encoding_of(codec: Codec, copies: float = 1, of_differences: bool = False) -> Encoding:
     """Bytes by the codec's own formula for float32, matrices unknown. Where the profile has no seconds of its own for
-    the codec: those measured on a CPU, on top of what messages as they are take, else none."""
+    the codec: those measured on a CPU, on top of what messages as they are take, else none.
+
+    Args:
+        of_differences: `Combine.of_differences` of the rule that it serves.
+    """
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 
@@ -227,7 +231,7 @@ def encoding_of(codec: Codec, copies: float = 1) -> Encoding:
         return copies * codec.bytes(MessageLayout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
 
     assumed = RoundWork(repr(codec), *seconds_per_byte(codec))
-    return Encoding(repr(codec), wire_bytes, assumed, copies, peers_only=True)
+    return Encoding(repr(codec), wire_bytes, assumed, copies, peers_only=codec.to_peers(of_differences))
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:

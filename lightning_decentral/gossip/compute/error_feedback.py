@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.link import Buffers, Coder, Direct, check_codec
+from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import key
-from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.compute.health import scale, sound
 from lightning_decentral.shared.compute.norms import squared_norm
 
@@ -38,7 +37,7 @@ class BucketCodec:
     def __init__(self, codec: Codec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
         self._codec, self._matrices, self._exact = codec, matrices, exact
-        self._reference = _real(reference)
+        self._reference = real_numbers(reference)
         self._parts: dict[tuple[int, torch.dtype], tuple[MessageLayout, list[PayloadPart]]] = {}
         exact_bytes = exact * reference.element_size()
         self.bytes = sum(part.bytes for part in self._laid_out(self._reference)[1]) + exact_bytes
@@ -105,7 +104,7 @@ class BucketCodec:
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
         end = len(message) - self._exact
-        return _real(message[:end]), message[end:]
+        return real_numbers(message[:end]), message[end:]
 
     def _laid_out(self, coded: Tensor) -> tuple[MessageLayout, list[PayloadPart]]:
         # By length and type: a message may hold more than the parameters (`Combine.copies`, `exact`).
@@ -122,8 +121,15 @@ class BucketCodec:
         return Frame(self._laid_out(coded)[0], key, self.estimates.get(link))
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real_numbers(tensor: Tensor) -> Tensor:
+    """The same memory, a complex number as two."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def measured(step: int) -> bool:
+    """Whether the error is measured in this round, 0, 1, 2, 4, 8 and so on: it costs a copy of the message, which
+    encoding overwrites."""
+    return step & (step - 1) == 0
 
 
 class Coded(Coder):
@@ -141,10 +147,7 @@ class Coded(Coder):
         self._audiences = audiences
         self._channels: list[BucketCodec] = []
         self._rate = 1.0
-        self._error: float | None = None
-        self._open: tuple[AsyncRead, int] | None = None
-        self._sums: list[Tensor] = []
-        self._warned = False
+        self._lost, self._warned = CodecError(self._judge), False
 
     def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
         self._rate = combine.largest_rate
@@ -160,9 +163,7 @@ class Coded(Coder):
             audience = self._audiences.get(target, 0)
             shares[audience] = shares.get(audience, 0.0) + weight
         payloads: dict[int, Buffers] = {audience: [] for audience in shares}
-        # The error is measured in rounds 0, 1, 2, 4, 8 and so on: it costs a copy, since encoding overwrites
-        # the message.
-        watched = [m.clone() for m in message] if shares and step & (step - 1) == 0 else []
+        watched = [m.clone() for m in message] if shares and measured(step) else []
         channels = self._channels[first : first + len(message)]
         # Before encoding, which moves the estimates; one audience stands for all.
         gaps = [c.gap(m, f"to {next(iter(shares))}") for c, m in zip(channels, watched, strict=False)]
@@ -172,36 +173,18 @@ class Coded(Coder):
                 payloads[audience] += payload
         if watched:
             errors = [c.error(w, m) for c, w, m in zip(channels, watched, message, strict=True)]
-            self._sums.append(torch.stack([torch.stack(errors).sum(), torch.stack(gaps).sum()]))
+            self._lost.add(torch.stack(errors).sum(), torch.stack(gaps).sum())
             # A round's buckets come in several calls, and are read together with the last.
             if first + len(message) == len(self._channels):
-                sums, self._sums = self._sums, []
-                self._watch(AsyncRead(torch.stack(sums).sum(0)), step)
+                self._lost.complete(step)
         return {target: payloads[self._audiences.get(target, 0)] for target in targets}
 
     def error(self) -> float | None:
-        self._read()
-        return self._error
+        return self._lost.value()
 
-    def _watch(self, sums: AsyncRead, step: int) -> None:
-        self._read()
-        self._open = sums, step
-        # A device's are read when somebody asks, or at the next measurement.
-        if sums.on_host:
-            self._read()
-
-    def _read(self) -> None:
-        if self._open is not None:
-            (sums, step), self._open = self._open, None
-            error, gap = sums.read().tolist()
-            self._judge(error, gap, step)
-
-    def _judge(self, error: float, gap: float, step: int) -> None:
+    def _judge(self, lost: float, step: int) -> None:
         """Warn, once, where the rate is over the share of a difference that arrives: the rest is stale."""
-        if not gap > 0:  # nothing new was to be sent, or NaN
-            return
-        self._error = (error / gap) ** 0.5
-        arrived = 1 - error / gap
+        arrived = 1 - lost**2
         if self._codec.remembers and self._rank == 0 and arrived < 0.9 * self._rate and not self._warned:
             self._warned = True
             warnings.warn(

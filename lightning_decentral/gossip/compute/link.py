@@ -5,13 +5,16 @@ A coder turns messages, lists of buckets, into payloads and back. `Direct` sends
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.device import AsyncRead
 
 Buffers = list[Tensor]
 
@@ -105,6 +108,72 @@ class Direct(Coder):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_codec(state, "Plain()")
+
+
+class CodecError:
+    """||message - decoded|| / ||message - estimate|| of the rounds in which it is measured.
+
+    Args:
+        tell: gets the value and its round.
+    """
+
+    def __init__(self, tell: Callable[[float, int], None] = lambda lost, step: None) -> None:
+        self._tell, self._sums = tell, list[Tensor]()
+        self._last: float | None = None
+        self._open: tuple[AsyncRead, int] | None = None
+
+    def add(self, error: Tensor, gap: Tensor) -> None:
+        """Squares of some of a round's buckets."""
+        self._sums.append(torch.stack([error, gap]))
+
+    def complete(self, step: int) -> None:
+        """All of the round's are there."""
+        self._read()
+        self._open, self._sums = (AsyncRead(torch.stack(self._sums).sum(0)), step), []
+        # A device's are read when somebody asks, or at the next measurement.
+        if self._open[0].on_host:
+            self._read()
+
+    def value(self) -> float | None:
+        """As last measured."""
+        self._read()
+        return self._last
+
+    def _read(self) -> None:
+        if self._open is not None:
+            (sums, step), self._open = self._open, None
+            error, gap = sums.read().tolist()
+            if gap > 0:  # else nothing new was to be sent, or NaN
+                self._last = (error / gap) ** 0.5
+                self._tell(self._last, step)
+
+
+class Remembers(Protocol):
+    """What has a state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Everyone:
+    """The coders of all workers, as one."""
+
+    encodes = True
+    bytes = 0
+
+    def __init__(self, codec: Codec, coders: Sequence[Remembers]) -> None:
+        self._codec, self._coders = repr(codec), coders
+
+    def error(self) -> float | None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"codec": self._codec, "workers": [worker.state_dict() for worker in self._coders]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_codec(state, self._codec)
+        for worker, own in zip(self._coders, state["workers"], strict=True):
+            worker.load_state_dict(own)
 
 
 def check_codec(state: Mapping[str, Any], codec: str) -> None:

@@ -146,9 +146,8 @@ class GossipForecast(Method):
         at_least(0, "copies of the parameters", kept=self.kept)
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        talks = self._talks(setting)
-        loads = {load for talk in talks for one in self._rounds(setting, talk) for load in one.loads}
-        exchanged = [price for load in loads for price, _ in self._exchanged(setting, load)]
+        loads = {(t, load) for t in self._talks(setting) for one in self._rounds(setting, t) for load in one.loads}
+        exchanged = [price for talk, load in loads for price, _ in self._exchanged(setting, talk, load)]
         return (*exchanged, *self.within.prices(setting))
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
@@ -169,7 +168,12 @@ class GossipForecast(Method):
         size, per_node = self._size(setting), self._workers_per_node(setting)
         # Of an island on one node, whatever its devices send each other stays inside.
         return sum(
-            mean_copies(t.topology, self.weights, size, per_node, peers_only=t.encoding.peers_only) * t.wire_bytes
+            t.wire_bytes
+            * mean_copies(
+                *(t.topology, self.weights, size, per_node),
+                peers_only=t.encoding.peers_only,
+                by_owners=t.encoding.by_owners,
+            )
             for t in self._talks(setting)
         )
 
@@ -222,15 +226,23 @@ class GossipForecast(Method):
 
     def _exchange_seconds(self, setting: Setting, talk: Talk, load: RoundLoad) -> float:
         part = talk.encoding.wire_bytes(talk.bytes / self.within.devices)
-        moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, load)]
+        moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
         gathered = self.within.gathering(setting).seconds(talk.bytes)
-        # Inside the node and between nodes at the same time; the gather needs both.
-        return max(moved) + gathered if moved else 0.0
+        # Codes go to owners of parts, and back. Inside the node and between nodes at the same time; the gather needs
+        # all.
+        ways = 2 if load.clique and talk.encoding.by_owners else 1
+        return ways * max(moved) + gathered if moved else 0.0
 
-    def _exchanged(self, setting: Setting, load: RoundLoad) -> list[tuple[Price, int]]:
-        """(price, how many messages) inside the node and between nodes."""
+    def _exchanged(self, setting: Setting, talk: Talk, load: RoundLoad) -> list[tuple[Price, float]]:
+        """(price, how many messages) inside the node and between nodes; of codes that owners add up one way."""
         cluster = setting.cluster
-        flows = load.flows * min(self.within.devices, cluster.per_node)
+        together = min(self.within.devices, cluster.per_node)
+        flows = load.flows * together
+        if load.clique and talk.encoding.by_owners:
+            others = load.clique - (load.per_node if load.between else 1)
+            reach, group = ("between", cluster.nodes) if load.between else ("inside", load.clique)
+            shared = flows * load.per_node if load.between else together
+            return [(setting.network.price("exchange", reach, group, shared, 1, others), others / load.clique)]
         # Of exchanges, one worker of each node, or the workers of one, were measured together.
         sides = ("inside", load.inside, cluster.per_node, 1), ("between", load.between, cluster.nodes, flows)
         operation = "all_reduce" if load.clique else "exchange"
@@ -260,4 +272,7 @@ class GossipForecast(Method):
         # A device of an island hears its part.
         each = work.message_seconds + copies * talk.bytes / self.within.devices * work.heard_seconds_per_byte
         own += work.round_seconds
-        return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in self._rounds(setting, talk)]
+        plan = self._rounds(setting, talk)
+        # A worker decodes its own part as the others sent it, and the others' parts of the mean.
+        twice = talk.encoding.by_owners and any(load.clique for one in plan for load in one.loads)
+        return [np.where(one.heard > 0, own + (1 + twice) * one.heard * each, 0.0) for one in plan]

@@ -30,7 +30,7 @@ class Encoding:
             (16 bytes a bucket) aside.
         assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
         copies: messages of the model's size that are encoded for one, as a rule may want.
-        peers_only: whether messages are encoded, so that nothing can be all-reduced.
+        peers_only: whether nothing is all-reduced, as with codes that no owner of a part adds up.
     """
 
     codec: str = AS_THEY_ARE
@@ -38,6 +38,11 @@ class Encoding:
     assumed: RoundWork = UNMEASURED
     copies: float = 1.0
     peers_only: bool = False
+
+    @property
+    def by_owners(self) -> bool:
+        """Whether what is all-reduced are codes, which owners of parts add up."""
+        return self.codec != AS_THEY_ARE and not self.peers_only
 
     def work(self, model: Model) -> RoundWork:
         """As measured, or what messages as they are take and what is assumed."""

@@ -2,14 +2,15 @@
 
 What was sent in fact is counted in `wire.exchange`.
 
-A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are; in every
-other one peers send each other messages.
+A step whose graph is disjoint cliques of equal weights all-reduces in them, where messages travel as they are or a rule
+lets owners of parts add up codes; in every other one peers send each other messages.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -140,17 +141,25 @@ def all_reduce_copies(size: int, workers_per_node: int) -> float:
 
 
 def copies_through_card(
-    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+    topology: Topology,
+    weights: Weights,
+    size: int,
+    workers_per_node: int,
+    *,
+    peers_only: bool = False,
+    by_owners: bool = False,
 ) -> list[float]:
     """For each step of a period: the most that any node sends out through its card, in units of the parameters' bytes.
 
     A message to a worker of another node counts 1; a ring all-reduce over c workers 2 (c - 1) / c for each of its
-    links that leaves the node. What a node receives is as much wherever all are heard by as many as they hear.
+    links that leaves the node, and 2 / c for each pair, one of whom is elsewhere, where owners of parts do it. What a
+    node receives is as much wherever all are heard by as many as they hear.
 
     Args:
         peers_only: no all-reduce where it would do, as with a codec.
+        by_owners: an all-reduce is of codes, whose parts have owners.
     """
-    by_node = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only)
+    by_node = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only, by_owners=by_owners)
     return [max(sent.values(), default=0.0) for sent in by_node]
 
 
@@ -170,22 +179,35 @@ def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, *, p
 
 
 def mean_copies(
-    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+    topology: Topology,
+    weights: Weights,
+    size: int,
+    workers_per_node: int,
+    *,
+    peers_only: bool = False,
+    by_owners: bool = False,
 ) -> float:
     """What the busiest node sends out through its card in a step, as a mean over a period."""
-    steps = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only)
+    steps = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only, by_owners=by_owners)
     nodes = {node for sent in steps for node in sent}
     return max((sum(sent.get(node, 0.0) for sent in steps) / len(steps) for node in nodes), default=0.0)
 
 
 def copies_by_node(
-    topology: Topology, weights: Weights, size: int, workers_per_node: int, *, peers_only: bool = False
+    topology: Topology,
+    weights: Weights,
+    size: int,
+    workers_per_node: int,
+    *,
+    peers_only: bool = False,
+    by_owners: bool = False,
 ) -> list[dict[int, float]]:
     """For each step of a period what every node that sends anything sends out, counted as above."""
     period = topology.period(size)
     cliques = None if peers_only else partitions(topology, weights, size)
+    reduced = _pairs if by_owners else _rings
     steps = [
-        _peers(topology, size, step) if alone is None else _rings(alone)
+        _peers(topology, size, step) if alone is None else reduced(alone)
         for step, alone in enumerate(cliques or [None] * period)
     ]
     return [_by_node(links, workers_per_node) for links in steps]
@@ -202,6 +224,12 @@ def _rings(cliques: Partition) -> Links:
     for clique in cliques:
         for rank, successor in zip(clique, (*clique[1:], clique[0]), strict=True):
             yield rank, successor, 2 * (len(clique) - 1) / len(clique)
+
+
+def _pairs(cliques: Partition) -> Links:
+    for clique in cliques:
+        for rank, other in permutations(clique, 2):
+            yield rank, other, 2 / len(clique)
 
 
 def _by_node(links: Links, workers_per_node: int) -> dict[int, float]:

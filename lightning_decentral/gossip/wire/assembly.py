@@ -11,6 +11,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Partition, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.clique import CliqueExchange
+from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.peer import PeerExchange
@@ -30,6 +31,7 @@ from lightning_decentral.shared.wire.transport import Transport
 #   ExchangeByStep     of step t, whatever that is:
 #     CliqueExchange     all-reduce, where the step's graph is groups of equals
 #     PeerExchange       send and receive, elsewhere and wherever messages are encoded
+#   or CodedCliqueExchange  codes to owners of parts and back, for a rule whose mean may be encoded, too
 #   Transport          gloo or NCCL
 #
 # A device queues the work of a round by itself: no threads, and in an island the whole round goes to a side stream.
@@ -44,42 +46,52 @@ def assembled(
     device: torch.device,
     codec: Codec,
     delay: int,
+    *,
+    by_peers: bool,
 ) -> Exchange[Any]:
     """The exchange of one mixer. Every device of every worker calls it at the same point: it makes groups.
 
     Args:
+        by_peers: nothing is all-reduced, as `Codec.to_peers` says.
         worker: of all `workers`, the one that this device belongs to.
         member: this device's part in its worker.
     """
     pool = Pool()  # what one exchange has landed serves the next one's round
 
-    def by_peers() -> Exchange[Any]:
+    def of_all() -> Transport:
         over = member.peers([range(workers)])
         assert over is not None
-        return PeerExchange(topology, weights, over, device, codec, pool)
+        return over
 
-    def by_cliques(steps: Sequence[Partition]) -> Exchange[Any]:
-        # All cliques of a step at once, also those without this worker: making them is collective.
-        made, own = set[tuple[int, ...]](), dict[tuple[int, ...], Transport]()
-        for step in steps:
-            if new := [clique for clique in step if len(clique) > 1 and clique not in made]:
-                made.update(new)
-                over = member.peers(new)
-                own |= {clique: over for clique in new if over is not None and worker in clique}
-        return CliqueExchange(steps, own, worker, device, pool)
+    def among_peers() -> Exchange[Any]:
+        return PeerExchange(topology, weights, of_all(), device, codec, pool)
 
-    # An all-reduce adds up inside the network, which encoded messages can't do.
-    cliques = None if codec.encodes else partitions(topology, weights, workers)
+    cliques = None if by_peers else partitions(topology, weights, workers)
     if cliques is None:
-        exchange = by_peers()
+        exchange = among_peers()
+    elif codec.encodes:  # the rule has seen to it that all hear all
+        exchange = CodedCliqueExchange(topology, weights, of_all(), of_all(), device, codec, pool)
     elif all(cliques):
-        exchange = by_cliques([step for step in cliques if step])
+        exchange = _by_cliques([step for step in cliques if step], worker, member, device, pool)
     else:
         # A step that peers take has no clique of two, so that no group is made for it.
         alone = tuple((rank,) for rank in range(workers))
-        reduced, sent = by_cliques([step or alone for step in cliques]), by_peers()
+        reduced, sent = _by_cliques([step or alone for step in cliques], worker, member, device, pool), among_peers()
         exchange = ExchangeByStep([reduced if step else sent for step in cliques])
     return member.exchange(member.beside(exchange, device, delay))
+
+
+def _by_cliques(
+    steps: Sequence[Partition], worker: int, member: IslandMember, device: torch.device, pool: Pool
+) -> CliqueExchange:
+    # All cliques of a step at once, also those without this worker: making them is collective.
+    made, own = set[tuple[int, ...]](), dict[tuple[int, ...], Transport]()
+    for step in steps:
+        if new := [clique for clique in step if len(clique) > 1 and clique not in made]:
+            made.update(new)
+            over = member.peers(new)
+            own |= {clique: over for clique in new if over is not None and worker in clique}
+    return CliqueExchange(steps, own, worker, device, pool)
 
 
 class ExchangeByStep(Exchange[Started]):

@@ -104,6 +104,18 @@ class Started(ABC):
         return
 
 
+class Arriving(Started):
+    """Buckets that a device's second stream may hear before they land on the training's."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Wait for what was sent to this worker, decode and judge it, on the current stream. Once, before it lands."""
+
+    @abstractmethod
+    def belongings(self) -> list[Tensor]:
+        """What arrived, that stream's memory, which the landing reads."""
+
+
 @dataclass
 class Landed(Started):
     """What was mixed already; where it `corrects`, mixed - sent."""
@@ -248,6 +260,10 @@ class Tally:
         if not first:
             self._in_flight_seconds += perf_counter() - departed
             self._rounds += 1
+
+    def wait(self, pending: Sequence[Pending]) -> None:
+        """Once more for these, of a round that has been counted."""
+        self._waited.during(part.wait for part in pending)
 
     def traffic(self, refused: int) -> Traffic:
         return Traffic(self._rounds, self.bytes_sent, self._waited.seconds(), self._in_flight_seconds, refused)

@@ -3,7 +3,7 @@
 On the host by threads; on a device, which queues a round's work by itself, codes have a stream of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.exchange import Copied, Correction, Exchange, Landed, Started, Traffic
-from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
+from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
+from lightning_decentral.gossip.wire.exchange import Arriving, Copied, Correction, Exchange, Landed, Started, Traffic
+from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
@@ -30,7 +31,11 @@ def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exc
         return exchange
     if device.type == "cpu":
         return OverlapExchange(exchange)
-    if isinstance(exchange, PeerExchange) and exchange.coder.encodes and exchange.transport.queued:
+    if (
+        isinstance(exchange, PeerExchange | CodedCliqueExchange)
+        and exchange.coder.encodes
+        and exchange.transport.queued
+    ):
         return StreamExchange(exchange, device)
     return exchange
 
@@ -170,9 +175,10 @@ class StreamExchange(Exchange["OnStream"]):
         inner: of codes, its waits those of the current stream.
     """
 
-    def __init__(self, inner: PeerExchange, device: torch.device) -> None:
-        self.inner = inner
+    def __init__(self, inner: PeerExchange | CodedCliqueExchange, device: torch.device) -> None:
+        self.inner: PeerExchange | CodedCliqueExchange = inner
         self.pool, self.coder, self.neighbours = inner.pool, inner.coder, inner.neighbours
+        self._depart: Callable[[Sequence[Any], int], None] = inner.depart
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
@@ -180,7 +186,7 @@ class StreamExchange(Exchange["OnStream"]):
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "OnStream":
         # For the message, and for the last readers of the buffers that went back to the pool.
-        self._stream.wait_stream(cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(self.caller())
         with cuda.on(self._stream):
             started = self.inner.start(message, step, first)
             encoded = self._stream.record_event()
@@ -190,20 +196,22 @@ class StreamExchange(Exchange["OnStream"]):
 
     def depart(self, started: Sequence["OnStream"], step: int) -> None:
         with cuda.on(self._stream):
-            self.inner.depart([part.inner for part in started], step)
+            self._depart([part.inner for part in started], step)
             for part in started:
                 part.inner.arrive()
                 part.arrived = self._stream.record_event()
 
-    def landing(self, part: "OnStream") -> PeerMessages:
+    def caller(self) -> cuda.Stream:
+        """The current stream."""
+        return cuda.current_stream(self._stream.device)
+
+    def landing(self, part: "OnStream") -> Arriving:
         """The caller's stream waits for it."""
-        caller = cuda.current_stream(self._stream.device)
+        caller = self.caller()
         assert part.arrived is not None, "land only what has departed"
-        assert part.inner.arrived is not None
         self._waited.during([partial(caller.wait_event, part.arrived)])
-        heard, sane = part.inner.arrived
-        # This stream's memory: not to be given away before the caller has read it.
-        for tensor in (part.inner.said, sane, *(t for tensors in heard.values() for t in tensors)):
+        # Not to be given away before the caller has read it.
+        for tensor in part.inner.belongings():
             tensor.record_stream(caller)
         return part.inner
 
@@ -217,7 +225,7 @@ class OnStream(Started):
     """Buckets between start and landing."""
 
     exchange: StreamExchange
-    inner: PeerMessages
+    inner: Arriving
     encoded: cuda.Event
     arrived: cuda.Event | None = None
 
@@ -226,13 +234,18 @@ class OnStream(Started):
         return None if self.inner.correction is None else self
 
     def settle(self) -> None:
-        cuda.current_stream(self.inner.exchange.device).wait_event(self.encoded)
+        self.exchange.caller().wait_event(self.encoded)
 
     def land(self) -> list[Tensor]:
         return self.exchange.landing(self).land()
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:
-        self.exchange.landing(self).correct(x, rate, copied)
+        self._corrects().correct(x, rate, copied)
 
     def keep(self) -> Landed:
-        return self.exchange.landing(self).keep()
+        return self._corrects().keep()
+
+    def _corrects(self) -> Correction:
+        correction = self.exchange.landing(self).correction
+        assert correction is not None
+        return correction

@@ -19,7 +19,7 @@ from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
-from lightning_decentral.gossip.wire.exchange import HEADER, Copied, Exchange, Landed, Started, Tally, Traffic
+from lightning_decentral.gossip.wire.exchange import HEADER, Arriving, Copied, Exchange, Landed, Tally, Traffic
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
@@ -32,7 +32,7 @@ Arrived = tuple[Mapping[int, Buffers], Tensor]
 
 
 @dataclass
-class PeerMessages(Started):
+class PeerMessages(Arriving):
     """Buckets on their way to and from the neighbours of one step."""
 
     exchange: "PeerExchange"
@@ -83,8 +83,12 @@ class PeerMessages(Started):
         return self.exchange.keep(self)
 
     def arrive(self) -> None:
-        """Before it lands: on a stream beside that one."""
         self.arrived = self.exchange.arrived(self)
+
+    def belongings(self) -> list[Tensor]:
+        assert self.arrived is not None
+        heard, sane = self.arrived
+        return [self.said, sane, *(tensor for tensors in heard.values() for tensor in tensors)]
 
 
 @dataclass

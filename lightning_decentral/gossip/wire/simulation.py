@@ -11,9 +11,11 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.link import Coder, Direct, check_codec
+from lightning_decentral.gossip.compute.link import Direct, Everyone
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
+from lightning_decentral.gossip.plan.traffic import partitions
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
+from lightning_decentral.gossip.wire.coded_clique import EveryonesParts
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
@@ -74,7 +76,7 @@ def simulate(
     size, rows = x0.shape[0], x0.detach().clone()
     mixers = []
     for part, columns in zip(topology.fragments, rows.chunk(len(topology.fragments), dim=1), strict=True):
-        exchange = _exchange(part, weights or combine.weights, size, codec or Plain())
+        exchange = _exchange(part, weights or combine.weights, size, codec or Plain(), combine.of_differences)
         mixers.append(mixer_of(combine.placed(part, size), exchange, delay, lambda: None))
         mixers[-1].extend([_Rows(columns)], [matrices])
     trajectory = [x0.detach().clone()]
@@ -95,31 +97,12 @@ def _mean_of_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.mean(0, keepdim=True).expand_as(tensor).clone() for tensor in tensors]
 
 
-def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec) -> Exchange[Any]:
+def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec, of_differences: bool) -> Exchange[Any]:
+    if codec.encodes and not codec.to_peers(of_differences) and partitions(topology, weights, size):
+        return EveryonesParts(topology, weights, size, codec)
     if codec.encodes:
         return LinkExchange(topology, weights, size, codec)
     return MatrixExchange(topology, weights, size)
-
-
-class _Everyone:
-    """The coders of all workers, as one."""
-
-    encodes = True
-    bytes = 0
-
-    def __init__(self, codec: Codec, coders: Sequence[Coder]) -> None:
-        self._codec, self._coders = repr(codec), coders
-
-    def error(self) -> float | None:
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"codec": self._codec, "workers": [worker.state_dict() for worker in self._coders]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_codec(state, self._codec)
-        for worker, own in zip(self._coders, state["workers"], strict=True):
-            worker.load_state_dict(own)
 
 
 @dataclass
@@ -134,7 +117,7 @@ class LinkExchange(Exchange["LinkMessages"]):
 
     def __post_init__(self) -> None:
         self.coders = [coder_of(self.codec, self.topology, rank, self.size, self.pool) for rank in range(self.size)]
-        self.coder = _Everyone(self.codec, self.coders)
+        self.coder = Everyone(self.codec, self.coders)
         self._mixings = Mixings(self.topology, self.weights, self.size)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:

@@ -13,23 +13,17 @@ Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload
-from lightning_decentral.shared.compute.codec.counter_rng import key
+from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.coded_parts import CodedParts, drop_if_sick
 from lightning_decentral.shared.compute.device import Stage, stage
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
-
-Encode = Callable[[Tensor, Payload, Frame], None]
-GRAIN = 256
-"""Parts begin at multiples of it: few blocks of a codec are cut."""
-TO_OWNER, FROM_OWNER = 0, 1
 
 
 class Mean(Protocol):
@@ -136,8 +130,8 @@ class CompressedMean:
         self.owning: Stage = stage(device, "codes are reduced")
         self.flight: type[InFlight] = InFlight
         self.pool = Pool()
+        self.parts = CodedParts(codec, over.rank, over.size, self.pool)
         self.sent_bytes = 0
-        self._spans: dict[int, list[tuple[int, int]]] = {}
         self._residuals: dict[int, Residuals] = {}
         self._loaded: dict[int, Residuals] = {}
 
@@ -148,24 +142,11 @@ class CompressedMean:
         part.reduced = self.owning.send(part.reduce)
         return part
 
-    def spans(self, length: int) -> list[tuple[int, int]]:
-        """(start, stop) of each worker's part."""
-        if length not in self._spans:
-            ends = [min(length, i * -(-length // (self.over.size * GRAIN)) * GRAIN) for i in range(self.over.size + 1)]
-            self._spans[length] = [*pairwise(ends)]
-        return self._spans[length]
-
-    def payload(self, length: int, like: Tensor) -> list[Tensor]:
-        """Buffers of a part's codes."""
-        parts = self.codec.checked_parts(MessageLayout(length), like.dtype)
-        return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
-
     def _residuals_at(self, place: int, flat: Tensor) -> Residuals:
         if place not in self._residuals:
-            start, stop = self.spans(flat.numel())[self.over.rank]
             saved = self._loaded.pop(place, None)
             if saved is None or len(saved.own) != flat.numel():
-                saved = Residuals(torch.zeros_like(flat), flat.new_zeros(stop - start))
+                saved = Residuals(torch.zeros_like(flat), torch.zeros_like(self.parts.of(self.over.rank, flat)))
             self._residuals[place] = Residuals(saved.own.to(flat.device), saved.owned.to(flat.device), saved.rounds)
         return self._residuals[place]
 
@@ -201,40 +182,30 @@ class InFlight:
 
     def leave(self) -> None:
         """Encode what others own, and send it to them."""
-        over, own = self.of.over, self.residuals.own
+        parts, own = self.of.parts, self.residuals.own
         self.round, self.residuals.rounds = self.residuals.rounds, self.residuals.rounds + 1
         x = own.add_(self.flat)
-        mine, codes = self._mine(), {}
-        for owner, (start, stop) in enumerate(self.of.spans(x.numel())):
-            if owner == over.rank:
-                mine.copy_(x[start:stop])
-                x[start:stop].sub_(mine)  # it is not encoded: nothing of it is rounded away
-            elif stop > start:
-                codes[owner] = self._encoded(self.of.codec.residual, x[start:stop], owner, TO_OWNER)
+        mine, kept = self._mine(), parts.of(parts.rank, x)
+        mine.copy_(kept)
+        kept.sub_(mine)  # it is not encoded: nothing of it is rounded away
+        codes = parts.to_owners(x, self.of.codec.residual, self.round, self.place)
         drop_if_sick(own)
-        sources = [j for j in range(over.size) if j != over.rank] if mine.numel() else []
-        self._exchange(over, codes, {j: self.of.payload(mine.numel(), mine) for j in sources})
+        self._exchange(self.of.over, codes, parts.from_others(self.flat))
 
     def reduce(self) -> None:
         """The mean of the own part, encoded and sent to all."""
         self.left.result()
-        back, mine, owned = self.of.back, self._mine(), self.residuals.owned
+        parts, back, mine = self.of.parts, self.of.back, self._mine()
         decoded = self.of.pool.take(mine)
         for pending, codes in self.heard.values():
             pending.wait()
-            self._decode(codes, decoded)
+            parts.decode(codes, decoded)
             mine.add_(decoded)
         self._rest()
         self.used.append(decoded)
-        mine.div_(back.size).add_(owned)
-        owned.copy_(mine)
-        codes_of_all = self._encoded(self.of.codec.replace, mine, back.rank, FROM_OWNER) if mine.numel() else []
-        drop_if_sick(owned.sub_(mine))
+        codes_of_all = parts.reduced(mine, self.residuals.owned, self.round, self.place)
         others = [j for j in range(back.size) if j != back.rank]
-        spans = self.of.spans(self.flat.numel())
-        lengths = {j: spans[j][1] - spans[j][0] for j in others}
-        incoming = {j: self.of.payload(length, mine) for j, length in lengths.items() if length}
-        self._exchange(back, dict.fromkeys(others, codes_of_all) if mine.numel() else {}, incoming)
+        self._exchange(back, dict.fromkeys(others, codes_of_all) if codes_of_all else {}, parts.from_owners(self.flat))
 
     def wait(self) -> None:
         """Decode what the owners of the other parts have sent."""
@@ -249,23 +220,13 @@ class InFlight:
 
     def take(self, owner: int, codes: list[Tensor]) -> None:
         """The mean of the owner's part, of its codes."""
-        self._decode(codes, self.flat[slice(*self.of.spans(self.flat.numel())[owner])])
+        self.of.parts.decode(codes, self.of.parts.of(owner, self.flat))
 
     def done(self) -> bool:
         return bool(self.reduced.done()) and all(pending.done() for pending, _ in self.heard.values())
 
     def _mine(self) -> Tensor:
-        return self.flat[slice(*self.of.spans(self.flat.numel())[self.of.over.rank])]
-
-    def _encoded(self, encode: Encode, message: Tensor, owner: int, way: int) -> list[Tensor]:
-        """Its codes; the message becomes what `encode` makes of it."""
-        payload = self.of.payload(message.numel(), message)
-        noise = key(self.of.over.rank, self.round, self.place, owner, way)
-        encode(message, payload, Frame(MessageLayout(message.numel()), noise))
-        return payload
-
-    def _decode(self, codes: list[Tensor], out: Tensor) -> None:
-        self.of.codec.decode(codes, out, Frame(MessageLayout(out.numel())))
+        return self.of.parts.of(self.of.over.rank, self.flat)
 
     def _exchange(self, over: Transport, out: Mapping[int, list[Tensor]], into: Mapping[int, list[Tensor]]) -> None:
         sends = [Message(j, tensor, self._tag(i)) for j, row in out.items() for i, tensor in enumerate(row)]
@@ -288,13 +249,3 @@ class InFlight:
             pending.wait()
         self.used += self.codes
         self.sent, self.heard, self.codes = [], {}, []
-
-
-def drop_if_sick(residual: Tensor) -> None:
-    """residual <- 0 where it holds NaN or infinity anywhere."""
-    healthy = torch.isfinite(residual.sum())
-    if residual.device.type == "cuda":
-        # A device decides by itself: to ask it would make the host wait.
-        torch.where(healthy, residual, torch.zeros_like(residual), out=residual)
-    elif not healthy:
-        residual.zero_()

@@ -28,7 +28,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip.plan.forecast import ready, step_tasks
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards
 from lightning_decentral.gossip.plan.messages import Encoding
-from lightning_decentral.gossip.plan.traffic import RoundLoad, rounds
+from lightning_decentral.gossip.plan.traffic import RoundLoad, copies_through_card, rounds
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Method, Setting, even, forecast, one_slow
@@ -212,6 +212,24 @@ def test_of_an_island_every_device_corrects_what_it_has_and_hears_its_part() -> 
 def test_where_messages_are_encoded_nothing_is_all_reduced() -> None:
     assert {load.clique for one in rounds(Complete(), Own(), 8, 1) for load in one.loads} == {8}
     assert rounds(Complete(), Own(), 8, 1, True)[0].loads == (RoundLoad(0, 0, 7, 1),) * 8
+
+
+def test_codes_that_owners_add_up_go_there_and_back_by_parts() -> None:
+    """7 of 8 parts each way, of which a worker decodes its own from all others, and the others' means."""
+    where, coded = setting(rate=1e7), replace(QUARTER, peers_only=False)
+    method = GossipForecast(Complete(), encoding=coded)
+    each = 7 / 8 * PARAMETERS / 4e7 + 1e-4
+    assert seconds(method, where) == pytest.approx(2 * each + (0.7e-9 + 2 * 0.3e-9) * PARAMETERS)
+    assert method.card_bytes(where) == pytest.approx(2 * 7 / 8 * PARAMETERS / 4)
+    told = GossipForecast(Complete(), encoding=QUARTER)
+    assert told.card_bytes(where) == 4 * method.card_bytes(where)
+    two = setting(2, rate=1e7)
+    assert seconds(method, two) == pytest.approx(seconds(told, two)), "two workers tell each other"
+
+
+@pytest.mark.parametrize(("per_node", "sent"), [(1, 2 * 7 / 8), (2, 2 * 2 * 6 / 8), (4, 4 * 2 * 4 / 8), (8, 0)])
+def test_through_a_nodes_card_go_the_parts_that_others_own(per_node: int, sent: float) -> None:
+    assert copies_through_card(Complete(), Own(), 8, per_node, by_owners=True) == [pytest.approx(sent)]
 
 
 def test_an_average_from_time_to_time_waits_for_all_then() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip import Codec, Gossip, Int8, Own, Plain
+from lightning_decentral.gossip import Codec, Combine, Gossip, Int8, Own, Plain
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Complete, Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -50,10 +50,12 @@ def exchange_of(topology: Topology, workers: int) -> Any:
         beside=overlapped,
         exchange=lambda exchange: exchange,
     )
-    return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0)
+    return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0, by_peers=False)
 
 
-def groups_of(topology: Topology, workers: int, worker: int, codec: Codec) -> list[list[tuple[int, ...]]]:
+def groups_of(
+    topology: Topology, workers: int, worker: int, codec: Codec, rule: Combine | None = None
+) -> list[list[tuple[int, ...]]]:
     """Those of each call, in the order in which this worker makes them."""
     made: list[list[tuple[int, ...]]] = []
 
@@ -62,7 +64,8 @@ def groups_of(topology: Topology, workers: int, worker: int, codec: Codec) -> li
         return next((Alike(len(group)) for group in groups if worker in group), None)
 
     member: Any = SimpleNamespace(peers=peers, beside=overlapped, exchange=lambda exchange: exchange)
-    assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0)
+    told = codec.to_peers((rule or Gossip()).of_differences)
+    assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0, by_peers=told)
     return made
 
 

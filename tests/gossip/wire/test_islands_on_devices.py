@@ -56,7 +56,9 @@ def trained(
     wire: Any = SimpleNamespace(world=group(None), group=group, hosts=hosts)
     member = Averaging(wire, DEVICES, device, lambda call: call(), 512, Plain())
     model = copy.deepcopy(MODEL).to(device)
-    exchange = assembled(Complete(), Own(), SIZE // DEVICES, rank // DEVICES, member, device, codec, delay)
+    exchange = assembled(
+        Complete(), Own(), SIZE // DEVICES, rank // DEVICES, member, device, codec, delay, by_peers=codec.encodes
+    )
     mixer = Mixer(member.pack(list(model.parameters()), 512), Gossip(rate=0.4), exchange, delay)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     rows = torch.randn(STEPS, 4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(device)

@@ -94,7 +94,7 @@ class Worker:
 
     def mixer(self) -> Mixer:
         workers = SIZE // DEVICES, self.worker
-        exchange = assembled(Complete(), Own(), *workers, self.member, CUDA, Plain(), self.delay)
+        exchange = assembled(Complete(), Own(), *workers, self.member, CUDA, Plain(), self.delay, by_peers=False)
         return Mixer([], Gossip(rate=RATE), exchange, self.delay)
 
     def step(self, x: Tensor, accumulated: int) -> Tensor:

@@ -146,22 +146,26 @@ class OuterNesterov(Outer):
 class PseudoGradient(OuterNesterov):
     """`OuterNesterov` whose messages are the ways from the anchor, which a coarse codec may round:
 
-        way_i = x_i - anchor;  sent_i = Q(way_i);  d = sum_j w_ij sent_j
-        m <- momentum m + d;   anchor <- anchor + lr (d + momentum m) =: anchor + s;   x_i <- x_i + s - sent_i
+        way_i = x_i - anchor;  sent_i = Q(way_i);  s = (1/n) sum_j sent_j + f;  d = Q(s);  f <- s - d
+        m <- momentum m + d;   anchor <- anchor + lr (d + momentum m) =: anchor + step;   x_i <- x_i + step - sent_i
 
-    What the codec loses stays in x_i - anchor and is sent with the next way: error feedback without the buffer that the
-    source keeps for it beside x_i = anchor. All workers must hear all with equal weights, so that their anchors stay
-    one, up to rounding where they add up in another order. With messages as they are it is `OuterNesterov`; `Int4()`
-    takes an eighth of the bytes of float32 for each link.
+    What the codec loses on the way to the mean stays in x_i - anchor and is sent with the next way: error feedback
+    without the buffer that the source keeps for it beside x_i = anchor. What it loses on the way back, f, the owner of
+    a part keeps (`shared.compute.codec.coded_parts`): all decode the same d, so that their anchors are one, bit for
+    bit. All workers must hear all with equal weights. With messages as they are it is `OuterNesterov`.
 
-    State: as `Outer`. Bytes: the parameters, encoded, in every H-th step. A poisoned worker's way counts as 0 on all,
-    and it goes on from its anchor, which stays that of all. It ends where an all-reduce was given up by all, for an
-    absurd number that was in the sum.
+    Two workers, and codecs that look at matrices or at what was sent before, tell each other: then d is the mean of
+    what was sent, and anchors are one up to rounding.
+
+    State: as `Outer`, and f, 1 / n of the parameters. Bytes, in every H-th step: 2 (n - 1) / n of the parameters,
+    encoded; with `Int4()` an eighth of an all-reduce of float32. A poisoned worker's way counts as 0 on all, and it
+    goes on from its anchor, which stays that of all. It ends where an all-reduce of messages as they are was given up
+    by all, for an absurd number that was in the sum.
 
     Raises:
         ValueError: as `Outer`; at set-up, on a graph where not all hear all.
 
-    Source: outer gradients of 4 bits, 2501.18512; with error feedback, 2505.23725.
+    Source: outer gradients of 4 bits, 2501.18512; with error feedback, 2505.23725; by parts with owners, 2102.02888.
     """
 
     lasting: ClassVar[tuple[str, ...]] = ("anchor", "momentum")

@@ -83,6 +83,7 @@ class LowRank(Codec):
     """
 
     complete = False
+    of_matrices = True
     rank: int = 4
 
     def __post_init__(self) -> None:

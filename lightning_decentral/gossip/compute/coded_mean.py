@@ -1,0 +1,63 @@
+"""What a worker keeps of means in codes, bucket by bucket: a `CodedParts`' residuals, and how much a codec loses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.gossip.compute.error_feedback import measured, real_numbers
+from lightning_decentral.gossip.compute.link import Buffers, CodecError, check_codec
+from lightning_decentral.shared.compute.codec.codec import MessageLayout
+from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
+from lightning_decentral.shared.compute.norms import squared_norm
+
+
+@dataclass
+class CodedMean:
+    """What a worker keeps of the means of a mixer's buckets: an exchange's `coder`.
+
+    Attributes:
+        owned: of each bucket, what the last mean of the own part was rounded by.
+        bytes: of the codes of all buckets.
+    """
+
+    parts: CodedParts
+    encodes: bool = field(default=True, init=False)
+    bytes: int = field(default=0, init=False)
+    owned: list[Tensor] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.lost = CodecError()
+
+    def admit(self, buckets: Sequence[Tensor]) -> None:
+        for bucket in map(real_numbers, buckets):
+            self.owned.append(torch.zeros_like(self.parts.of(self.parts.rank, bucket)))
+            self.bytes += self.parts.codec.bytes(MessageLayout(bucket.numel()), bucket.dtype)
+
+    def encode(self, message: Sequence[Tensor], step: int, first: int) -> list[dict[int, Buffers]]:
+        """For each bucket {owner: codes of its part};  message <- what was sent."""
+        watched = [m.clone() for m in message] if measured(step) else []
+        codec, numbers = self.parts.codec, [real_numbers(m) for m in message]
+        codes = [self.parts.to_owners(x, codec.replace, step, place) for place, x in enumerate(numbers, first)]
+        if watched:
+            gap = squared_norm(watched)
+            for x, sent in zip(watched, message, strict=True):
+                x.sub_(sent)
+            self.lost.add(squared_norm(watched), gap)
+            if first + len(message) == len(self.owned):
+                self.lost.complete(step)
+        return codes
+
+    def error(self) -> float | None:
+        return self.lost.value()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"codec": repr(self.parts.codec), "owned": [owned.clone() for owned in self.owned]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_codec(state, repr(self.parts.codec))
+        # None in a checkpoint from before means were coded.
+        for owned, saved in zip(self.owned, state.get("owned", self.owned), strict=True):
+            owned.copy_(saved)

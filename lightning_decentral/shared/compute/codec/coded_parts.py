@@ -1,0 +1,112 @@
+"""A mean in codes by parts: each worker owns a part of a message, adds up what all made of it, and encodes the mean.
+
+    q_i = Q(x_i)                       worker i, of each part that another owns; the own part stays as it is
+    s = (1/n) sum_i q_i + f            the owner of a part
+    r = Q(s)      f <- s - r           what all decode of the owner's codes, and what is left for the next mean
+
+A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers, where telling all others
+would take n - 1 times.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload
+from lightning_decentral.shared.compute.codec.counter_rng import key
+
+Encode = Callable[[Tensor, Payload, Frame], None]
+GRAIN = 256
+"""Parts begin at multiples of it: few blocks of a codec are cut."""
+TO_OWNER, FROM_OWNER = 0, 1
+
+
+@dataclass
+class CodedParts:
+    """One worker's share of such means.
+
+    Args:
+        codec: without estimates of its own.
+        pool: of the buffers of codes.
+    """
+
+    codec: Codec
+    rank: int
+    size: int
+    pool: Pool
+    _spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """(start, stop) of each worker's part of so many numbers."""
+        if length not in self._spans:
+            ends = [min(length, i * -(-length // (self.size * GRAIN)) * GRAIN) for i in range(self.size + 1)]
+            self._spans[length] = [*pairwise(ends)]
+        return self._spans[length]
+
+    def of(self, owner: int, message: Tensor) -> Tensor:
+        """The owner's part, a view."""
+        return message[slice(*self.spans(message.numel())[owner])]
+
+    def payload(self, length: int, like: Tensor) -> list[Tensor]:
+        """Buffers for the codes of a part of this length."""
+        parts = self.codec.checked_parts(MessageLayout(length), like.dtype)
+        return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
+
+    def to_owners(self, message: Tensor, encode: Encode, *noise: int) -> dict[int, list[Tensor]]:
+        """{owner: codes of its part}; these parts of the message become what `encode` makes of them.
+
+        Args:
+            noise: tells this mean from all others of this worker.
+        """
+        parts = {owner: self.of(owner, message) for owner in range(self.size) if owner != self.rank}
+        return {
+            owner: self._coded(part, encode, *noise, owner, TO_OWNER) for owner, part in parts.items() if part.numel()
+        }
+
+    def from_others(self, message: Tensor) -> dict[int, list[Tensor]]:
+        """{worker: buffers for its codes of the own part}."""
+        mine = self.of(self.rank, message)
+        return {j: self.payload(mine.numel(), mine) for j in self._others() if mine.numel()}
+
+    def reduced(self, total: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:
+        """Codes of the mean;  total <- r,  owned <- s - r, dropped where that isn't finite.
+
+        Args:
+            total: sum_i q_i over the workers.
+            owned: f.
+        """
+        owned.add_(total.div_(self.size))
+        total.copy_(owned)
+        codes = self._coded(total, self.codec.replace, *noise, self.rank, FROM_OWNER) if total.numel() else []
+        drop_if_sick(owned.sub_(total))
+        return codes
+
+    def from_owners(self, message: Tensor) -> dict[int, list[Tensor]]:
+        """{owner: buffers for its codes of the mean}."""
+        lengths = {j: self.of(j, message).numel() for j in self._others()}
+        return {j: self.payload(length, message) for j, length in lengths.items() if length}
+
+    def decode(self, codes: Sequence[Tensor], out: Tensor) -> None:
+        self.codec.decode(codes, out, Frame(MessageLayout(out.numel())))
+
+    def _others(self) -> Iterable[int]:
+        return (j for j in range(self.size) if j != self.rank)
+
+    def _coded(self, message: Tensor, encode: Encode, *noise: int) -> list[Tensor]:
+        payload = self.payload(message.numel(), message)
+        encode(message, payload, Frame(MessageLayout(message.numel()), key(self.rank, *noise)))
+        return payload
+
+
+def drop_if_sick(residual: Tensor) -> None:
+    """residual <- 0 where it holds NaN or infinity anywhere."""
+    healthy = torch.isfinite(residual.sum())
+    if residual.device.type == "cuda":
+        # A device decides by itself: to ask it would make the host wait.
+        torch.where(healthy, residual, torch.zeros_like(residual), out=residual)
+    elif not healthy:
+        residual.zero_()
