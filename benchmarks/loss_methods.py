@@ -11,7 +11,14 @@ from cluster_accuracy import INT8
 ADAMW, MUON = ["strategy=ddp", "optimizer.lr=6e-3"], ["strategy=ddp", "optimizer=muon"]
 ACCUM = ["strategy=ddp", "optimizer=accum_adamw"]
 DIFFERENCES = ["strategy/codec=difference_compression", "strategy/codec@strategy.codec.inner=int4"]
-STREAMED = ["strategy/topology=stream", "strategy.topology.steps=8", "strategy.topology.parts=8", "strategy.delay=1"]
+
+
+def streamed(steps: int) -> list[str]:
+    """A fragment of the model in each step, all in so many."""
+    each = [f"strategy.topology.steps={steps}", f"strategy.topology.parts={steps}"]
+    return ["strategy/topology=stream", *each, "strategy.delay=1", "optimizer.momentum=0.9"]
+
+
 FOUR = ["hook=fp16", "accumulate=4"]
 SHARED = "+strategy/codec@strategy.orthogonal=int8"
 TORCHFT, DECENT_DP = ["strategy._target_=peers.Apart", "peer=torchft"], ["peer=decent_dp"]
@@ -39,7 +46,11 @@ METHODS = {
         *["experiment=compressed_muon", "strategy/codec=int4", "optimizer.lr=3e-2", "optimizer.momentum=0.9"],
     ],
     "outer rounds of 8, int4, Muon": ["experiment=outer_muon"],
-    "streamed outer rounds of 8, int4, Muon": ["experiment=outer_muon", *STREAMED, "optimizer.momentum=0.9"],
+    "streamed outer rounds of 8, int4, Muon": ["experiment=outer_muon", *streamed(8)],
+    "outer rounds of 4, int4, Muon": ["experiment=outer_muon", "strategy.topology.steps=4"],
+    "streamed outer rounds of 2, int4, Muon": [
+        *["experiment=outer_muon", *streamed(2), "strategy.combine.lr=0.8", "strategy.combine.momentum=0.3"],
+    ],
 }
 """The first form of `ddp` is what the others are compared with."""
 

@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from hardware import description, sentence, slug
+from hardware import description, slug
 from loss_methods import METHODS, MOMENTA, RATES, best, family, plain, tuned_alone
 from loss_per_second import RECIPES, real_curve
 from losses import can_be_rehearsed, rehearsed
@@ -70,12 +70,10 @@ def steps_of(recipe: str) -> int:
     return STEPS if recipe == "gpt" else RECIPES[recipe].steps
 
 
-def page(recipe: str, steps: int, runs: dict[str, float]) -> str:
+def page(recipe: str, steps: int, runs: dict[str, float], hardware: str) -> str:
     """A table for each kind of optimizer: columns are rates."""
-    parts, chosen = (
-        [f"Test loss of `{recipe}` after {steps} steps, {WORKERS} workers, seed {SEED}: {sentence()}."],
-        best(runs),
-    )
+    head = f"Test loss of `{recipe}` after {steps} steps, {WORKERS} workers, seed {SEED}: {hardware}."
+    parts, chosen = [head], best(runs)
     for kind, rates in RATES.items():
         of_kind = [method for method in chosen if family(method) == kind]
         if not of_kind:
@@ -122,7 +120,9 @@ def main() -> None:
         keep(name, last_loss(recipe, todo[name]))
     kept["runs"] = {name: kept["runs"][name] for name in grid(recipe) if name in kept["runs"]}
     path.write_text(json.dumps(kept, indent=1) + "\n")
-    text = page(recipe, steps_of(recipe), kept["runs"])
+    first = ", ".join(f"{key} {value}" for key, value in kept["hardware"].items())
+    hardware = f"{first}; some on {' and '.join(kept['also on'])}" if "also on" in kept else first
+    text = page(recipe, steps_of(recipe), kept["runs"], hardware)
     path.with_suffix(".md").write_text(text)
     print(text)
 

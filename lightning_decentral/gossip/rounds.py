@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.travel import Travel, having, pack_states
@@ -115,9 +116,8 @@ class Rounds:
         plan = self.plan
         assert plan.wire is not None
         where = plan.workers, plan.worker, plan.member, plan.root_device
-        exchange = assembled(
-            topology, plan.weights, *where, codec, plan.delay, by_peers=codec.to_peers(combine.of_differences)
-        )
+        told = by_peers(codec, combine, topology, plan.weights, plan.workers)
+        exchange = assembled(topology, plan.weights, *where, codec, plan.delay, by_peers=told)
         mixer = mixer_of(combine, exchange, plan.delay, partial(plan.wire.group, None))
         mixer.healing = healing(plan.heals if plan.member.heals else 0, self.module)
         return mixer

@@ -49,7 +49,8 @@ class GossipStrategy(ReplicaStrategy):
         combine: what a worker does with what it heard.
         weights: of what is heard; by default the rule's: the topology's own, or column-stochastic ones for push-sum.
         codec: how messages are encoded; `Plain()`, the default, sends parameters in their own type. Any other is for
-            peers: where `Plain()` all-reduces in groups, each pair of a group exchanges encoded messages.
+            peers: where `Plain()` all-reduces in groups, each pair of a group exchanges encoded messages; but for
+            `PseudoGradient`, whose codes owners of parts add up.
         states: of every optimizer, by name, that are mixed beside the parameters: `{"momentum_buffer": Travel()}`.
         island: what one worker is: a single device, or several (`AllReduce`, `FullyShard`).
         delay: updates between launch and landing. 0 blocks (adapt-then-combine), 1 overlaps (adapt-while-combining),

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.travel import Travel
@@ -63,7 +64,11 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies // fragments
     of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
     copies = copies_sent(
-        plan.topology, plan.weights, plan.worker, size, peers_only=plan.codec.to_peers(plan.combine.of_differences)
+        plan.topology,
+        plan.weights,
+        plan.worker,
+        size,
+        peers_only=_told(plan),
     )
     sent = copies * of_worker.message
     words = {
@@ -113,12 +118,16 @@ def healing(plan: Planned) -> str:
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
+def _told(plan: Planned) -> bool:
+    return by_peers(plan.codec, plan.combine, plan.topology, plan.weights, plan.workers)
+
+
 def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
     """What the plan sends out of the busiest node, and what a ring all-reduce of the gradients would."""
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
-    told = plan.codec.to_peers(plan.combine.of_differences)
+    told = _told(plan)
     steps = copies_through_card(*shape, peers_only=told, by_owners=plan.codec.encodes and not told)
     mean, most = sum(steps) / len(steps) * of_worker.message, max(steps) * of_worker.message
     reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * of_worker.model

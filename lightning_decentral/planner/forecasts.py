@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.compressed.strategy import CompressedStrategy
+from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.travel import Travel
@@ -111,11 +112,12 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     states = strategy.states.items()
     for _, travel in states:
         travel.check(topology, workers, strategy.weights, strategy.delay)
+    told = by_peers(strategy.codec, strategy.combine, topology, strategy.weights, workers)
     forecast = GossipForecast(
         topology,
         strategy.delay,
         strategy.weights,
-        encoding_of(strategy.codec, strategy.combine.copies, strategy.combine.of_differences),
+        encoding_of(strategy.codec, strategy.combine.copies, told=told),
         within,
         tuple(beside(name, travel, topology) for name, travel in states),
         kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
@@ -217,12 +219,12 @@ def _(island: FullyShard) -> Within:
     return Shards(island.devices)
 
 
-def encoding_of(codec: Codec, copies: float = 1, of_differences: bool = False) -> Encoding:
+def encoding_of(codec: Codec, copies: float = 1, *, told: bool = True) -> Encoding:
     """Bytes by the codec's own formula for float32, matrices unknown. Where the profile has no seconds of its own for
     the codec: those measured on a CPU, on top of what messages as they are take, else none.
 
     Args:
-        of_differences: `Combine.of_differences` of the rule that it serves.
+        told: `coded_mean.by_peers`.
     """
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
@@ -231,7 +233,7 @@ def encoding_of(codec: Codec, copies: float = 1, of_differences: bool = False) -
         return copies * codec.bytes(MessageLayout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
 
     assumed = RoundWork(repr(codec), *seconds_per_byte(codec))
-    return Encoding(repr(codec), wire_bytes, assumed, copies, peers_only=codec.to_peers(of_differences))
+    return Encoding(repr(codec), wire_bytes, assumed, copies, peers_only=told)
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:

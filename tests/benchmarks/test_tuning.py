@@ -6,7 +6,7 @@ import re
 import pytest
 from loss_methods import METHODS, MOMENTA, RATES, best, family, tuned
 from loss_per_second import RECIPES
-from losses import rehearsed
+from losses import can_be_rehearsed, rehearsed
 from tuning import grid, last_loss, page, steps_of
 
 
@@ -31,11 +31,13 @@ def test_every_method_takes_its_best_rate_and_momentum() -> None:
     assert found["ddp"] == ["optimizer.lr=0.003"]
 
 
-def test_a_hook_takes_those_of_its_method_without() -> None:
+def test_what_was_not_tuned_takes_those_of_its_method_without() -> None:
     found = tuned({**runs("ddp, Muon", (4e-2, 0.8)), **runs("ddp", (3e-3, 0.9))})
     assert found["ddp, Muon, PowerSGD"] == found["ddp, Muon, fp16 hook"] == found["ddp, Muon"]
     assert found["ddp, fp16 hook"] == found["ddp"]
     assert "gossip, int8, Muon" not in found
+    own = tuned({**runs("ddp", (3e-3, 0.9)), **runs("ddp, PowerSGD", (6e-3, 0.9))})
+    assert (own["ddp, PowerSGD"], own["ddp, fp16 hook"]) == (["optimizer.lr=0.006"], ["optimizer.lr=0.003"])
 
 
 def test_half_a_grid_is_refused() -> None:
@@ -45,18 +47,24 @@ def test_half_a_grid_is_refused() -> None:
         tuned(half)
 
 
-def test_the_grid_is_all_rates_and_momenta_of_what_can_be_rehearsed() -> None:
+def test_the_grid_is_all_rates_and_momenta_of_what_has_its_own() -> None:
     found = grid()
     assert found["ddp, Muon | 0.04 | 0.8"] == [*METHODS["ddp, Muon"], "optimizer.lr=0.04", "optimizer.momentum=0.8"]
     assert found["ddp | 0.006 | 0.9"] == [*METHODS["ddp"], "optimizer.lr=0.006"]
     methods = {name.partition(" | ")[0] for name in found}
-    assert {"ddp", "torchft's DiLoCo, Muon", "outer rounds of 8, int4, Muon"} <= methods
-    assert not methods & {"ddp, PowerSGD", "ddp, Muon, fp16 hook", "decent-dp, AccumAdamW"}
+    takes_another = {"ddp, fp16 hook", "ddp, Muon, fp16 hook", "ddp, AccumAdamW, fp16 hook"}
+    assert {*METHODS} - methods == {*takes_another, "compressed, int8, Muon shared out"}
     tuned(dict.fromkeys(found, 1.0))  # all of it: no method has a part
 
 
+def test_on_images_what_needs_processes_takes_another_methods() -> None:
+    methods = {name.partition(" | ")[0] for name in grid("vit")}
+    assert all(can_be_rehearsed(METHODS[method]) and "accumulating" not in method for method in methods)
+    assert {"ddp", "torchft's DiLoCo, Muon", "gossip, int8, Muon and its momentum"} <= methods
+
+
 def test_the_page_marks_the_best_of_each_method() -> None:
-    text = page("gpt", 364, runs("ddp, Muon", (4e-2, 0.8)))
+    text = page("gpt", 364, runs("ddp, Muon", (4e-2, 0.8)), "here")
     assert "| ddp, Muon | 0.8 | 0.030 | 0.020 | 0.010 | **0.000** |" in text
     assert text.count("**") == 2
 

@@ -39,9 +39,9 @@ class Healing:
         self._left: dict[int, int] = {}  # by bucket, the last round that had left when it was healed
         self._sick_since: int | None = None
 
-    def heal(self, sick: Sick, bucket: int, left: int, combine: Combine, x: Tensor, state: State, turn: Turn) -> None:
-        """x and its state <- the neighbours', or NaN where none is sound. A message that left before the last healing
-        changes what is kept, at most.
+    def heal(self, sick: Sick, bucket: int, left: int, combine: Combine, x: Tensor, state: State, turn: Turn) -> bool:
+        """x and its state <- the neighbours', or NaN where none is sound. False: the message left before the last
+        healing, and changed what is kept, at most.
 
         Args:
             left: the last round in which this bucket left.
@@ -56,13 +56,13 @@ class Healing:
         if sick.round <= self._left.get(bucket, -1):
             if heard:
                 combine.refused(sent, mixed, state, turn)
-            return
+            return False
         if reason := combine.incurable(heard):
             raise FloatingPointError(f"{sick}. It can't go on from its neighbours': {reason}; Gossip() can") from None
         if not heard:
             self._wait(sick)
             x.fill_(torch.nan)
-            return
+            return True
         for name in combine.lasting:
             if not _sound(state[name]):
                 raise FloatingPointError(f"{sick}. Its {name} are poisoned, too, and no neighbour has them") from None
@@ -70,6 +70,7 @@ class Healing:
         self._left[bucket] = left
         combine.refused(sent, mixed, state, turn)
         combine.heal(x, sent, mixed, state, turn)
+        return True
 
     def _wait(self, sick: Sick) -> None:
         self._sick_since = self._sick_since if self._sick_since is not None else sick.round

@@ -25,11 +25,14 @@ class Sick(FloatingPointError):
         sent: what counts in its place (`Combine.stand_in` of the mean of its neighbours' sound messages).
         mixed: the round's mixture with it; not finite where no sound message was heard.
         round: in which it left; a device hears of it `LAG` rounds later.
+        late: whether the message of the round that lands was sound: it is in the mixture.
     """
 
-    def __init__(self, complaint: str, sent: Sequence[Tensor], mixed: Sequence[Tensor], round: int) -> None:
+    def __init__(
+        self, complaint: str, sent: Sequence[Tensor], mixed: Sequence[Tensor], round: int, late: bool = False
+    ) -> None:
         super().__init__(complaint)
-        self.sent, self.mixed, self.round = list(sent), list(mixed), round
+        self.sent, self.mixed, self.round, self.late = list(sent), list(mixed), round, late
 
 
 class Verdicts:
@@ -72,11 +75,11 @@ class Verdicts:
         # Copied to pinned memory, and read long after the device passed the verdict.
         self._open.append((round, workers, AsyncRead(headers)))
 
-    def refuse_own(self, sent: Sequence[Tensor], mixed: Sequence[Tensor]) -> None:
+    def refuse_own(self, sent: Sequence[Tensor], mixed: Sequence[Tensor], late: bool = False) -> None:
         """After the mixing: `Sick`, with what the neighbours said, where this worker's own message wasn't sound."""
         complaint, self.complaint = self.complaint, ""
         if complaint:
-            raise Sick(complaint, sent, mixed, self._sick_round)
+            raise Sick(complaint, sent, mixed, self._sick_round, late)
 
     def _judge(self, workers: Sequence[int], headers: Tensor, sane: Tensor) -> None:
         finite = headers.view(torch.float64)[:, 2] < torch.inf

@@ -240,8 +240,8 @@ class GossipForecast(Method):
         flows = load.flows * together
         if load.clique and talk.encoding.by_owners:
             others = load.clique - (load.per_node if load.between else 1)
-            reach, group = ("between", cluster.nodes) if load.between else ("inside", load.clique)
-            shared = flows * load.per_node if load.between else together
+            reach, group = ("between", cluster.nodes) if load.between else ("inside", cluster.per_node)
+            shared = flows * load.per_node if load.between else 1
             return [(setting.network.price("exchange", reach, group, shared, 1, others), others / load.clique)]
         # Of exchanges, one worker of each node, or the workers of one, were measured together.
         sides = ("inside", load.inside, cluster.per_node, 1), ("between", load.between, cluster.nodes, flows)
@@ -273,6 +273,7 @@ class GossipForecast(Method):
         each = work.message_seconds + copies * talk.bytes / self.within.devices * work.heard_seconds_per_byte
         own += work.round_seconds
         plan = self._rounds(setting, talk)
-        # A worker decodes its own part as the others sent it, and the others' parts of the mean.
-        twice = talk.encoding.by_owners and any(load.clique for one in plan for load in one.loads)
-        return [np.where(one.heard > 0, own + (1 + twice) * one.heard * each, 0.0) for one in plan]
+        # A worker decodes its own part as each of the others sent it, and each of the others' parts of the mean.
+        clique = max(load.clique for one in plan for load in one.loads) if talk.encoding.by_owners else 0
+        each += bool(clique) * each + max(0, 2 * (clique - 2)) * work.message_seconds
+        return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in plan]

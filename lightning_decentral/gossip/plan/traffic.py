@@ -64,7 +64,7 @@ def rounds(
     """Of a period.
 
     Args:
-        peers_only: no all-reduce where it would do, as with a codec.
+        peers_only: no all-reduce where it would do, as with a codec that owners of parts don't add up.
     """
     cliques = None if peers_only else partitions(topology, weights, size)
     by_step = cliques or [None] * topology.period(size)

@@ -112,7 +112,8 @@ class CliqueExchange(Exchange[CliqueMessages]):
             # Nothing to be healed by: NaN instead, which the next round's sum leaves out.
             nothing = [] if bool(taken) else part.totals
             mixed = [total.fill_(torch.nan) for total in nothing] or part.totals
-            self._verdicts.refuse_own([total.clone() for total in mixed], mixed)
+            late = bool(taken) and bool(sane[part.clique.index(self.rank)])
+            self._verdicts.refuse_own([total.clone() for total in mixed], mixed, late)
         return list(part.totals)
 
     def traffic(self) -> Traffic:

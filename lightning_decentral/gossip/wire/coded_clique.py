@@ -6,7 +6,7 @@
 The arithmetic, and what an owner keeps of what it rounded away, is `shared.compute.codec.coded_parts`'.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -42,6 +42,7 @@ class CodedMessages(Arriving):
     said: Tensor
     codes: Sequence[Mapping[int, Buffers]]
     buffers: Sequence[Mapping[int, Buffers]]
+    together = True
     arrived: tuple[list[Tensor], Tensor] | None = None
     outgoing: Sequence[Pending] = ()
     incoming: Sequence[Pending] = ()
@@ -63,7 +64,7 @@ class CodedMessages(Arriving):
 class CodedCliqueExchange(Exchange[CodedMessages]):
     """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all hear all with equal weights.
 
-    A message with NaN, infinity or absurd numbers counts as the rule's stand-in, by every owner alike, and is counted.
+    A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted.
 
     Args:
         transport: carries codes to their owners, for this alone.
@@ -79,7 +80,6 @@ class CodedCliqueExchange(Exchange[CodedMessages]):
     codec: Codec
     pool: Pool = field(default_factory=Pool)
     coder: CodedMean = field(init=False)
-    _combine: Combine | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         rank, size = self.transport.rank, self.transport.size
@@ -88,14 +88,12 @@ class CodedCliqueExchange(Exchange[CodedMessages]):
         self._period, self._others = self.topology.period(size), [j for j in range(size) if j != rank]
         self._at = cache(partial(neighbours, self.topology, self.weights, rank, size))
         self._verdicts, self._tally = Verdicts(rank, repr(self.codec)), Tally(self.device)
-        self._elements = 0
+        self._elements, self._sent_back = 0, 0
 
     def neighbours(self, step: int) -> Neighbours:
         return self._at(step % self._period)
 
     def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        assert not combine.exact, "all of a message is encoded"
-        self._combine = combine
         self.coder.admit(buckets)
         self._elements += sum(bucket.numel() for bucket in buckets)
 
@@ -110,7 +108,8 @@ class CodedCliqueExchange(Exchange[CodedMessages]):
 
     def depart(self, started: Sequence[CodedMessages], step: int) -> None:
         sends, receives = [self._sends(part) for part in started], [self._receives(part) for part in started]
-        outgoing, incoming = self._exchanged(self.transport, [*chain(*sends)], [*chain(*receives)])
+        outgoing, incoming = self.transport.exchange([*chain(*sends)], [*chain(*receives)])
+        self._tally.bytes_sent += bytes_of(chain(*sends))
         for part, sent, received in zip(started, sends, receives, strict=True):
             part.departed = perf_counter()
             part.outgoing, outgoing = outgoing[: len(sent)], outgoing[len(sent) :]
@@ -124,24 +123,18 @@ class CodedCliqueExchange(Exchange[CodedMessages]):
         headers = dict(zip(self._others, part.said[1:], strict=True))
         return messages({j: [headers[j], *_codes(part.buffers, j)] for j in self._others})
 
-    def _exchanged(
-        self, over: Transport, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> tuple[list[Pending], list[Pending]]:
-        self._tally.bytes_sent += sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
-        return over.exchange(sends, receives)
-
     def landed(self, part: CodedMessages) -> list[Tensor]:
         mixed, sane = part.arrived or self.arrived(part)
         self._verdicts.hear(part.step, [self.transport.rank, *self._others], part.said, sane)
-        if self._verdicts.complaint:
-            self._verdicts.refuse_own(self._stand_ins(part.message), mixed)
+        if self._verdicts.complaint:  # seldom, so that the host may wait for the device's verdict
+            self._verdicts.refuse_own([torch.zeros_like(m) for m in part.message], mixed, late=bool(sane[0]))
         return mixed
 
     def arrived(self, part: CodedMessages) -> tuple[list[Tensor], Tensor]:
         """(the mean of all, whose message is sound: this worker's own, then each other's); on the current stream."""
         self._tally.land(part.incoming, part.departed, part.first)
         sane = judged(part.said)
-        means = [self._total(part, place, sane) for place in range(len(part.message))]
+        means = [self._mean(part, place, sane) for place in range(len(part.message))]
         owned = self.coder.owned[part.first :]
         codes = [
             self._parts.reduced(mean, f, part.step, place)
@@ -153,19 +146,21 @@ class CodedCliqueExchange(Exchange[CodedMessages]):
         self.pool.give(means)
         return mixed, sane
 
-    def _total(self, part: CodedMessages, place: int, sane: Tensor) -> Tensor:
-        """sum_j sent_j of the own part, of what is sound, in one order always."""
+    def _mean(self, part: CodedMessages, place: int, sane: Tensor) -> Tensor:
+        """(1/n) sum_j sent_j of the own part, of what is sound, in one order always."""
         own = self._parts.of(self.transport.rank, real_numbers(part.message[place]))
-        (nothing,) = self._stand_ins([own])
-        total, decoded = self.pool.take(own).copy_(own), self.pool.take(own)
-        refuse([total], [nothing], sane[0])
+        mean, decoded = self.pool.take(own).copy_(own), self.pool.take(own)
+        # A device isn't asked.
+        nothing = torch.zeros_like(own) if self.device.type == "cuda" or not bool(sane.all()) else own
+        refuse([mean], [nothing], sane[0])
+        mean.mul_(self._parts.share)
         for healthy, codes in zip(sane[1:], (part.buffers[place].get(j) for j in self._others), strict=True):
             if codes is not None:
                 self._parts.decode(codes, decoded)
                 refuse([decoded], [nothing], healthy)
-                total.add_(decoded)
+                mean.add_(decoded, alpha=self._parts.share)
         self.pool.give([decoded])
-        return total
+        return mean
 
     def _gathered(
         self, part: CodedMessages, mixed: Sequence[Tensor], means: Sequence[Tensor], codes: Sequence[Buffers]
@@ -175,7 +170,8 @@ class CodedCliqueExchange(Exchange[CodedMessages]):
         buffers = [self._parts.from_owners(whole) for whole in wholes]
         sends = messages({j: [*chain(*codes)] for j in self._others})
         receives = messages({j: _codes(buffers, j) for j in self._others})
-        outgoing, incoming = self._exchanged(self.back, sends, receives)
+        outgoing, incoming = self.back.exchange(sends, receives)
+        self._sent_back += bytes_of(sends)  # apart from what leaves meanwhile, on another thread
         self._tally.wait(incoming)
         for whole, own, heard in zip(wholes, means, buffers, strict=True):
             self._parts.of(self.transport.rank, whole).copy_(own)
@@ -192,17 +188,17 @@ class CodedCliqueExchange(Exchange[CodedMessages]):
         rows = (*part.codes, *part.buffers)
         self.pool.give(code for row in rows for codes in row.values() for code in codes)
 
-    def _stand_ins(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        assert self._combine is not None
-        return [self._combine.stand_in(message) for message in messages]
-
     def traffic(self) -> Traffic:
-        return self._tally.traffic(self._verdicts.refused)
+        return self._tally.traffic(self._verdicts.refused) + Traffic(bytes_sent=self._sent_back)
 
 
 def _codes(rows: Sequence[Mapping[int, Buffers]], worker: int) -> list[Tensor]:
     """Of all buckets, to or from one worker."""
     return [code for row in rows for code in row.get(worker, [])]
+
+
+def bytes_of(sends: Iterable[Message]) -> int:
+    return sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
 
 
 def messages(by_worker: Mapping[int, Sequence[Tensor]]) -> list[Message]:
@@ -256,13 +252,13 @@ class EveryonesCodes(Started):
     def _mean(self, place: int, rows: Tensor) -> Tensor:
         mixed = self.exchange.pool.take(rows)
         for owner, worker in enumerate(self.exchange.coders):
-            total = worker.parts.of(owner, rows[owner]).clone()
-            decoded = torch.empty_like(total)
+            mean = worker.parts.of(owner, real_numbers(rows[owner])) * worker.parts.share
+            decoded = torch.empty_like(mean)
             for codes in (row[place].get(owner) for row in self.codes):
                 if codes is not None:
                     worker.parts.decode(codes, decoded)
-                    total.add_(decoded)
-            worker.parts.reduced(total, worker.owned[self.first + place], self.step, self.first + place)
+                    mean.add_(decoded, alpha=worker.parts.share)
+            worker.parts.reduced(mean, worker.owned[self.first + place], self.step, self.first + place)
             for row in mixed:
-                worker.parts.of(owner, row).copy_(total)
+                worker.parts.of(owner, real_numbers(row)).copy_(mean)
         return mixed

@@ -90,6 +90,9 @@ class Correction(Protocol):
 class Started(ABC):
     """Buckets of one round between start and landing."""
 
+    together: bool = False
+    """Whether the others must land it while this worker does, and it isn't done beside the training."""
+
     @property
     def correction(self) -> Correction | None:
         """Of what can be corrected without a mixture."""

@@ -121,6 +121,10 @@ class Parts(Started):
     waiting: Sequence[Started]
     finish: Callable[[], list[Tensor]]
 
+    @property
+    def together(self) -> bool:  # type: ignore[override]
+        return any(part.together for part in self.waiting)
+
     def land(self) -> list[Tensor]:
         return self.finish()
 

@@ -203,28 +203,29 @@ class Mixer:
         for flight in due:
             if place >= len(flight.started):
                 continue  # a bucket that was taken in after the launch
-            self.wanted = flight.step + 1
+            # By then the others have launched it, or land it, too.
+            self.wanted = 1 + (self.steps if flight.started[place].together else flight.step)
             turn, sent, x = self.turn(flight.round), flight.sent[place], self.buckets[place].flat
             rate = self._rate(turn) if flight.started[place].correction else None
             if leaving and flight is due[-1] and rate is not None and self._combine.sends_x:
                 copied = self.exchange.copied(x, leaving.round, place)
-            nothing: Brought = [], None
-            mixed, copied = self._landed(flight, place, partial(brought, x, rate, copied), nothing)
+            mixed, copied = self._landed(flight, place, partial(brought, x, rate, copied), _only)
             for tensor in mixed:
                 self._correct(x, sent, tensor, self._states[place], turn)
             self.exchange.pool.give([sent, *mixed])
         return copied
 
-    def _landed(self, flight: Flight, place: int, take: Callable[[Started], T], nothing: T) -> T:
-        """What came back for one bucket; `nothing` where its own message was refused, which corrects nothing."""
+    def _landed(self, flight: Flight, place: int, take: Callable[[Started], T], of: Callable[[list[Tensor]], T]) -> T:
+        """What came back for one bucket; `of` nothing where its own message was refused, which corrects nothing."""
         try:
             return take(flight.started[place])
         except Sick as sick:
             left = max(f.round for f in (flight, *self._flights) if len(f.started) > place)
-            x, state, turn = self.buckets[place].flat, self._states[place], self.turn(sick.round)
-            self.healing.heal(sick, place, left, self._combine, x, state, turn)
+            x, state, turn = self.buckets[place].flat, self._states[place], self.turn(flight.round)
+            if not self.healing.heal(sick, place, left, self._combine, x, state, turn) and sick.late:
+                return of(sick.mixed)  # a device hears of what left before: this round is as any other
             self.exchange.pool.give(sick.mixed)
-            return nothing
+            return of([])
 
     def _land_until(self, last: int) -> None:
         due = self._due(last)
@@ -237,7 +238,7 @@ class Mixer:
         for flight in self._flights:
             keep = partial(kept, self._rate(self.turn(flight.round)))
             # A round lands once, so what it brought stands in for what was started.
-            landed = [self._landed(flight, place, keep, Landed([])) for place in range(len(flight.started))]
+            landed = [self._landed(flight, place, keep, Landed) for place in range(len(flight.started))]
             flight.started = [*landed]
             came = {"mixed": [one.mixed for one in landed], "differences": [one.corrects for one in landed]}
             flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), **came})
@@ -275,6 +276,10 @@ class Mixer:
         self._flights = deque(
             Flight(f["round"], f["step"], _copies(f["sent"], like), _landings(f, like)) for f in state["flights"]
         )
+
+
+def _only(mixed: list[Tensor]) -> Brought:
+    return mixed, None
 
 
 def _settled(sent: Tensor, started: Started) -> Tensor:

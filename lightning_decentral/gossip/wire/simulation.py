@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.error_feedback import coder_of
 from lightning_decentral.gossip.compute.link import Direct, Everyone
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
-from lightning_decentral.gossip.plan.traffic import partitions
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.coded_clique import EveryonesParts
 from lightning_decentral.gossip.wire.consensus import mixer_of
@@ -76,7 +76,7 @@ def simulate(
     size, rows = x0.shape[0], x0.detach().clone()
     mixers = []
     for part, columns in zip(topology.fragments, rows.chunk(len(topology.fragments), dim=1), strict=True):
-        exchange = _exchange(part, weights or combine.weights, size, codec or Plain(), combine.of_differences)
+        exchange = _exchange(part, weights or combine.weights, size, codec or Plain(), combine)
         mixers.append(mixer_of(combine.placed(part, size), exchange, delay, lambda: None))
         mixers[-1].extend([_Rows(columns)], [matrices])
     trajectory = [x0.detach().clone()]
@@ -97,8 +97,10 @@ def _mean_of_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.mean(0, keepdim=True).expand_as(tensor).clone() for tensor in tensors]
 
 
-def _exchange(topology: Topology, weights: Weights, size: int, codec: Codec, of_differences: bool) -> Exchange[Any]:
-    if codec.encodes and not codec.to_peers(of_differences) and partitions(topology, weights, size):
+def _exchange(
+    topology: Topology, weights: Weights, size: int, codec: Codec, combine: Combine | ConsensusControl
+) -> Exchange[Any]:
+    if codec.encodes and not by_peers(codec, combine, topology, weights, size):
         return EveryonesParts(topology, weights, size, codec)
     if codec.encodes:
         return LinkExchange(topology, weights, size, codec)

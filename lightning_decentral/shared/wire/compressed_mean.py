@@ -197,10 +197,11 @@ class InFlight:
         self.left.result()
         parts, back, mine = self.of.parts, self.of.back, self._mine()
         decoded = self.of.pool.take(mine)
+        mine.mul_(parts.share)
         for pending, codes in self.heard.values():
             pending.wait()
             parts.decode(codes, decoded)
-            mine.add_(decoded)
+            mine.add_(decoded, alpha=parts.share)
         self._rest()
         self.used.append(decoded)
         codes_of_all = parts.reduced(mine, self.residuals.owned, self.round, self.place)

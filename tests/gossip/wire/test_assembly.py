@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Codec, Combine, Gossip, Int8, Own, Plain
+from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Complete, Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -64,7 +65,7 @@ def groups_of(
         return next((Alike(len(group)) for group in groups if worker in group), None)
 
     member: Any = SimpleNamespace(peers=peers, beside=overlapped, exchange=lambda exchange: exchange)
-    told = codec.to_peers((rule or Gossip()).of_differences)
+    told = by_peers(codec, rule or Gossip(), topology, Own(), workers)
     assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0, by_peers=told)
     return made
 

@@ -12,28 +12,37 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import (
+    BaseGraph,
     Codec,
+    Combine,
     Complete,
     DifferenceCompression,
     Every,
     Float16,
+    Float32,
     Int4,
     Int8,
+    LinearRate,
     LowRank,
     Own,
+    PeriodicAverage,
     Plain,
     PseudoGradient,
     Ring,
     TopK,
+    Topology,
     simulate,
 )
+from lightning_decentral.gossip.compute.coded_mean import CodedMean, by_peers
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.plan.traffic import copies_sent
+from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, StreamExchange, overlapped
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import MessageLayout
-from lightning_decentral.shared.compute.codec.coded_parts import GRAIN
+from lightning_decentral.shared.compute.codec.coded_parts import GRAIN, CodedParts
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.wire.transport import Transport
 from tests.gossip.wire.test_assembly import groups_of
@@ -53,6 +62,14 @@ CODECS: list[Codec] = [Int8(), Int4(), Float16(), TopK(fraction=0.25, block=16)]
 Groups = Callable[[], Transport]
 
 
+class Doubled(PseudoGradient):
+    """A rule of differences that sends two numbers for each parameter."""
+
+    @property
+    def copies(self) -> int:
+        return 2
+
+
 def start(size: int) -> Tensor:
     return torch.randn(DIM, generator=torch.Generator().manual_seed(5), dtype=torch.float64).expand(size, DIM).clone()
 
@@ -69,11 +86,11 @@ def exchange_of(make: Groups, device: torch.device, codec: Codec, delay: int) ->
 
 def descend(
     size: int, codec: Codec, delay: int, places: tuple[int, ...], device: torch.device, rank: int, make: Groups,
-    engine: Engine | None = None, sick: tuple[int, ...] = (), bad: float = torch.nan,
+    engine: Engine | None = None, sick: tuple[int, ...] = (), bad: float = torch.nan, rule: PseudoGradient = RULE,
 ) -> tuple[Tensor, Mixer]:  # fmt: skip
     """One worker's trajectory [steps + 1, dim]; in step 4 some are poisoned."""
     rows = [Row(start(size)[rank, a:b].to(device)) for a, b in pairwise(places)]
-    mixer = Mixer(rows, RULE, exchange_of(make, device, codec, delay), delay)
+    mixer = Mixer(rows, rule, exchange_of(make, device, codec, delay), delay)
     mixer.healing = Healing(3 if sick else 0)
     trajectory = [start(size)[rank]]
     for step in range(STEPS):
@@ -84,7 +101,8 @@ def descend(
             row.flat.sub_(part.to(device))
         if step == 4 and rank in sick:
             rows[0].flat[3] = bad
-        with without_waiting(engine) if engine and step > 2 else nullcontext():  # tables of noise are copied once
+        # Tables of noise are copied once, and who is healed waits.
+        with without_waiting(engine) if engine and step > 2 and not sick else nullcontext():
             mixer.step(0.1)
         trajectory.append(torch.cat([row.flat for row in rows]).cpu())
     mixer.drain()
@@ -235,7 +253,91 @@ def test_two_workers_and_codecs_of_matrices_or_estimates_tell_each_other() -> No
     for codec in (LowRank(), DifferenceCompression(Int4())):
         assert groups_of(TALK, 4, 0, codec, RULE) == [of_all(4)]
     assert Ring().sources(0, 4, 0), "others than all hear each other there, which the rule refuses"
-    assert not Plain().to_peers(RULE.of_differences)
+    assert not by_peers(Plain(), RULE, TALK, Own(), 4)
+
+
+@pytest.mark.parametrize(
+    ("topology", "rule"),
+    [(BaseGraph(max_degree=2), RULE), (PeriodicAverage(4, Ring()), RULE), (TALK, Doubled())],
+    ids=lambda part: type(part).__name__,
+)
+def test_who_doesnt_hear_all_or_sends_more_tells_peers(topology: Topology, rule: Combine) -> None:
+    assert by_peers(Int8(), rule, topology, Own(), 6)
+
+
+def test_a_simulation_of_groups_is_not_that_of_all() -> None:
+    """Who hears two others goes where these three went."""
+    topology, rule = BaseGraph(max_degree=2), PseudoGradient(lr=1.0, momentum=0.0)
+    ways = torch.arange(6.0, dtype=torch.float64)[:, None].expand(6, DIM)
+    path = simulate(topology, rule, lambda x, step: -ways, torch.zeros(6, DIM).double(), 1, 1.0, 0, codec=Float32())
+    expected = torch.from_numpy(mixing_matrix(topology, 6, 0)) @ ways
+    torch.testing.assert_close(path[-1], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_complex_parameters_are_pairs_of_real_ones() -> None:
+    x0 = torch.randn(1, DIM, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)).expand(3, DIM).clone()
+
+    def worker(group: Any) -> Tensor:
+        row = Row(x0[0].clone())
+        mixer = Mixer([row], RULE, exchange_of(groups(group), HOST, Int8(), 0), 0)
+        for _ in range(4):
+            row.flat.sub_(0.1 * (row.flat - group.rank()))
+            mixer.step(0.1)
+        return row.flat
+
+    ranks = torch.arange(3)[:, None]
+    expected = simulate(TALK, RULE, lambda x, step: x - ranks, x0, 4, 0.1, 0, codec=Int8())
+    torch.testing.assert_close(torch.stack(world(3, worker)), expected[-1], rtol=1e-9, atol=1e-9)
+
+
+def test_half_precision_doesnt_overflow_in_the_sum() -> None:
+    def worker(group: Any) -> Tensor:
+        row = Row(torch.zeros(DIM, dtype=torch.float16))
+        mixer = Mixer([row], PseudoGradient(lr=1.0, momentum=0.0), exchange_of(groups(group), HOST, Float16(), 0), 0)
+        for step in range(2):
+            row.flat.add_(20000.0 * (step == 0))
+            mixer.step()
+        return row.flat
+
+    for x in world(4, worker):  # four times 20000 is beyond what float16 holds
+        torch.testing.assert_close(x, torch.full_like(x, 20000.0), rtol=1e-3, atol=0)
+
+
+def test_a_landing_that_the_others_must_share_says_so() -> None:
+    """Not overlapped: a worker that has no batch left is told how many steps the others need of it."""
+
+    def worker(group: Any) -> list[int]:
+        make, wanted = groups(group), []
+        exchange = CodedCliqueExchange(TALK, Own(), make(), make(), HOST, Int8())
+        mixer = Mixer([Row(torch.zeros(DIM))], RULE, exchange, 1)
+        for _ in range(6):
+            mixer.step()
+            wanted.append(mixer.wanted)
+        mixer.drain()
+        return wanted
+
+    talks = [step for step in range(6) if TALK.sources(0, 3, step)]
+    for wanted in world(3, worker):
+        assert [wanted[step + 1] for step in talks if step + 1 < 6] == [step + 2 for step in talks if step + 1 < 6]
+
+
+def test_a_checkpoint_from_before_means_were_coded_goes_on() -> None:
+    coded_mean = CodedMean(CodedParts(Int4(), 0, 3, Pool()))
+    coded_mean.admit([torch.zeros(DIM)])
+    coded_mean.load_state_dict({"codec": repr(Int4()), "estimates": [{}]})
+    assert not coded_mean.owned[0].any()
+
+
+def test_the_error_is_that_of_what_is_encoded() -> None:
+    """Not of the own part: of worker 0 it would be 0 where there is no other."""
+    x = torch.randn(DIM, generator=torch.Generator().manual_seed(1))
+    sent, lost = x.clone(), CodedMean(CodedParts(Int4(), 1, 3, Pool()))
+    lost.admit([x])
+    lost.encode([sent], 0, 0)
+    encoded = torch.ones(DIM, dtype=torch.bool)
+    encoded[slice(*lost.parts.spans(DIM)[1])] = False
+    assert lost.error() == pytest.approx(float((x - sent)[encoded].norm() / x[encoded].norm()), rel=1e-4)
+    assert torch.equal(sent[~encoded], x[~encoded])
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------
@@ -257,6 +359,23 @@ def test_devices_equal_the_simulation(codec: Codec, delay: int, seed: int) -> No
     """With a delay there and back are beside the training, which waits for the mean only."""
     expected = simulate(TALK, RULE, gradient, start(3), STEPS, 0.1, delay, codec=codec)
     torch.testing.assert_close(on_devices(codec, delay, seed), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    "rule", [RULE, PseudoGradient(lr=0.7, momentum=LinearRate(first=0.1, last=0.6, rounds=8))], ids=["fixed", "rising"]
+)
+def test_anchors_of_devices_stay_one_where_a_worker_is_healed_late(rule: PseudoGradient, delay: int) -> None:
+    """The host hears of it rounds later, when other poisoned messages have left."""
+
+    def worker(make: Make, engine: Engine) -> tuple[Tensor, int]:
+        rank = make.hosts.rank
+        _, mixer = descend(4, Int8(), delay, (0, DIM), CUDA, rank, make, engine, sick=(1,), rule=rule)
+        return torch.cat([x.cpu() for x in mixer.shown()]), mixer.healing.healed
+
+    found = device_world(4, worker, 0)
+    assert [healed for _, healed in found] == [0, 1, 0, 0]
+    assert all(torch.equal(found[0][0], anchor) for anchor, _ in found)
 
 
 @pytest.mark.parametrize("call", ["wait_stream", "wait_event"])

@@ -61,14 +61,14 @@ def expected(codec: Codec, given: list[list[list[Tensor]]]) -> list[list[Tensor]
                 span = slice(min(length, each * owner), min(length, each * (owner + 1)))
                 if span.start == span.stop:
                     continue
-                total = rows[owner][place][span] + e[owner][place][span]  # its own, which it needn't encode
+                total = (rows[owner][place][span] + e[owner][place][span]) * (1 / size)  # its own, as it is
                 for i in range(size):
                     if i != owner:
                         x = rows[i][place][span] + e[i][place][span]
                         q = coded(codec, x, key(i, step, place, owner, 0))
                         e[i][place][span] = x - q
-                        total = total + q
-                s = total / size + f[place][span]
+                        total = torch.add(total, q, alpha=1 / size)
+                s = total + f[place][span]
                 r = coded(codec, s, key(owner, step, place, owner, 1))
                 f[place][span] = s - r
                 mean[span] = r

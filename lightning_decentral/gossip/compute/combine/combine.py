@@ -108,7 +108,8 @@ class Combine(ABC):
 
     @property
     def of_differences(self) -> bool:
-        """Whether messages are differences, of which a coarse codec may lose a part: it is sent later."""
+        """Whether messages are differences, of which a coarse codec may lose a part: it is sent later. One that isn't
+        sound then counts as zero, and a mean of all workers may be encoded once more (`coded_mean.by_peers`)."""
         return False
 
     def placed(self, topology: Topology, size: int) -> "Combine":

@@ -72,17 +72,21 @@ class CodedParts:
         mine = self.of(self.rank, message)
         return {j: self.payload(mine.numel(), mine) for j in self._others() if mine.numel()}
 
-    def reduced(self, total: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:
-        """Codes of the mean;  total <- r,  owned <- s - r, dropped where that isn't finite.
+    @property
+    def share(self) -> float:
+        """Of each worker in the mean: multiplied before the sum, which in half precision could overflow."""
+        return 1 / self.size
+
+    def reduced(self, mean: Tensor, owned: Tensor, *noise: int) -> list[Tensor]:
+        """Codes of the mean;  mean <- r,  owned <- s - r, dropped where that isn't finite.
 
         Args:
-            total: sum_i q_i over the workers.
+            mean: (1/n) sum_i q_i.
             owned: f.
         """
-        owned.add_(total.div_(self.size))
-        total.copy_(owned)
-        codes = self._coded(total, self.codec.replace, *noise, self.rank, FROM_OWNER) if total.numel() else []
-        drop_if_sick(owned.sub_(total))
+        mean.copy_(owned.add_(mean))
+        codes = self._coded(mean, self.codec.replace, *noise, self.rank, FROM_OWNER) if mean.numel() else []
+        drop_if_sick(owned.sub_(mean))
         return codes
 
     def from_owners(self, message: Tensor) -> dict[int, list[Tensor]]:
