@@ -167,6 +167,19 @@ def gpt_by_rate() -> str:
     return text_by_rate("gpt")
 
 
+OUTER = (
+    "ddp", "ddp, Muon, fp16 hook", "ddp, Muon, fp16 hook, accumulating 4", "torchft's DiLoCo, Muon",
+    "gossip, int8, Muon", "gossip, int4 differences, Muon", "compressed, int8, Muon",
+)  # fmt: skip
+
+
+def outer_by_rate() -> str:
+    """Outer rounds whose codes owners add up, beside some of the methods."""
+    rates, found = body_by_rate("gpt", "owners-")
+    body = [row for row in found if row[0] in OUTER or "outer" in row[0]]
+    return markdown(("method", "loss at the end", *(WRITTEN[rate] for rate in rates)), body)
+
+
 def larger_batch_by_rate() -> str:
     return text_by_rate("gpt-1024-tokens")
 
@@ -228,9 +241,9 @@ def at_equal_steps() -> str:
 
 
 TABLES = (
-    questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, larger_batch_by_rate,
-    larger_model_by_rate, eight_hosts_by_rate, sixteen_hosts_by_rate, other_text_by_rate, images_by_rate,
-    strongest_peer, soonest_of_all,
+    questions, steps_on_links, stragglers, seconds_to_a_target, at_equal_steps, gpt_by_rate, outer_by_rate,
+    larger_batch_by_rate, larger_model_by_rate, eight_hosts_by_rate, sixteen_hosts_by_rate, other_text_by_rate,
+    images_by_rate, strongest_peer, soonest_of_all,
 )  # fmt: skip
 
 if __name__ == "__main__":

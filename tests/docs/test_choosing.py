@@ -131,9 +131,29 @@ def test_what_is_recommended_for_text_was_the_soonest() -> None:
     assert [wide[rate][0] for rate in choosing.WRITTEN] == [streamed, outer, "compressed, int8, Muon", of_all]
 
 
-def losses(recipe: str) -> dict[str, float]:
-    return {row["method"]: float(row[head].split()[0]) for row in choosing.by_rate(recipe, "")
+def losses(recipe: str, page: str = "") -> dict[str, float]:
+    return {row["method"]: float(row[head].split()[0]) for row in choosing.by_rate(recipe, "", page)
             for head in row if head.endswith("at the end")}  # fmt: skip
+
+
+def test_what_the_page_says_of_codes_that_owners_add_up() -> None:
+    outer, streamed = "outer rounds of 8, int4, Muon", "streamed outer rounds of 8, int4, Muon"
+    fewer, told, owned = "outer rounds of 4, int4, Muon", losses("gpt"), losses("gpt", "owners-")
+    assert all(abs(told[method] - owned[method]) < 0.01 for method in (outer, streamed))
+    assert owned[fewer] < min(owned[outer], owned[streamed])
+    bytes_sent = [
+        {
+            row["method"]: float(row["MB sent per step"])
+            for row in choosing.by_rate("gpt", "", page)
+            if "MB sent per step" in row
+        }
+        for page in ("", "owners-")
+    ]
+    assert 1.9 < bytes_sent[0][outer] / bytes_sent[1][outer] < 2.1
+    assert bytes_sent[1][fewer] == pytest.approx(bytes_sent[0][outer], rel=0.05)
+    by_rate = soonest("gpt", "owners-")
+    assert all(by_rate[rate].index(streamed) > by_rate[rate].index(outer) for rate in choosing.WRITTEN)
+    assert by_rate["10mbit"][0] == outer
 
 
 def test_the_least_loss_is_what_the_page_says() -> None:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_decentral.gossip import Codec, Complete, Gossip, Int8, Own, Plain
+from lightning_decentral.gossip import Codec, Combine, Complete, Gossip, Int8, Own, Plain, PseudoGradient
+from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.island_member import Averaging
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -31,17 +32,18 @@ from tests.world import world
 
 pytestmark = pytest.mark.threads
 SIZE, DEVICES, STEPS = 4, 2, 4
+RULE = Gossip(rate=0.4)
 MODEL = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)).double()
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
 
 
-def by_gloo(rank: int, store: Any) -> Group:
+def by_gloo(rank: int, store: Any, size: int = SIZE) -> Group:
     """Groups of one worker, between hosts."""
     numbers = itertools.count()
 
     def group(groups: Sequence[Sequence[int]] | None) -> Transport | None:
         number = next(numbers)
-        members = next(list(ranks) for ranks in groups or [range(SIZE)] if rank in ranks)
+        members = next(list(ranks) for ranks in groups or [range(size)] if rank in ranks)
         own = dist.PrefixStore(f"{number} {members}", store)
         place = members.index(rank), len(members)
         return GlooTransport(dist.ProcessGroupGloo(own, *place, timedelta(seconds=45)))
@@ -50,16 +52,24 @@ def by_gloo(rank: int, store: Any) -> Group:
 
 
 def trained(
-    codec: Codec, delay: int, rank: int, device: torch.device, group: Group, hosts: Group, engine: Engine | None
+    codec: Codec,
+    delay: int,
+    rank: int,
+    device: torch.device,
+    group: Group,
+    hosts: Group,
+    engine: Engine | None,
+    rule: Combine = RULE,
+    size: int = SIZE,
 ) -> list[Tensor]:
     """(this worker's parameters after a few steps on its own data, their mean over all as a validation shows it)"""
     wire: Any = SimpleNamespace(world=group(None), group=group, hosts=hosts)
     member = Averaging(wire, DEVICES, device, lambda call: call(), 512, Plain())
     model = copy.deepcopy(MODEL).to(device)
-    exchange = assembled(
-        Complete(), Own(), SIZE // DEVICES, rank // DEVICES, member, device, codec, delay, by_peers=codec.encodes
-    )
-    mixer = Mixer(member.pack(list(model.parameters()), 512), Gossip(rate=0.4), exchange, delay)
+    islands = size // DEVICES
+    told = by_peers(codec, rule, Complete(), Own(), islands)
+    exchange = assembled(Complete(), Own(), islands, rank // DEVICES, member, device, codec, delay, by_peers=told)
+    mixer = Mixer(member.pack(list(model.parameters()), 512), rule, exchange, delay)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     rows = torch.randn(STEPS, 4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(device)
 
@@ -78,19 +88,19 @@ def trained(
     return [t.detach().cpu() for t in (*model.parameters(), *shown)]
 
 
-def train_both(codec: Codec, delay: int, seed: int = 0) -> None:
+def train_both(codec: Codec, delay: int, seed: int = 0, rule: Combine = RULE, size: int = SIZE) -> None:
     """AssertionError where islands of devices don't do what islands of hosts do."""
     here, there = dist.HashStore(), dist.HashStore()
 
     def on_host(group: Any) -> list[Tensor]:
-        groups = by_gloo(group.rank(), here)
-        return trained(codec, delay, group.rank(), torch.device("cpu"), groups, groups, None)
+        groups = by_gloo(group.rank(), here, size)
+        return trained(codec, delay, group.rank(), torch.device("cpu"), groups, groups, None, rule, size)
 
     def on_device(make: Make, engine: Engine) -> list[Tensor]:
         rank = make.hosts.rank
-        return trained(codec, delay, rank, CUDA, make.group, by_gloo(rank, there), engine)
+        return trained(codec, delay, rank, CUDA, make.group, by_gloo(rank, there, size), engine, rule, size)
 
-    for a, b in zip(device_world(SIZE, on_device, seed), world(SIZE, on_host, seconds=45.0), strict=True):
+    for a, b in zip(device_world(size, on_device, seed), world(size, on_host, seconds=45.0), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
@@ -100,6 +110,12 @@ def test_islands_of_devices_train_as_islands_of_hosts(codec: Codec, delay: int) 
     """Forward, backward with averages beside it, update, each device's part and the gather: no host waits in a step,
     nor for the mean that a validation shows."""
     train_both(codec, delay, seed=delay)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_islands_of_devices_add_up_codes_as_islands_of_hosts(delay: int) -> None:
+    """Three islands, so that owners of parts of each device's part do it."""
+    train_both(Int8(block=16), delay, rule=PseudoGradient(lr=0.7, momentum=0.5), size=6)
 
 
 @pytest.mark.filterwarnings("ignore:.*refused a message")
