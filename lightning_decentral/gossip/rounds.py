@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.link import by_peers
 from lightning_decentral.gossip.compute.travel import Travel, having, pack_states
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights

@@ -6,9 +6,9 @@ from typing import Protocol
 from torch import view_as_real
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.link import by_peers
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import (

@@ -11,9 +11,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.compressed.strategy import CompressedStrategy
-from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.compute.link import by_peers
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
@@ -224,7 +224,7 @@ def encoding_of(codec: Codec, copies: float = 1, *, told: bool = True) -> Encodi
     the codec: those measured on a CPU, on top of what messages as they are take, else none.
 
     Args:
-        told: `coded_mean.by_peers`.
+        told: `link.by_peers`.
     """
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)

@@ -73,17 +73,17 @@ def test_the_map_is_the_plan_of_each_of_its_cells() -> None:
 
 def test_the_map_compares_what_the_table_does_in_the_same_memory() -> None:
     every = "strategy=gossip strategy/topology=every"
-    where, also = setting(8, rate=1e7), (f"{every} strategy.topology.steps=32 strategy.delay=32",)
+    where, also = setting(8, rate=1e6), (f"{every} strategy.topology.steps=512 strategy.delay=512",)
     bests = []
     for asked in ((), also):
         for memory_bytes in (1e12, 4e7, 1e3):
             single = plan(where, also=asked, memory_bytes=memory_bytes)
-            (own,) = grid(where, (), [8], [1e7], 0.1, 1, asked, memory_bytes)
+            (own,) = grid(where, (), [8], [1e6], 0.1, 1, asked, memory_bytes)
             assert own.best == (single.best.candidate.title if single.best else NOTHING)
             bests.append(own.best)
     assert bests[1] == "sharded over all" != bests[0]
     assert bests[3:5] == [also[0], "sharded over all"]
-    assert "nothing fits" in page(plan(where, memory_bytes=1e3), workers=[8], rates=[1e7])
+    assert "nothing fits" in page(plan(where, memory_bytes=1e3), workers=[8], rates=[1e6])
 
 
 def test_one_node_has_a_page_without_a_map() -> None:

@@ -1,4 +1,4 @@
-"""Means in codes: when there are any, and what a worker keeps of them: residuals, and how much a codec loses."""
+"""What a worker keeps of means in codes, bucket by bucket: a `CodedParts' residuals, and how much a codec loses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,28 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.error_feedback import measured, real_numbers
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, check_codec
-from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import partitions
-from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
+from lightning_decentral.shared.compute.codec.codec import MessageLayout
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.norms import squared_norm
-
-
-def by_peers(
-    codec: Codec, combine: Combine | ConsensusControl, topology: Topology, weights: Weights, size: int
-) -> bool:
-    """Whether codes go from each worker to all who hear it. Else owners of parts add them up: of differences, which
-    bear it (`Codec.to_peers`), where in each step that talks all hear all with equal weights, and there are more than
-    two."""
-    if not codec.encodes or codec.to_peers(combine.of_differences and combine.copies == 1):
-        return codec.encodes
-    steps = partitions(topology, weights, size)
-    return steps is None or any(step is None or len(step) not in (1, size) for step in steps)
 
 
 @dataclass

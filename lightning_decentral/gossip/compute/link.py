@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
+from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import partitions
+from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device import AsyncRead
@@ -108,6 +112,18 @@ class Direct(Coder):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_codec(state, "Plain()")
+
+
+def by_peers(
+    codec: Codec, combine: Combine | ConsensusControl, topology: Topology, weights: Weights, size: int
+) -> bool:
+    """Whether codes go from each worker to all who hear it. Else owners of parts add them up: of differences, which
+    bear it (`Codec.to_peers`), where in each step that talks all hear all with equal weights, and there are more than
+    two."""
+    if not codec.encodes or codec.to_peers(combine.of_differences and combine.copies == 1):
+        return codec.encodes
+    steps = partitions(topology, weights, size)
+    return steps is None or any(step is None or len(step) not in (1, size) for step in steps)
 
 
 class CodecError:

@@ -11,7 +11,6 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Partition, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.clique import CliqueExchange
-from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.peer import PeerExchange
@@ -70,6 +69,8 @@ def assembled(
     if cliques is None:
         exchange = among_peers()
     elif codec.encodes:  # the rule has seen to it that all hear all
+        from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange  # no other run reads it
+
         exchange = CodedCliqueExchange(topology, weights, of_all(), of_all(), device, codec, pool)
     elif all(cliques):
         exchange = _by_cliques([step for step in cliques if step], worker, member, device, pool)

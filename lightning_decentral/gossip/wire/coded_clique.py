@@ -22,7 +22,15 @@ from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Everyone
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, entries, neighbours
-from lightning_decentral.gossip.wire.exchange import HEADER, Arriving, Exchange, Started, Tally, Traffic
+from lightning_decentral.gossip.wire.exchange import (
+    HEADER,
+    Arrivals,
+    Arriving,
+    Exchange,
+    Started,
+    Tally,
+    Traffic,
+)
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
@@ -61,7 +69,7 @@ class CodedMessages(Arriving):
 
 
 @dataclass
-class CodedCliqueExchange(Exchange[CodedMessages]):
+class CodedCliqueExchange(Arrivals[CodedMessages]):
     """mixed = Q((1/n) sum_j sent_j + f), the same bits on all, where all hear all with equal weights.
 
     A message with NaN, infinity or absurd numbers counts as zero, for every owner alike, and is counted.

@@ -23,6 +23,7 @@ from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import state_
 from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.transport import Transport
 
 Number = float | NDArray[np.float64]
 HEADER = 3
@@ -237,6 +238,17 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Traffic(*(a + b for a, b in pairs))
+
+
+class Arrivals(Exchange[S]):
+    """One whose rounds are `Arriving`.
+
+    Attributes:
+        transport: that their messages leave by.
+    """
+
+    transport: Transport
+    device: torch.device
 
 
 class Tally:

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
-from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
-from lightning_decentral.gossip.wire.exchange import Arriving, Copied, Correction, Exchange, Landed, Started, Traffic
-from lightning_decentral.gossip.wire.peer import PeerExchange
+from lightning_decentral.gossip.wire.exchange import (
+    Arrivals,
+    Arriving,
+    Copied,
+    Correction,
+    Exchange,
+    Landed,
+    Started,
+    Traffic,
+)
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Matrix, is_short
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
@@ -31,11 +38,7 @@ def overlapped(exchange: Exchange[Any], device: torch.device, delay: int) -> Exc
         return exchange
     if device.type == "cpu":
         return OverlapExchange(exchange)
-    if (
-        isinstance(exchange, PeerExchange | CodedCliqueExchange)
-        and exchange.coder.encodes
-        and exchange.transport.queued
-    ):
+    if isinstance(exchange, Arrivals) and exchange.coder.encodes and exchange.transport.queued:
         return StreamExchange(exchange, device)
     return exchange
 
@@ -175,8 +178,8 @@ class StreamExchange(Exchange["OnStream"]):
         inner: of codes, its waits those of the current stream.
     """
 
-    def __init__(self, inner: PeerExchange | CodedCliqueExchange, device: torch.device) -> None:
-        self.inner: PeerExchange | CodedCliqueExchange = inner
+    def __init__(self, inner: Arrivals[Any], device: torch.device) -> None:
+        self.inner: Arrivals[Any] = inner
         self.pool, self.coder, self.neighbours = inner.pool, inner.coder, inner.neighbours
         self._depart: Callable[[Sequence[Any], int], None] = inner.depart
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()

@@ -19,7 +19,15 @@ from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Buffers, Coder
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Neighbours, Weights, neighbours
-from lightning_decentral.gossip.wire.exchange import HEADER, Arriving, Copied, Exchange, Landed, Tally, Traffic
+from lightning_decentral.gossip.wire.exchange import (
+    HEADER,
+    Arrivals,
+    Arriving,
+    Copied,
+    Landed,
+    Tally,
+    Traffic,
+)
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
@@ -65,9 +73,7 @@ class PeerMessages(Arriving):
     def receives(self) -> list[Message]:
         # In the order of the senders' `sends`: NCCL pairs by order, gloo by tag.
         headers = self.headers
-        return [
-            Message(j, t, tag) for j, payload in self.buffers.items() for tag, t in enumerate([headers[j], *payload])
-        ]
+        return [Message(j, t, tag) for j, p in self.buffers.items() for tag, t in enumerate([headers[j], *p])]
 
     @property
     def correction(self) -> "PeerMessages | None":
@@ -92,7 +98,7 @@ class PeerMessages(Arriving):
 
 
 @dataclass
-class PeerExchange(Exchange[PeerMessages]):
+class PeerExchange(Arrivals[PeerMessages]):
     """Sends this worker's buckets to those who hear it, hears its sources, and mixes what it accepts.
 
     Every message is preceded by a header (round, elements of all buckets), and that of another round is an error. A
@@ -163,10 +169,8 @@ class PeerExchange(Exchange[PeerMessages]):
         # The copy and what the header says of it, in one pass.
         copied = copied or self.copied(message, step, place).of(message)
         at, sent = self.neighbours(step), copied.message
-        packets, buffers = (
-            self.coder.encode([sent], at.heard_by, step, place),
-            self.coder.buffers(at.sources, [sent], place),
-        )
+        packets = self.coder.encode([sent], at.heard_by, step, place)
+        buffers = self.coder.buffers(at.sources, [sent], place)
         return sent, PeerMessages(self, step, place, [sent], copied.said, packets, buffers, bool(buffers))
 
     def depart(self, started: Sequence[PeerMessages], step: int) -> None:
@@ -184,8 +188,7 @@ class PeerExchange(Exchange[PeerMessages]):
         heard, sane = self._accepted(part)
         terms = self._terms(part, heard, sane)
         if copied:
-            message, header = copied.message, copied.said[0]
-            correct_and_state_(message, header, x, *terms, rate, copied.step, copied.elements)
+            correct_and_state_(copied.message, copied.said[0], x, *terms, rate, copied.step, copied.elements)
         else:
             correct_(x, *terms, rate)
         self._left(part)

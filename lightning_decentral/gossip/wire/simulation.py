@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.gossip.compute.coded_mean import by_peers
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.link import Direct, Everyone
+from lightning_decentral.gossip.compute.link import Direct, Everyone, by_peers
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.coded_clique import EveryonesParts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Codec, Combine, Gossip, Int8, Own, Plain
-from lightning_decentral.gossip.compute.coded_mean import by_peers
+from lightning_decentral.gossip.compute.link import by_peers
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Complete, Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology

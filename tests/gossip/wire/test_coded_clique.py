@@ -33,8 +33,9 @@ from lightning_decentral.gossip import (
     Topology,
     simulate,
 )
-from lightning_decentral.gossip.compute.coded_mean import CodedMean, by_peers
+from lightning_decentral.gossip.compute.coded_mean import CodedMean
 from lightning_decentral.gossip.compute.healing import Healing
+from lightning_decentral.gossip.compute.link import by_peers
 from lightning_decentral.gossip.plan.traffic import copies_sent
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_decentral.gossip import Codec, Combine, Complete, Gossip, Int8, Own, Plain, PseudoGradient
-from lightning_decentral.gossip.compute.coded_mean import by_peers
+from lightning_decentral.gossip.compute.link import by_peers
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.island_member import Averaging
 from lightning_decentral.gossip.wire.mixer import Mixer
