@@ -117,10 +117,11 @@ class Direct(Coder):
 def by_peers(
     codec: Codec, combine: Combine | ConsensusControl, topology: Topology, weights: Weights, size: int
 ) -> bool:
-    """Whether codes go from each worker to all who hear it. Else owners of parts add them up: of differences, which
-    bear it (`Codec.to_peers`), where in each step that talks all hear all with equal weights, and there are more than
-    two."""
-    if not codec.encodes or codec.to_peers(combine.of_differences and combine.copies == 1):
+    """Whether codes go from each worker to all who hear it. Else owners of parts add them up, where in each step that
+    talks all hear all with equal weights, and there are more than two. These are codes of differences: what their mean
+    loses, encoded once more, is sent later (`shared.compute.codec.coded_parts`)."""
+    cuts = not codec.remembers and not codec.of_matrices and combine.of_differences and combine.copies == 1
+    if not (codec.encodes and cuts):
         return codec.encodes
     steps = partitions(topology, weights, size)
     return steps is None or any(step is None or len(step) not in (1, size) for step in steps)

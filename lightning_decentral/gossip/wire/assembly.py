@@ -51,7 +51,7 @@ def assembled(
     """The exchange of one mixer. Every device of every worker calls it at the same point: it makes groups.
 
     Args:
-        by_peers: nothing is all-reduced, as `Codec.to_peers` says.
+        by_peers: nothing is all-reduced, as `link.by_peers` says.
         worker: of all `workers`, the one that this device belongs to.
         member: this device's part in its worker.
     """

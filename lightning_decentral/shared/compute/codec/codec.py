@@ -77,15 +77,6 @@ class Codec(ABC):
     of_matrices: ClassVar[bool] = False
     """Whether it looks at the matrices of a message, which parts for several owners would cut."""
 
-    def to_peers(self, of_differences: bool) -> bool:
-        """Whether payloads go from each worker to all who hear it; else owners of parts add them up, where all hear all
-        (`coded_parts`).
-
-        Args:
-            of_differences: whether it encodes differences: what a mean of them loses, encoded once more, is sent later.
-        """
-        return self.encodes and (self.remembers or self.of_matrices or not of_differences)
-
     @abstractmethod
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         """The tensors of the payload of a message with this layout and type."""
