@@ -5,7 +5,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
+import lightning_decentral
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.store import Durable, Entrusted, Store
 from lightning_decentral.shared.compute import worker_state
@@ -103,7 +103,7 @@ class Saving:
         """What a file says of itself, but for its digest."""
         return {
             "version": worker_state.VERSION,
-            "package": metadata.version("lightning-decentral"),
+            "package": lightning_decentral.__version__,
             "strategy": type(self._worker).__name__,
             "plan": self._worker.plan(),
             "changeable": self._worker.changeable(),

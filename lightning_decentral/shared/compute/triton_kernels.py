@@ -27,6 +27,8 @@ HEADERS = 32
 """That one program judges."""
 LARGEST_BLOCK = 4096
 """Of a codec: elements that share a scale, which one program holds."""
+TILE = 2048
+"""Elements that one program decodes, in blocks."""
 
 
 @triton.jit
@@ -146,12 +148,13 @@ def encode_kernel(
 
 
 @triton.jit
-def decode_kernel(out, quantized, scales, n, columns, COLUMNS: tl.constexpr):
-    inside = tl.arange(0, COLUMNS)
-    at = tl.program_id(0).to(tl.int64) * columns + inside
+def decode_kernel(out, quantized, scales, n, columns, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = tl.arange(0, COLUMNS)[None, :]
+    at = block[:, None] * columns + inside
     mask = (inside < columns) & (at < n)
     values = tl.load(quantized + at, mask=mask, other=0).to(tl.float32)
-    tl.store(out + at, values * tl.load(scales + tl.program_id(0)), mask=mask)
+    tl.store(out + at, values * tl.load(scales + block, mask=block < count, other=0.0)[:, None], mask=mask)
 
 
 # ---- the operations --------------------------------------------------------------------------------------------------
@@ -235,7 +238,9 @@ def int8_decode_(out: Tensor, quantized: Tensor, scales: Tensor, block: int) -> 
     if block > LARGEST_BLOCK or out.dtype not in TYPES:
         return False
     columns = triton.next_power_of_2(block)
-    decode_kernel[(len(scales),)](out, quantized, scales, out.numel(), block, columns, num_warps=_warps(columns))
+    rows = max(1, TILE // columns)
+    given = out, quantized, scales, out.numel(), block, len(scales)
+    decode_kernel[(triton.cdiv(len(scales), rows),)](*given, rows, columns)
     return True
 
 

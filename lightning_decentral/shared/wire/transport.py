@@ -192,11 +192,9 @@ def transport(group: Any, device: torch.device) -> Transport:
         ValueError: the group's backend is neither gloo nor NCCL, or its NCCL can't send and receive at once.
     """
     if (name := group.name()) == "nccl":
-        if not group._get_backend(torch.device("cuda")).supports_coalescing:
-            raise ValueError(  # every worker's receives would stand before its sends
-                "NCCL does a round's sends and receives one by one here, and workers would wait for each other: "
-                "unset TORCH_DISTRIBUTED_DEBUG=DETAIL (INFO is fine)"
-            )
+        if not group._get_backend(torch.device("cuda")).supports_coalescing:  # all would receive before they send
+            one_by_one = "NCCL does a round's sends and receives one by one here, and workers would wait for each other"
+            raise ValueError(f"{one_by_one}: unset TORCH_DISTRIBUTED_DEBUG=DETAIL (INFO is fine)")
         return NcclTransport(group)
     if name != "gloo":
         raise ValueError(f"workers talk by gloo or nccl, got {name}: give process_group_backend one of these")
@@ -237,13 +235,15 @@ class Wire:
 
 
 def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta | None) -> Any:
-    """This worker's of these groups of the world, which share no worker (None: all in one); None where it is in none.
-    Collective: every worker calls it."""
+    """This worker's of these groups, which share no worker (None: all in one); None where it is in none. Collective."""
     each = [None] if groups is None else [list(ranks) for ranks in groups]
     with Naming("the others", dist.get_rank()):
-        bound = _stores.group.WORLD.bound_device_id if groups and backend in (None, "nccl") else None
-        if bound and _stores.group.WORLD._get_backend(bound).supports_splitting:
-            return _stores.split_group(None, each, timeout)  # NCCL, bound to its device, would split once for each
+        whole = _stores.group.WORLD
+        over = whole._get_backend(whole.bound_device_id) if groups and whole.bound_device_id else None
+        if over and over.name() != "nccl":
+            whole.bound_device_id = None  # gloo says that it splits, so torch would ask it as it asks NCCL, and fail
+        elif over and backend in (None, "nccl") and over.supports_splitting:
+            return _stores.split_group(None, each, timeout)  # NCCL would split once for each
         made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 

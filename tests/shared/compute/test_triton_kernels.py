@@ -56,7 +56,7 @@ KERNELS = {
         {"message": FLOAT, **CODES, "midpoints": FLOAT, "key": "i32", "piece": "i32"},
         {"COLUMNS": 256, "REPLACE": True}, 1, 8 + 8, 8 + 8 + 1,
     ),
-    "decode_kernel": ({"out": FLOAT, **CODES}, {"COLUMNS": 256}, 1, 8 + 1, 8),
+    "decode_kernel": ({"out": FLOAT, **CODES, "count": "i32"}, {"ROWS": 4, "COLUMNS": 256}, 4, 8 + 4, 8),
 }  # fmt: skip
 
 

@@ -47,17 +47,19 @@ def test_nccl_that_does_messages_one_by_one_is_refused() -> None:
         transport(group("nccl", coalesces=False), CUDA)
 
 
-@pytest.mark.parametrize(("bound", "splits", "calls"), [
-    (torch.device("cuda:1"), True, ["split [[0, 2], [1, 3]]"]),
-    (torch.device("cuda:1"), False, ["new [0, 2]", "new [1, 3]"]),
-    (None, True, ["new [0, 2]", "new [1, 3]"]),
+@pytest.mark.parametrize(("bound", "splits", "name", "calls"), [
+    (torch.device("cuda:1"), True, "nccl", ["split [[0, 2], [1, 3]]"]),
+    (torch.device("cuda:1"), False, "nccl", ["new [0, 2]", "new [1, 3]"]),
+    (torch.device("cuda:1"), True, "gloo", ["new [0, 2]", "new [1, 3]"]),
+    (None, True, "nccl", ["new [0, 2]", "new [1, 3]"]),
 ])  # fmt: skip
 def test_groups_of_a_bound_device_are_split_off_at_once(
-    monkeypatch: pytest.MonkeyPatch, bound: Any, splits: bool, calls: list[str]
+    monkeypatch: pytest.MonkeyPatch, bound: Any, splits: bool, name: str, calls: list[str]
 ) -> None:
-    """Else each NCCL group is a split of the world's communicator that all take part in."""
+    """Else each NCCL group is a split of the world's communicator that all take part in. Gloo splits off nothing."""
     said: list[str] = []
-    world = SimpleNamespace(bound_device_id=bound, _get_backend=lambda _: SimpleNamespace(supports_splitting=splits))
+    backend = SimpleNamespace(supports_splitting=splits, name=lambda: name)
+    world = SimpleNamespace(bound_device_id=bound, _get_backend=lambda _: backend)
 
     def new(ranks: Any, *_: Any) -> Any:
         said.append(f"new {ranks}")
@@ -68,7 +70,8 @@ def test_groups_of_a_bound_device_are_split_off_at_once(
         return "mine"
 
     there = {"group": SimpleNamespace(WORLD=world), "split_group": split, "new_group": new, "get_rank": lambda: 1}
-    for name, value in there.items():
-        monkeypatch.setattr(dist, name, value, raising=False)
+    for attribute, value in there.items():
+        monkeypatch.setattr(dist, attribute, value, raising=False)
     assert new_group([range(0, 4, 2), [1, 3]], None, None) == "mine"
     assert said == calls
+    assert world.bound_device_id == (None if name == "gloo" else bound)

@@ -35,7 +35,9 @@ def shorts(number: int, key: int, device: torch.device) -> Tensor:
     Hash: Mueller and Wellons, "lowbias32".
     """
     pairs = (number + 1) // 2
-    return _hashed(_places(device)[:pairs] + (key & 0x7FFFFFFF)).view(torch.int16)[:number]
+    # A device makes them anew: what one stream makes and keeps, another could read before it is there.
+    places = _places()[:pairs] if device.type == "cpu" else _golden(pairs, device)
+    return _hashed(places + (key & 0x7FFFFFFF)).view(torch.int16)[:number]
 
 
 def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int, Tensor], Tensor]:
@@ -48,8 +50,7 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
     pieces = -(-number // piece)
     table = midpoints(device)
     if device.type != "cpu":
-        places = torch.arange(pieces, dtype=torch.int32, device=device).mul_(_GOLDEN)
-        starts = _hashed(places.add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
+        starts = _hashed(_golden(pieces, device).add_(key & 0x7FFFFFFF)).bitwise_and_(MIDPOINTS - 1)
         return lambda start, stop, out: out.copy_(_gathered(table, starts, piece, start, stop))
     first = [_hash(place * _GOLDEN + (key & 0x7FFFFFFF)) & MIDPOINTS - 1 for place in range(pieces)]
     return partial(_copied, table, first, piece)
@@ -103,7 +104,12 @@ def midpoints(device: torch.device) -> Tensor:
     return exact.add_(0.5).div_(MIDPOINTS).sub_(0.5).repeat(2).to(device)
 
 
-@lru_cache(maxsize=4)
-def _places(device: torch.device) -> Tensor:
+def _golden(number: int, device: torch.device) -> Tensor:
     """0, g, 2g, ... with the golden ratio of 2^32, wrapped: neighbours are far apart before they are hashed."""
-    return torch.arange(longest(device) // 2, dtype=torch.int32, device=device).mul_(_GOLDEN)
+    return torch.arange(number, dtype=torch.int32, device=device).mul_(_GOLDEN)
+
+
+@lru_cache(maxsize=1)
+def _places() -> Tensor:
+    """The most that a host asks for."""
+    return _golden(PAIRS, torch.device("cpu"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
-from lightning_decentral.shared.compute.codec.quantize import check_block, piece_length, pieces, scratch
+from lightning_decentral.shared.compute.codec.quantize import check_block, divisor, piece_length, pieces, scratch
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -58,11 +58,12 @@ class Packed(Codec):
         """(rows of the message, codes, scale) of pieces that have been encoded."""
         exact = torch.promote_types(message.dtype, torch.float32)
         noise = dither(message.numel(), frame.key, piece_length(self.block), message.device)
+        largest = divisor(self.largest, message.device)
         for start, stop, columns in pieces(message, self.block):
             rows = message[start:stop].view(-1, columns)
             x, (packed, scale) = rows.to(exact), self._places(payload, start, rows.shape[0], columns)
             # NaN and infinity go into the scale, so hearers see them; a block of zeros, too, has one.
-            scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(self.largest).clamp_(min=1.2e-38)
+            scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest).clamp_(min=1.2e-38)
             shared = scale.to(exact).unsqueeze(1)
             codes = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
             # floor(s + u) = round(s + u - 1/2)

@@ -73,12 +73,13 @@ def _encoded(
     exact = torch.promote_types(message.dtype, torch.float32)
     # A function of rank, round, bucket and place: there is no generator to save.
     noise = dither(message.numel(), key, piece_length(block), message.device)
+    largest = divisor(127, message.device)
     for start, stop, columns in pieces(message, block):
         rows = message[start:stop].view(-1, columns)
         x = rows.to(exact)
         scale = scales[start // block :][: x.shape[0]]
         # NaN and infinity go into the scale, so hearers see them.
-        scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(127)
+        scale.copy_(torch.maximum(x.amax(1), x.amin(1).neg_())).div_(largest)
         scale.clamp_(min=1.2e-38)  # a block of zeros, too, has a scale
         shared = scale.to(exact).unsqueeze(1)
         rounded = noise(start, stop, scratch(stop - start, exact, message.device)).view_as(x)
@@ -204,6 +205,11 @@ def scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if held is None or held.numel() < elements:
         held = _here.held[dtype] = torch.empty(elements, dtype=dtype, device=device)
     return held[:elements]
+
+
+def divisor(number: float, device: torch.device) -> Tensor:
+    """To divide by as a host does: by a number itself CUDA multiplies with its reciprocal, which rounds otherwise."""
+    return torch.full((), number, dtype=torch.float32, device=device)
 
 
 def pieces(message: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
