@@ -7,8 +7,8 @@
 Every part is a process of its own with a hard end, and what one prints is kept where the next one fails. What was
 measured stands beside what was predicted; `results/first-hour-<device>.json` and `.md` hold the parts that ran last.
 It needs torch, lightning, transformers, torchmetrics and networkx (for the tests pytest, pytest-timeout and hypothesis,
-too), and says what it can't run. `--device cpu` goes the same ways in small sizes, to try the script itself, and
-writes nothing.
+for the rehearsal Hydra), and says what it can't run. `--device cpu` goes the same ways in small sizes, to try the
+script itself, and writes nothing.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from first_hour_parts import PARTS, Row
 from hardware import description, slug
 
 HERE = Path(__file__).parent
-ORDER = ["facts", "tests", "kernels", "round", "workers", "codecs", "spilled", "devices"]
+ORDER = ["facts", "tests", "kernels", "round", "workers", "codecs", "spilled", "rehearsal", "devices"]
 SECONDS = 560
 """Of a part: what a device is often lent for at once is ten minutes."""
 
@@ -36,7 +36,11 @@ SECONDS = 560
 def run(part: str, device: str) -> dict[str, Any]:
     """{rows, seconds, error} of a part, in a process of its own."""
     command = [sys.executable, str(Path(__file__)), "--inside", part, "--device", device]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *sys.path[1:]]),
+        "PYTHONUNBUFFERED": "1",
+    }
     began, rows, error = time.monotonic(), list[Row](), ""
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

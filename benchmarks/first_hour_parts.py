@@ -4,18 +4,15 @@ Predictions: bytes that must be moved over the rate of a copy, which `facts` mea
 (`benchmarks.passes`); for the rest what data sheets say of an H100.
 """
 
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import NamedTuple
 
 import torch
+from first_hour_runs import pytested, side_by_side, trained
 from torch import Tensor
 
 from lightning_decentral.gossip import Codec, Exponential, Gossip, Int8, Own, Plain
@@ -27,7 +24,6 @@ from lightning_decentral.shared.compute import fused, health
 from lightning_decentral.shared.compute.codec import quantize
 from lightning_decentral.shared.compute.hardware import duration
 
-ROOT = Path(__file__).parent.parent
 CASES = ("gossip", "int8", "compressed", "allreduce", "partial_backprop", "token_pipeline")
 SHARDED = ("fully_shard",)
 """By NCCL alone: gloo scatters no sums of a device."""
@@ -90,36 +86,11 @@ def tests(device: torch.device) -> Iterator[Row]:
     if device.type != "cuda":
         yield Row("tests marked gpu", "not on the CPU: they need a device")
         return
-    for where, seconds in (("tests/gossip", 240), ("tests/shared tests/optim", 120),
-                           ("tests/spilled tests/sweep tests/benchmarks/test_gpu.py", 120)):  # fmt: skip
-        yield Row(where, pytested(where.split(), "gpu", seconds), "all pass")
-
-
-def pytested(where: list[str], mark: str, seconds: int) -> str:
-    """What pytest says in its last line, the names of what failed, and of files that ask for a package that isn't here.
-
-    Such files hold up nothing. Of those with marked tests only `tests/benchmarks/test_gpu.py` is one: it needs Hydra.
-    """
-    options = ["-p", "no:cacheprovider", "-p", "from_checkout", "--continue-on-collection-errors", "-rfE", "-m", mark]
-    path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *options, *where],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=seconds,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"no end in {seconds} s"
-    wrong = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    # A file that can't be imported is an error with no test's name; its traceback ends with what is missing.
-    missing = {name.partition(".")[0] for name in re.findall(r"^E +ModuleNotFoundError: .*'(.+)'", done.stdout, re.M)}
-    failed, files = [name for name in wrong if "::" in name], [name for name in wrong if "::" not in name]
-    last = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1].strip("= ")
-    said = [last, *([": " + ", ".join(failed[:12])] if failed else [])]
-    if files:
-        wanted = ", ".join(sorted(missing)) or "what they import"
-        said.append(f"; not looked at, for want of {wanted}: {len(files)} files")
-    return "".join(said)
+    folders = {"tests/gossip": 400, "tests/shared tests/optim": 240,
+               "tests/spilled tests/sweep tests/benchmarks/test_gpu.py": 240}  # fmt: skip
+    said = side_by_side([partial(pytested, where.split(), "gpu", seconds) for where, seconds in folders.items()])
+    for where, words in zip(folders, said, strict=True):
+        yield Row(where, words, "all pass")
 
 
 def kernels(device: torch.device) -> Iterator[Row]:
@@ -169,7 +140,7 @@ def round_(device: torch.device) -> Iterator[Row]:
     """One round of a worker beside the wire: device time, launches."""
     rate = copy_rate(device)
     for codec, heard, passes in ((Plain(), 1, 5.0), (Plain(), 2, 6.0), (Int8(), 1, 10.5)):
-        for whole, buckets in ((2**26, 8), (2**32, 4)):
+        for whole, buckets in ((2**26, 1), (2**26, 8), (2**32, 4)):
             size = 4 * (sizes(device, whole) // 4)
             mixer = _mixer(size, heard, buckets, codec, device)
             name = f"{codec}, {heard} heard, {size / 2**20:.4g} MiB in {buckets} buckets"
@@ -217,8 +188,9 @@ def codecs(device: torch.device) -> Iterator[Row]:
 
 def workers(device: torch.device) -> Iterator[Row]:
     """Two real workers on one device, by gloo: NCCL refuses two ranks on a device."""
-    for case in CASES:
-        yield Row(case, trained(case, device, 2, "gloo", one_device=True), "ok")
+    said = side_by_side([partial(trained, case, device, 2, "gloo", one_device=True) for case in CASES])
+    for case, words in zip(CASES, said, strict=True):
+        yield Row(case, words, "ok")
     yield Row(", ".join(SHARDED), "by NCCL alone, which needs a device each: part devices")
 
 
@@ -238,48 +210,6 @@ def devices(device: torch.device) -> Iterator[Row]:
         yield Row("tests marked multigpu", pytested(["tests/gossip", "tests/shared"], "multigpu", 240), "all pass")
 
 
-def trained(
-    case: str, device: torch.device, count: int, backend: str, one_device: bool = False, kill: bool = False
-) -> str:
-    """ok, or what went wrong, of so many processes that train, save and go on."""
-    with tempfile.TemporaryDirectory() as folder:
-        port = str(29600 + os.getpid() % 300)
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LIGHTNING_DECENTRAL_CACHE": folder,
-                  "WORKERS": str(count)}  # fmt: skip
-        script = str(Path(__file__).with_name("first_hour_worker.py"))
-        words = [sys.executable, script, case, device.type, backend, folder]
-        logs = [Path(folder) / f"worker-{rank}.txt" for rank in range(count)]
-        began, ended = time.monotonic(), False
-        processes = []
-        for rank, log in enumerate(logs):
-            place = {"NODE_RANK": str(rank), "LOCAL_RANK": "0", "KILL": str(int(kill))}
-            if device.type == "cuda" and not one_device:
-                place["CUDA_VISIBLE_DEVICES"] = str(rank)
-            environment = {**os.environ, **shared, **place}
-            processes.append(subprocess.Popen(words, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT))
-        while time.monotonic() - began < 85 and not ended:
-            ended = all(process.poll() is not None for process in processes)
-            time.sleep(0.1)
-        for process in processes:
-            process.kill()
-        said = [log.read_text() for log in logs]
-    lines = [
-        next((line for line in reversed(text.splitlines()) if line.startswith(("ok", "ended"))), "") for text in said
-    ]
-    if kill:
-        return lines[0] if lines[0].startswith("ended") else _last(said[0], ended)
-    return (
-        f"ok, {time.monotonic() - began:.0f} s: {lines[0]}"
-        if all(lines)
-        else _last(said[next(rank for rank, line in enumerate(lines) if not line)], ended)
-    )
-
-
-def _last(text: str, ended: bool) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return ("" if ended else "no end in 85 s; ") + (lines[-1][:300] if lines else "said nothing")
-
-
 def spilled(device: torch.device) -> Iterator[Row]:
     """A model within a part of the device's memory, beside the plain run: seconds of a step, peak."""
     from first_hour_worker import spilled_step
@@ -294,7 +224,26 @@ def spilled(device: torch.device) -> Iterator[Row]:
         yield Row(f"{update}: peak GiB", peak / 2**30 if device.type == "cuda" else "nobody counts on the CPU", most)
 
 
+def rehearsal(device: torch.device) -> Iterator[Row]:
+    """Workers in one process: the same losses as on the CPU, and their seconds."""
+    if not find_spec("hydra"):
+        yield Row("rehearsed", "not looked at, for want of hydra")
+        return
+    from first_hour_worker import SMALL, rehearsed
+
+    names = {False: "one after the other", True: "stacked"}
+    for stacked, name in names.items():
+        here, there = (rehearsed(SMALL, at, 10, stacked)[0] for at in (device.type, "cpu"))
+        yield Row(
+            f"{name}: largest difference of a loss", max(map(abs, map(float.__sub__, here, there))), "under 0.001"
+        )
+    large = {**SMALL, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 256}
+    for stacked, name in names.items():
+        seconds = rehearsed(large if device.type == "cuda" else SMALL, device.type, 60, stacked)[1]
+        yield Row(f"{name}: ms a step of one worker, all included", 1e3 * seconds / (60 * 4 * 3))
+
+
 PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
     "facts": facts, "tests": tests, "kernels": kernels, "round": round_, "workers": workers, "codecs": codecs,
-    "spilled": spilled, "devices": devices,
+    "spilled": spilled, "rehearsal": rehearsal, "devices": devices,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """One worker of the first hour: a small GPT under a strategy, with validation, a checkpoint and a run that goes on.
 
-python first_hour_worker.py gossip cuda gloo FOLDER        started by `first_hour_parts`, which sets who it is
+python first_hour_worker.py gossip cuda gloo FOLDER        started by `first_hour_runs`, which sets who it is
 """
 
 import os
@@ -152,10 +152,12 @@ def spilled_step(device: torch.device, update: str) -> tuple[float, int, int, in
                 torch.cuda.synchronize()
             stamps.append(time.perf_counter())
 
+    with device:  # a host would draw 1.2e9 numbers for half a minute
+        module = Text(**config)
+    module.cpu()
     if on_device:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    module = Text(**config)
     trainer = Trainer(
         accelerator="gpu" if on_device else "cpu", devices=1, strategy=builds[update](), max_steps=4,
         precision="bf16-mixed" if on_device else "32-true", limit_val_batches=0, logger=False, callbacks=[Clock()],
@@ -164,6 +166,23 @@ def spilled_step(device: torch.device, update: str) -> tuple[float, int, int, in
     trainer.fit(module, batches(config, 4, 4))
     peak = torch.cuda.max_memory_allocated() if on_device else 0
     return stamps[-1] - stamps[-2], peak, sum(p.numel() for p in module.parameters()), limit
+
+
+def rehearsed(config: dict[str, int], device: str, steps: int, stacked: bool) -> tuple[list[float], float]:
+    """([loss of each method in the end], seconds of it all) of four workers."""
+    import from_checkout  # noqa: F401  # words of methods are composed from conf
+
+    from lightning_decentral.planner.rehearsal import rehearse
+
+    methods = ("strategy=compressed", "strategy=gossip strategy/codec=int8")  # and ddp
+    seed_everything(1, verbose=False)
+    began = time.perf_counter()
+    answer = rehearse(
+        Text(**config), batches(config, 4, 4 * steps), workers=[4], target=0.0, methods=methods, steps=steps,
+        rates=[1.0], seeds=1, validation=batches(config, 4, 2), stacked=stacked, device=device,
+    )  # fmt: skip
+    assert not answer.refused, answer.refused
+    return [row.loss for row in sorted(answer.rows, key=lambda row: row.words)], time.perf_counter() - began
 
 
 if __name__ == "__main__":

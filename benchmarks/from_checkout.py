@@ -1,4 +1,4 @@
-"""As a pytest plugin, `-p from_checkout`: finds the package's recipes and conf in a checkout that isn't installed."""
+"""Finds recipes and conf of the package where a checkout isn't installed; as a pytest plugin, `-p from_checkout`."""
 
 from pathlib import Path
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import from_checkout  # noqa: F401
 import torch
 from hydra import compose, initialize_config_module
 from lightning.pytorch import LightningModule

@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md, and of docs/elastic.md, from the results beside this file; tests hold them to these.
+"""The tables of docs/measured.md, and of elastic.md and how-it-works.md, from the results; tests hold them to these.
 
     python benchmarks/measured.py           # prints them
     python benchmarks/measured.py --write   # puts them into the page
@@ -216,11 +216,31 @@ def spread(seconds: list[float]) -> str:
     return f"median {statistics.median(seconds):.2f} s, largest {max(seconds):.2f} s"
 
 
+def device() -> str:
+    """Of the first hour on one: times of kernels and rounds over those that their bytes take at a copy's rate."""
+    parts = result("first-hour-nvidia-h100-80gb-hbm3.json")["parts"]
+    found = {row["name"]: (row["value"], row["predicted"]) for part in parts.values() for row in part["rows"]}
+    timed = {
+        "`x += rate sum_j w_j (heard_j - sent)`, 1 GiB": "correct, ms",
+        "the same, and the copy that leaves next": "correct, and copy what leaves next, ms",
+        "`Int8()`: encode and replace": "int8 encode, ms",
+        "`Int8()`: decode": "int8 decode, ms",
+        "a round of 4 GiB, one neighbour": "Plain(), 1 heard, 4096 MiB in 4 buckets: ms",
+        "a round of 4 GiB, one neighbour, `Int8()`": "Int8(block=256), 1 heard, 4096 MiB in 4 buckets: ms",
+        "a round of 64 MiB, one neighbour": "Plain(), 1 heard, 64 MiB in 1 buckets: ms",
+    }
+    body = [
+        [what, f"{value:.2f}", f"{(bound := float(words.partition(',')[0])):.2f}", f"{value / bound:.2f}"]
+        for what, (value, words) in ((what, found[name]) for what, name in timed.items())
+    ]
+    return markdown(("on an H100", "ms", "by its bytes", "over it"), body)
+
+
 TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
     partial, sweeps, faults, elastic,
 )  # fmt: skip
-ELASTIC = (beside, changing)
+ELASTIC, DEVICE = (beside, changing), (device,)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
@@ -235,7 +255,7 @@ def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
 
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = {DOCS / "measured.md": TABLES, DOCS / "elastic.md": ELASTIC}
+PAGES = {DOCS / "measured.md": TABLES, DOCS / "elastic.md": ELASTIC, DOCS / "how-it-works.md": DEVICE}
 
 if __name__ == "__main__":
     for page, tables in PAGES.items():

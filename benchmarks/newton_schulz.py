@@ -39,6 +39,7 @@ MODELS = {  # (width, blocks) of GPT-2, its vocabulary left small: tables and he
     "twice as wide and deep": (192, 4),
     "one block of GPT-2": (768, 1),
 }
+ON_A_DEVICE = {"GPT-2 small": (768, 12)}
 
 
 def gpt2(width: int, blocks: int) -> nn.Module:
@@ -128,7 +129,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     load, device = os.getloadavg()[0], torch.device(options.device)
-    results = {name: measure(*shape, options.turns, device) for name, shape in MODELS.items()}
+    models = MODELS if device.type == "cpu" else {**MODELS, **ON_A_DEVICE}
+    results = {name: measure(*shape, options.turns, device) for name, shape in models.items()}
     lines = [summary(name, rows) for name, rows in results.items()]
     table = Table(*lines[0])
     for line in lines:

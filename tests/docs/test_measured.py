@@ -21,6 +21,11 @@ def test_the_elastic_guide_shows_them_too(table) -> None:  # type: ignore[no-unt
     assert table() in (ROOT / "docs" / "elastic.md").read_text()
 
 
+def test_how_it_works_shows_the_device() -> None:
+    assert [measured.device] == [*measured.DEVICE]
+    assert measured.device() in (ROOT / "docs" / "how-it-works.md").read_text()
+
+
 def test_it_is_short() -> None:
     assert len(re.findall(r"\w\S*", PAGE.replace("|", " "))) <= 1500
 
