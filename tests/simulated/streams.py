@@ -48,6 +48,7 @@ class Engine:
         given: operations so far, of all streams.
         pinned: memory of the host, by address.
         present_bytes: in tensors now, and the most so far.
+        running: whether an operation is under way.
         kept: memory that was given back while other streams read it: until when, and what then becomes of it.
     """
 
@@ -56,7 +57,7 @@ class Engine:
         self.given_up = threading.Event()
         self.pinned: dict[int, Tensor] = {}
         self.kept: list[tuple[list[Mark], Callable[[], None]]] = []
-        self.present_bytes, self.peak_bytes, self.given = 0, 0, 0
+        self.present_bytes, self.peak_bytes, self.given, self.running = 0, 0, 0, False
         self._streams: list[Stream] = []
         self._made: dict[Hashable, Any] = {}
         self._ahead: Stream | None = None
@@ -88,8 +89,12 @@ class Engine:
             self._ahead = self.random.choice(ready)
         assert self._ahead is not None
         _, run = self._ahead.queue.popleft()
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            run()
+        self.running = True
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                run()
+        finally:
+            self.running = False
         free = [kept for kept in self.kept if all(mark.passed for mark in kept[0])]
         self.kept = [kept for kept in self.kept if kept not in free]
         for _, reuse in free:
@@ -143,7 +148,8 @@ class Stream:
         """Behind all that it has to do, and not before it's `ready`."""
         self.engine.given += 1
         self.queue.append((ready, run))
-        if here() is self.engine and self.engine.random.random() < EARLY:  # a collector may come by in any thread
+        # A collector may come by in any thread, and in the middle of an operation, behind which the next ones wait.
+        if here() is self.engine and not self.engine.running and self.engine.random.random() < EARLY:
             self.engine.step()
 
     def takes(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.device import AsyncRead
 from tests import simulated
-from tests.simulated import CUDA
+from tests.simulated import CUDA, streams
 
 SEEDS = range(12)
 Work = Callable[[bool], Tensor]
@@ -178,3 +178,20 @@ def test_training_on_it_is_training_on_the_host() -> None:
     assert [wait.partition(" /")[0] for wait in waits] == ["copy to the host"]  # to compare them
     for a, b in zip(there, here, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_operation_ends_before_the_next_begins_whoever_collects_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector in the middle of an operation gives memory back, which is an operation, too."""
+    monkeypatch.setattr(streams, "EARLY", 1.0)
+    with simulated.device(0) as engine:
+        kept, order = [torch.ones(4, device=CUDA)], list[str]()
+        engine.finish()
+
+        def first() -> None:
+            order.append("first begins")
+            kept.clear()
+            order.append("first ends")
+
+        engine.current.queue += [(lambda: True, first), (lambda: True, lambda: order.append("second"))]
+        engine.finish()
+    assert order == ["first begins", "first ends", "second"]
