@@ -11,7 +11,13 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.compute.link import by_peers
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import WorkerBytes, all_reduce_copies, copies_sent, copies_through_card
+from lightning_decentral.gossip.plan.traffic import (
+    Cliques,
+    WorkerBytes,
+    all_reduce_copies,
+    copies_sent,
+    copies_through_card,
+)
 from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, describe
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
@@ -58,13 +64,7 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     fragments = len(plan.topology.fragments)
     said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies // fragments
     of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
-    copies = copies_sent(
-        plan.topology,
-        plan.weights,
-        plan.worker,
-        size,
-        peers_only=_told(plan),
-    )
+    copies = copies_sent(plan.topology, plan.weights, plan.worker, size, _cliques(plan))
     sent = copies * of_worker.message
     words = {
         "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
@@ -95,7 +95,7 @@ def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
     # Of an island the devices send a part each.
     message = sum(travel.codec.bytes(MessageLayout(flat.numel()), flat.dtype) for flat in flats)
     where = travel.along(plan.topology), plan.weights, plan.worker, plan.workers
-    sent = copies_sent(*where, peers_only=travel.codec.encodes) * message
+    sent = copies_sent(*where, Cliques.TOLD if travel.codec.encodes else Cliques.RING) * message
     return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
@@ -113,8 +113,10 @@ def healing(plan: Planned) -> str:
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
-def _told(plan: Planned) -> bool:
-    return by_peers(plan.codec, plan.combine, plan.topology, plan.weights, plan.workers)
+def _cliques(plan: Planned) -> Cliques:
+    if by_peers(plan.codec, plan.combine, plan.topology, plan.weights, plan.workers):
+        return Cliques.TOLD
+    return Cliques.OWNERS if plan.codec.encodes else Cliques.RING
 
 
 def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
@@ -122,8 +124,7 @@ def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
-    told = _told(plan)
-    steps = copies_through_card(*shape, peers_only=told, by_owners=plan.codec.encodes and not told)
+    steps = copies_through_card(*shape, _cliques(plan))
     mean, most = sum(steps) / len(steps) * of_worker.message, max(steps) * of_worker.message
     reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * of_worker.model
     return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"

@@ -19,6 +19,7 @@ from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
 from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences, step_graph
+from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.warm_start import WarmStarted
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.island import AllReduce, FullyShard, Island
@@ -233,7 +234,7 @@ def encoding_of(codec: Codec, copies: float = 1, *, told: bool = True) -> Encodi
         return copies * codec.bytes(MessageLayout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
 
     assumed = RoundWork(repr(codec), *seconds_per_byte(codec))
-    return Encoding(repr(codec), wire_bytes, assumed, copies, peers_only=told)
+    return Encoding(repr(codec), wire_bytes, assumed, copies, Cliques.TOLD if told else Cliques.OWNERS)
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:

@@ -24,7 +24,7 @@ import numpy as np
 from lightning_decentral.gossip.plan.island_cost import Alone, Within
 from lightning_decentral.gossip.plan.messages import PLAIN, Beside, Encoding, Talk, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Round, RoundLoad, mean_copies, rounds
+from lightning_decentral.gossip.plan.traffic import Cliques, Round, RoundLoad, mean_copies, rounds
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
 from lightning_decentral.shared.plan.arguments import at_least, checked
 from lightning_decentral.shared.plan.forecast import COUNTED_STEPS, Floats, Method, Setting, at_factors
@@ -168,12 +168,7 @@ class GossipForecast(Method):
         size, per_node = self._size(setting), self._workers_per_node(setting)
         # Of an island on one node, whatever its devices send each other stays inside.
         return sum(
-            t.wire_bytes
-            * mean_copies(
-                *(t.topology, self.weights, size, per_node),
-                peers_only=t.encoding.peers_only,
-                by_owners=t.encoding.by_owners,
-            )
+            t.wire_bytes * mean_copies(t.topology, self.weights, size, per_node, t.encoding.cliques)
             for t in self._talks(setting)
         )
 
@@ -203,7 +198,7 @@ class GossipForecast(Method):
 
     def _rounds(self, setting: Setting, talk: Talk) -> tuple[Round, ...]:
         size, per_node = self._size(setting), self._workers_per_node(setting)
-        return rounds(talk.topology, self.weights, size, per_node, talk.encoding.peers_only)
+        return rounds(talk.topology, self.weights, size, per_node, talk.encoding.cliques)
 
     def _flying_bytes(self, setting: Setting, talk: Talk) -> float:
         part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
@@ -230,7 +225,7 @@ class GossipForecast(Method):
         gathered = self.within.gathering(setting).seconds(talk.bytes)
         # Codes go to owners of parts, and back. Inside the node and between nodes at the same time; the gather needs
         # all.
-        ways = 2 if load.clique and talk.encoding.by_owners else 1
+        ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
         return ways * max(moved) + gathered if moved else 0.0
 
     def _exchanged(self, setting: Setting, talk: Talk, load: RoundLoad) -> list[tuple[Price, float]]:
@@ -238,7 +233,7 @@ class GossipForecast(Method):
         cluster = setting.cluster
         together = min(self.within.devices, cluster.per_node)
         flows = load.flows * together
-        if load.clique and talk.encoding.by_owners:
+        if load.clique and talk.encoding.cliques is Cliques.OWNERS:
             others = load.clique - (load.per_node if load.between else 1)
             reach, group = ("between", cluster.nodes) if load.between else ("inside", cluster.per_node)
             shared = flows * load.per_node if load.between else 1
@@ -274,6 +269,8 @@ class GossipForecast(Method):
         own += work.round_seconds
         plan = self._rounds(setting, talk)
         # A worker decodes its own part as each of the others sent it, and each of the others' parts of the mean.
-        clique = max(load.clique for one in plan for load in one.loads) if talk.encoding.by_owners else 0
+        clique = (
+            max(load.clique for one in plan for load in one.loads) if talk.encoding.cliques is Cliques.OWNERS else 0
+        )
         each += bool(clique) * each + max(0, 2 * (clique - 2)) * work.message_seconds
         return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in plan]

@@ -12,7 +12,7 @@ from math import lcm
 import numpy as np
 
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Round
+from lightning_decentral.gossip.plan.traffic import Cliques, Round
 from lightning_decentral.shared.plan.forecast import Floats
 from lightning_decentral.shared.plan.profile import Model, RoundWork
 
@@ -30,19 +30,14 @@ class Encoding:
             (16 bytes a bucket) aside.
         assumed: what it takes more than messages as they are, where the profile doesn't have the codec.
         copies: messages of the model's size that are encoded for one, as a rule may want.
-        peers_only: whether nothing is all-reduced, as with codes that no owner of a part adds up.
+        cliques: how workers exchange it where all of a group hear all.
     """
 
     codec: str = AS_THEY_ARE
     wire_bytes: Callable[[float], float] = float
     assumed: RoundWork = UNMEASURED
     copies: float = 1.0
-    peers_only: bool = False
-
-    @property
-    def by_owners(self) -> bool:
-        """Whether what is all-reduced are codes, which owners of parts add up."""
-        return self.codec != AS_THEY_ARE and not self.peers_only
+    cliques: Cliques = Cliques.RING
 
     def work(self, model: Model) -> RoundWork:
         """As measured, or what messages as they are take and what is assumed."""

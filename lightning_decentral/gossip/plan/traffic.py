@@ -9,6 +9,7 @@ lets owners of parts add up codes; in every other one peers send each other mess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from itertools import permutations
 
@@ -17,6 +18,14 @@ import numpy.typing as npt
 
 from lightning_decentral.gossip.plan.topology.topology import Topology, step_graph
 from lightning_decentral.gossip.plan.weights import Weights, targets
+
+
+class Cliques(Enum):
+    """How workers exchange in a step in which all of a clique hear all of it with equal weights."""
+
+    TOLD = "each tells each, as with codes that no owner of a part adds up"
+    RING = "a ring all-reduces what travels as it is"
+    OWNERS = "owners of parts add up codes"
 
 
 @dataclass(frozen=True)
@@ -59,15 +68,10 @@ class Round:
 
 @lru_cache(maxsize=64)
 def rounds(
-    topology: Topology, weights: Weights, size: int, workers_per_node: int, peers_only: bool = False
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> tuple[Round, ...]:
-    """Of a period.
-
-    Args:
-        peers_only: no all-reduce where it would do, as with a codec that owners of parts don't add up.
-    """
-    cliques = None if peers_only else partitions(topology, weights, size)
-    by_step = cliques or [None] * topology.period(size)
+    """Of a period."""
+    by_step = _partitions(topology, weights, size, cliques)
     return tuple(_round(topology, size, step, found, workers_per_node) for step, found in enumerate(by_step))
 
 
@@ -141,76 +145,56 @@ def all_reduce_copies(size: int, workers_per_node: int) -> float:
 
 
 def copies_through_card(
-    topology: Topology,
-    weights: Weights,
-    size: int,
-    workers_per_node: int,
-    *,
-    peers_only: bool = False,
-    by_owners: bool = False,
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[float]:
     """For each step of a period: the most that any node sends out through its card, in units of the parameters' bytes.
 
     A message to a worker of another node counts 1; a ring all-reduce over c workers 2 (c - 1) / c for each of its
     links that leaves the node, and 2 / c for each pair, one of whom is elsewhere, where owners of parts do it. What a
     node receives is as much wherever all are heard by as many as they hear.
-
-    Args:
-        peers_only: no all-reduce where it would do, as with a codec.
-        by_owners: an all-reduce is of codes, whose parts have owners.
     """
-    by_node = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only, by_owners=by_owners)
+    by_node = copies_by_node(topology, weights, size, workers_per_node, cliques)
     return [max(sent.values(), default=0.0) for sent in by_node]
 
 
-def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, *, peers_only: bool = False) -> float:
+def copies_sent(topology: Topology, weights: Weights, rank: int, size: int, cliques: Cliques = Cliques.RING) -> float:
     """What one worker sends in a step, as a mean over a period, in units of its message's bytes. 1 for each that hears
     it, 2 (c - 1) / c of an all-reduce over c workers."""
-    period = topology.period(size)
-    cliques = None if peers_only else partitions(topology, weights, size)
-    sent = 0.0
-    for step, partition in enumerate(cliques or [None] * period):
+    steps, sent = _partitions(topology, weights, size, cliques), 0.0
+    for step, partition in enumerate(steps):
         if partition is None:
             sent += len(targets(topology, rank, size, step))
         else:
             clique = next(c for c in partition if rank in c)
             sent += 2 * (len(clique) - 1) / len(clique)
-    return sent / period
+    return sent / len(steps)
 
 
 def mean_copies(
-    topology: Topology,
-    weights: Weights,
-    size: int,
-    workers_per_node: int,
-    *,
-    peers_only: bool = False,
-    by_owners: bool = False,
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> float:
     """What the busiest node sends out through its card in a step, as a mean over a period."""
-    steps = copies_by_node(topology, weights, size, workers_per_node, peers_only=peers_only, by_owners=by_owners)
+    steps = copies_by_node(topology, weights, size, workers_per_node, cliques)
     nodes = {node for sent in steps for node in sent}
     return max((sum(sent.get(node, 0.0) for sent in steps) / len(steps) for node in nodes), default=0.0)
 
 
 def copies_by_node(
-    topology: Topology,
-    weights: Weights,
-    size: int,
-    workers_per_node: int,
-    *,
-    peers_only: bool = False,
-    by_owners: bool = False,
+    topology: Topology, weights: Weights, size: int, workers_per_node: int, cliques: Cliques = Cliques.RING
 ) -> list[dict[int, float]]:
     """For each step of a period what every node that sends anything sends out, counted as above."""
-    period = topology.period(size)
-    cliques = None if peers_only else partitions(topology, weights, size)
-    reduced = _pairs if by_owners else _rings
+    reduced = _pairs if cliques is Cliques.OWNERS else _rings
     steps = [
         _peers(topology, size, step) if alone is None else reduced(alone)
-        for step, alone in enumerate(cliques or [None] * period)
+        for step, alone in enumerate(_partitions(topology, weights, size, cliques))
     ]
     return [_by_node(links, workers_per_node) for links in steps]
+
+
+def _partitions(topology: Topology, weights: Weights, size: int, cliques: Cliques) -> Sequence[Partition | None]:
+    """For each step of a period the cliques in which it reduces; None where peers exchange."""
+    found = None if cliques is Cliques.TOLD else partitions(topology, weights, size)
+    return found or [None] * topology.period(size)
 
 
 Links = Iterator[tuple[int, int, float]]

@@ -28,7 +28,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip.plan.forecast import ready, step_tasks
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards
 from lightning_decentral.gossip.plan.messages import Encoding
-from lightning_decentral.gossip.plan.traffic import RoundLoad, copies_through_card, rounds
+from lightning_decentral.gossip.plan.traffic import Cliques, RoundLoad, copies_through_card, rounds
 from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
 from lightning_decentral.shared.plan.forecast import Method, Setting, even, forecast, one_slow
@@ -134,7 +134,7 @@ def test_every_k_with_delay_k_has_k_steps_to_hide_behind() -> None:
     assert once == pytest.approx((3 * model().seconds + sent) / 4, rel=0.01)
 
 
-QUARTER = Encoding("Int8", lambda size: size / 4, RoundWork("Int8", 0.7e-9, 0.3e-9), peers_only=True)
+QUARTER = Encoding("Int8", lambda size: size / 4, RoundWork("Int8", 0.7e-9, 0.3e-9), cliques=Cliques.TOLD)
 WORK = 1e-9 * PARAMETERS
 
 
@@ -192,7 +192,7 @@ def test_a_round_takes_its_time_however_short_its_message(topology: Topology, he
 
 def test_in_a_clique_one_mixture_is_heard_and_in_a_star_the_leaves_hear_one() -> None:
     assert rounds(Complete(), Own(), 8, 1)[0].heard.tolist() == [1] * 8
-    assert rounds(Complete(), Own(), 8, 1, True)[0].heard.tolist() == [7] * 8
+    assert rounds(Complete(), Own(), 8, 1, Cliques.TOLD)[0].heard.tolist() == [7] * 8
     assert rounds(Star(), Own(), 4, 1)[0].heard.tolist() == [3, 1, 1, 1]
     assert rounds(Every(2, Ring()), Own(), 4, 1)[0].heard.tolist() in ([0] * 4, [2] * 4)
     for one in rounds(AlternatingExponentialRing(4), Own(), 8, 4):
@@ -211,12 +211,12 @@ def test_of_an_island_every_device_corrects_what_it_has_and_hears_its_part() -> 
 
 def test_where_messages_are_encoded_nothing_is_all_reduced() -> None:
     assert {load.clique for one in rounds(Complete(), Own(), 8, 1) for load in one.loads} == {8}
-    assert rounds(Complete(), Own(), 8, 1, True)[0].loads == (RoundLoad(0, 0, 7, 1),) * 8
+    assert rounds(Complete(), Own(), 8, 1, Cliques.TOLD)[0].loads == (RoundLoad(0, 0, 7, 1),) * 8
 
 
 def test_codes_that_owners_add_up_go_there_and_back_by_parts() -> None:
     """7 of 8 parts each way, of which a worker decodes its own from all others, and the others' means."""
-    where, coded = setting(rate=1e7), replace(QUARTER, peers_only=False)
+    where, coded = setting(rate=1e7), replace(QUARTER, cliques=Cliques.OWNERS)
     method = GossipForecast(Complete(), encoding=coded)
     each = 7 / 8 * PARAMETERS / 4e7 + 1e-4
     assert seconds(method, where) == pytest.approx(2 * each + (0.7e-9 + 2 * 0.3e-9) * PARAMETERS)
@@ -229,7 +229,7 @@ def test_codes_that_owners_add_up_go_there_and_back_by_parts() -> None:
 
 @pytest.mark.parametrize(("per_node", "sent"), [(1, 2 * 7 / 8), (2, 2 * 2 * 6 / 8), (4, 4 * 2 * 4 / 8), (8, 0)])
 def test_through_a_nodes_card_go_the_parts_that_others_own(per_node: int, sent: float) -> None:
-    assert copies_through_card(Complete(), Own(), 8, per_node, by_owners=True) == [pytest.approx(sent)]
+    assert copies_through_card(Complete(), Own(), 8, per_node, Cliques.OWNERS) == [pytest.approx(sent)]
 
 
 def test_an_average_from_time_to_time_waits_for_all_then() -> None:
