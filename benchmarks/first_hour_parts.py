@@ -238,9 +238,10 @@ def rehearsal(device: torch.device) -> Iterator[Row]:
             f"{name}: largest difference of a loss", max(map(abs, map(float.__sub__, here, there))), "under 0.001"
         )
     large = {**SMALL, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 256}
+    config, steps = (large, 60) if device.type == "cuda" else (SMALL, 10)
     for stacked, name in names.items():
-        seconds = rehearsed(large if device.type == "cuda" else SMALL, device.type, 60, stacked)[1]
-        yield Row(f"{name}: ms a step of one worker, all included", 1e3 * seconds / (60 * 4 * 3))
+        seconds = rehearsed(config, device.type, steps, stacked)[1]
+        yield Row(f"{name}: ms a step of one worker, all included", 1e3 * seconds / (steps * 4 * 3))
 
 
 PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from first_hour_parts import CASES, PARTS, SHARDED, Row
 from first_hour_runs import pytested, trained
+from first_hour_worker import SMALL, rehearsed
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,7 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path, capsys: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("part", ["facts", "tests", "kernels", "round", "codecs"])
+@pytest.mark.parametrize("part", ["facts", "tests", "kernels", "round", "codecs", "spilled"])
 def test_a_part_goes_its_way_on_the_host(part: str) -> None:
     rows = list(PARTS[part](CPU))
     assert rows
@@ -34,6 +35,13 @@ def test_a_part_goes_its_way_on_the_host(part: str) -> None:
         assert same == ["equal bits"] * 5
     if part == "round":
         assert [row.predicted for row in rows[1::2]] == ["under 0.15 a bucket"] * 9
+
+
+def test_four_workers_are_rehearsed() -> None:
+    losses, seconds = rehearsed({**SMALL, "n_layer": 1, "n_embd": 16}, "cpu", 10, stacked=False)
+    assert len(losses) == 3
+    assert all(loss == loss and loss < 10 for loss in losses)
+    assert seconds > 0
 
 
 ON_A_DEVICE = [pytest.param(case, "cuda", "gloo", marks=pytest.mark.gpu) for case in CASES]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import ceil, inf, isfinite, log2
+from math import ceil, exp, inf, isfinite, log, log2
 
 import numpy as np
 
@@ -186,9 +186,10 @@ def beyond(points: Sequence[Point], target: float) -> int | None:
         return None
     steps, losses = np.array(some).T
     slope, start = np.polyfit(np.log(steps), losses, 1)
-    step = float(np.exp((target - start) / slope)) if slope < 0 else inf
+    # Compared as logarithms: where the losses hardly fall, the step itself would be no number.
+    end, step = some[-1][0], (target - start) / slope if slope < 0 else inf
     # A line that is at the target already says of points that are not: soon.
-    return ceil(max(step, some[-1][0])) if step <= BEYOND * some[-1][0] else None
+    return ceil(max(exp(step), end)) if step <= log(BEYOND * end) else None
 
 
 def rungs(rates: int, steps: int) -> list[int]:

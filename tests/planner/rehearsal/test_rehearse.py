@@ -138,6 +138,7 @@ def test_steps_are_foreseen_along_the_logarithm_and_not_far() -> None:
     assert beyond(points, 5 - math.log(310)) is None  # more than half as far again
     assert beyond(points, 5.0) == 200  # a line through all would say long ago
     assert beyond([(step, -loss) for step, loss in points], -9.0) is None  # it rises
+    assert beyond([(step, 3 - 1e-9 * step) for step, _ in points], 0.0) is None  # it hardly falls, without a warning
     assert beyond(points[:2], 0.0) is None
 
 
