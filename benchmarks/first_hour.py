@@ -36,11 +36,8 @@ SECONDS = 560
 def run(part: str, device: str) -> dict[str, Any]:
     """{rows, seconds, error} of a part, in a process of its own."""
     command = [sys.executable, str(Path(__file__)), "--inside", part, "--device", device]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *sys.path[1:]]),
-        "PYTHONUNBUFFERED": "1",
-    }
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     began, rows, error = time.monotonic(), list[Row](), ""
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

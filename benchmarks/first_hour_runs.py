@@ -2,18 +2,20 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).parent.parent
+PORTS = count(30_000 + os.getpid() % 340 * 8)
+"""Below those that systems give to connections, and would give away between choice and meeting; eight a process."""
 
 
 def side_by_side(calls: Sequence[Callable[[], str]]) -> Iterator[str]:
@@ -50,15 +52,15 @@ def pytested(where: list[str], mark: str, seconds: int) -> str:
 
 
 def trained(
-    case: str, device: torch.device, count: int, backend: str, one_device: bool = False, kill: bool = False
+    case: str, device: torch.device, workers: int, backend: str, one_device: bool = False, kill: bool = False
 ) -> str:
     """ok, or what went wrong, of so many processes that train, save and go on."""
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LIGHTNING_DECENTRAL_CACHE": folder,
-                  "WORKERS": str(count)}  # fmt: skip
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS)), "LIGHTNING_DECENTRAL_CACHE": folder,
+                  "WORKERS": str(workers)}  # fmt: skip
         script = str(Path(__file__).with_name("first_hour_worker.py"))
         words = [sys.executable, script, case, device.type, backend, folder]
-        logs = [Path(folder) / f"worker-{rank}.txt" for rank in range(count)]
+        logs = [Path(folder) / f"worker-{rank}.txt" for rank in range(workers)]
         began, ended = time.monotonic(), False
         processes = []
         for rank, log in enumerate(logs):
@@ -83,12 +85,6 @@ def trained(
         if all(lines)
         else _last(said[next(rank for rank, line in enumerate(lines) if not line)], ended)
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
 
 
 def _last(text: str, ended: bool) -> str:

@@ -269,8 +269,7 @@ class GossipForecast(Method):
         own += work.round_seconds
         plan = self._rounds(setting, talk)
         # A worker decodes its own part as each of the others sent it, and each of the others' parts of the mean.
-        clique = (
-            max(load.clique for one in plan for load in one.loads) if talk.encoding.cliques is Cliques.OWNERS else 0
-        )
+        owners = talk.encoding.cliques is Cliques.OWNERS
+        clique = max(load.clique for one in plan for load in one.loads) if owners else 0
         each += bool(clique) * each + max(0, 2 * (clique - 2)) * work.message_seconds
         return [np.where(one.heard > 0, own + one.heard * each, 0.0) for one in plan]
