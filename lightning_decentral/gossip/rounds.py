@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
-from lightning_decentral.gossip.compute.link import by_peers
+from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.compute.travel import Travel, having, pack_states
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -116,8 +116,8 @@ class Rounds:
         plan = self.plan
         assert plan.wire is not None
         where = plan.workers, plan.worker, plan.member, plan.root_device
-        told = by_peers(codec, combine, topology, plan.weights, plan.workers)
-        exchange = assembled(topology, plan.weights, *where, codec, plan.delay, by_peers=told)
+        cliques = cliques_of(codec, combine, topology, plan.weights, plan.workers)
+        exchange = assembled(topology, plan.weights, *where, codec, plan.delay, cliques)
         mixer = mixer_of(combine, exchange, plan.delay, partial(plan.wire.group, None))
         mixer.healing = healing(plan.heals if plan.member.heals else 0, self.module)
         return mixer

@@ -8,11 +8,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
-from lightning_decentral.gossip.compute.link import by_peers
+from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import (
-    Cliques,
     WorkerBytes,
     all_reduce_copies,
     copies_sent,
@@ -64,7 +63,8 @@ def described(plan: Planned, mixers: Iterable[OptimizerMixer]) -> dict[str, str]
     fragments = len(plan.topology.fragments)
     said = sum(of.mixer.exchange.coder.bytes for of in mixers) * plan.combine.copies // fragments
     of_worker = WorkerBytes.of_devices(said, packed, plan.island.devices, plan.island.shards)
-    copies = copies_sent(plan.topology, plan.weights, plan.worker, size, _cliques(plan))
+    cliques = cliques_of(plan.codec, plan.combine, plan.topology, plan.weights, size)
+    copies = copies_sent(plan.topology, plan.weights, plan.worker, size, cliques)
     sent = copies * of_worker.message
     words = {
         "workers": str(size) if plan.island.devices == 1 else f"{size} islands, each {plan.island!r}",
@@ -94,8 +94,9 @@ def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
     flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
     # Of an island the devices send a part each.
     message = sum(travel.codec.bytes(MessageLayout(flat.numel()), flat.dtype) for flat in flats)
-    where = travel.along(plan.topology), plan.weights, plan.worker, plan.workers
-    sent = copies_sent(*where, Cliques.TOLD if travel.codec.encodes else Cliques.RING) * message
+    along = travel.along(plan.topology)
+    cliques = cliques_of(travel.codec, travel.combine, along, plan.weights, plan.workers)
+    sent = copies_sent(along, plan.weights, plan.worker, plan.workers, cliques) * message
     return f"{name}: {travel}, up to {sent:,.0f} bytes a step"
 
 
@@ -113,18 +114,13 @@ def healing(plan: Planned) -> str:
     return f"ends the training: {reason}" if reason else f"takes its neighbours' parameters, {plan.heals} times at most"
 
 
-def _cliques(plan: Planned) -> Cliques:
-    if by_peers(plan.codec, plan.combine, plan.topology, plan.weights, plan.workers):
-        return Cliques.TOLD
-    return Cliques.OWNERS if plan.codec.encodes else Cliques.RING
-
-
 def through_card(plan: Planned, of_worker: WorkerBytes) -> str:
     """What the plan sends out of the busiest node, and what a ring all-reduce of the gradients would."""
     if plan.num_nodes == 1:
         return "none, there is one node"
     shape = plan.topology, plan.weights, plan.workers, plan.workers_per_node
-    steps = copies_through_card(*shape, _cliques(plan))
+    cliques = cliques_of(plan.codec, plan.combine, *shape[:3])
+    steps = copies_through_card(*shape, cliques)
     mean, most = sum(steps) / len(steps) * of_worker.message, max(steps) * of_worker.message
     reduced = all_reduce_copies(plan.num_nodes * plan.num_processes, plan.num_processes) * of_worker.model
     return f"{mean:,.0f} a step, at most {most:,.0f} (all-reduce: {reduced:,.0f})"

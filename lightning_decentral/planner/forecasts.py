@@ -13,7 +13,7 @@ from lightning_decentral.compressed.plan.forecast import CompressedForecast
 from lightning_decentral.compressed.strategy import CompressedStrategy
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
-from lightning_decentral.gossip.compute.link import by_peers
+from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.plan.forecast import GossipForecast
 from lightning_decentral.gossip.plan.island_cost import Alone, ReplicatedCost, Shards, Within
@@ -113,12 +113,12 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     states = strategy.states.items()
     for _, travel in states:
         travel.check(topology, workers, strategy.weights, strategy.delay)
-    told = by_peers(strategy.codec, strategy.combine, topology, strategy.weights, workers)
+    cliques = cliques_of(strategy.codec, strategy.combine, topology, strategy.weights, workers)
     forecast = GossipForecast(
         topology,
         strategy.delay,
         strategy.weights,
-        encoding_of(strategy.codec, strategy.combine.copies, told=told),
+        encoding_of(strategy.codec, strategy.combine.copies, cliques),
         within,
         tuple(beside(name, travel, topology) for name, travel in states),
         kept_by(strategy.combine) + estimates(strategy.codec, topology, workers),
@@ -220,12 +220,12 @@ def _(island: FullyShard) -> Within:
     return Shards(island.devices)
 
 
-def encoding_of(codec: Codec, copies: float = 1, *, told: bool = True) -> Encoding:
+def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:
     """Bytes by the codec's own formula for float32, matrices unknown. Where the profile has no seconds of its own for
     the codec: those measured on a CPU, on top of what messages as they are take, else none.
 
     Args:
-        told: `link.by_peers`.
+        cliques: `link.cliques_of`.
     """
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
@@ -234,7 +234,7 @@ def encoding_of(codec: Codec, copies: float = 1, *, told: bool = True) -> Encodi
         return copies * codec.bytes(MessageLayout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
 
     assumed = RoundWork(repr(codec), *seconds_per_byte(codec))
-    return Encoding(repr(codec), wire_bytes, assumed, copies, Cliques.TOLD if told else Cliques.OWNERS)
+    return Encoding(repr(codec), wire_bytes, assumed, copies, cliques)
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:

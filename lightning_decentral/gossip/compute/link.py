@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import partitions
+from lightning_decentral.gossip.plan.traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -114,17 +114,18 @@ class Direct(Coder):
         check_codec(state, "Plain()")
 
 
-def by_peers(
+def cliques_of(
     codec: Codec, combine: Combine | ConsensusControl, topology: Topology, weights: Weights, size: int
-) -> bool:
-    """Whether codes go from each worker to all who hear it. Else owners of parts add them up, where in each step that
-    talks all hear all with equal weights, and there are more than two. These are codes of differences: what their mean
-    loses, encoded once more, is sent later (`shared.compute.codec.coded_parts`)."""
+) -> Cliques:
+    """How cliques exchange. Owners of parts add up codes where in each step that talks all hear all with equal weights,
+    and there are more than two; these are codes of differences: what their mean loses, encoded once more, is sent later
+    (`shared.compute.codec.coded_parts`). Other codes go from each worker to all who hear it."""
+    if not codec.encodes:
+        return Cliques.RING
     cuts = not codec.remembers and not codec.of_matrices and combine.of_differences and combine.copies == 1
-    if not (codec.encodes and cuts):
-        return codec.encodes
-    steps = partitions(topology, weights, size)
-    return steps is None or any(step is None or len(step) not in (1, size) for step in steps)
+    steps = partitions(topology, weights, size) if cuts else None
+    together = steps is not None and all(step is not None and len(step) in (1, size) for step in steps)
+    return Cliques.OWNERS if together else Cliques.TOLD
 
 
 class CodecError:

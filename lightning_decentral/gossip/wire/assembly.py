@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.traffic import Partition, partitions
+from lightning_decentral.gossip.plan.traffic import Cliques, Partition, partitions
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.clique import CliqueExchange
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
@@ -45,15 +45,14 @@ def assembled(
     device: torch.device,
     codec: Codec,
     delay: int,
-    *,
-    by_peers: bool,
+    cliques: Cliques,
 ) -> Exchange[Any]:
     """The exchange of one mixer. Every device of every worker calls it at the same point: it makes groups.
 
     Args:
-        by_peers: nothing is all-reduced, as `link.by_peers` says.
         worker: of all `workers`, the one that this device belongs to.
         member: this device's part in its worker.
+        cliques: `link.cliques_of`.
     """
     pool = Pool()  # what one exchange has landed serves the next one's round
 
@@ -65,20 +64,20 @@ def assembled(
     def among_peers() -> Exchange[Any]:
         return PeerExchange(topology, weights, of_all(), device, codec, pool)
 
-    cliques = None if by_peers else partitions(topology, weights, workers)
-    if cliques is None:
+    steps = None if cliques is Cliques.TOLD else partitions(topology, weights, workers)
+    if steps is None:
         exchange = among_peers()
-    elif codec.encodes:  # the rule has seen to it that all hear all
+    elif cliques is Cliques.OWNERS:  # the rule has seen to it that all hear all
         from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange  # no other run reads it
 
         exchange = CodedCliqueExchange(topology, weights, of_all(), of_all(), device, codec, pool)
-    elif all(cliques):
-        exchange = _by_cliques([step for step in cliques if step], worker, member, device, pool)
+    elif all(steps):
+        exchange = _by_cliques([step for step in steps if step], worker, member, device, pool)
     else:
         # A step that peers take has no clique of two, so that no group is made for it.
         alone = tuple((rank,) for rank in range(workers))
-        reduced, sent = _by_cliques([step or alone for step in cliques], worker, member, device, pool), among_peers()
-        exchange = ExchangeByStep([reduced if step else sent for step in cliques])
+        reduced, sent = _by_cliques([step or alone for step in steps], worker, member, device, pool), among_peers()
+        exchange = ExchangeByStep([reduced if step else sent for step in steps])
     return member.exchange(member.beside(exchange, device, delay))
 
 

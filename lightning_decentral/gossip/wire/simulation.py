@@ -11,8 +11,9 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.error_feedback import coder_of
-from lightning_decentral.gossip.compute.link import Direct, Everyone, by_peers
+from lightning_decentral.gossip.compute.link import Direct, Everyone, cliques_of
 from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one
+from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights, compressed, entries, neighbours
 from lightning_decentral.gossip.wire.coded_clique import EveryonesParts
 from lightning_decentral.gossip.wire.consensus import mixer_of
@@ -99,7 +100,7 @@ def _mean_of_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _exchange(
     topology: Topology, weights: Weights, size: int, codec: Codec, combine: Combine | ConsensusControl
 ) -> Exchange[Any]:
-    if codec.encodes and not by_peers(codec, combine, topology, weights, size):
+    if cliques_of(codec, combine, topology, weights, size) is Cliques.OWNERS:
         return EveryonesParts(topology, weights, size, codec)
     if codec.encodes:
         return LinkExchange(topology, weights, size, codec)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.gossip import Codec, Combine, Gossip, Int8, Own, Plain
-from lightning_decentral.gossip.compute.link import by_peers
+from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.plan.topology.one_peer import BaseGraph, Hypercube, OnePeerExponential
 from lightning_decentral.gossip.plan.topology.static import Complete, Ring
 from lightning_decentral.gossip.plan.topology.topology import Topology
+from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.assembly import ExchangeByStep, assembled
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -51,7 +52,7 @@ def exchange_of(topology: Topology, workers: int) -> Any:
         beside=overlapped,
         exchange=lambda exchange: exchange,
     )
-    return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0, by_peers=False)
+    return assembled(topology, Own(), workers, 0, member, torch.device("cpu"), Plain(), 0, Cliques.RING)
 
 
 def groups_of(
@@ -65,12 +66,12 @@ def groups_of(
         return next((Alike(len(group)) for group in groups if worker in group), None)
 
     member: Any = SimpleNamespace(peers=peers, beside=overlapped, exchange=lambda exchange: exchange)
-    told = by_peers(codec, rule or Gossip(), topology, Own(), workers)
-    assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0, by_peers=told)
+    cliques = cliques_of(codec, rule or Gossip(), topology, Own(), workers)
+    assembled(topology, Own(), workers, worker, member, torch.device("cpu"), codec, 0, cliques)
     return made
 
 
-def cliques_of(topology: Topology, workers: int, step: int) -> set[tuple[int, ...]] | None:
+def averaged(topology: Topology, workers: int, step: int) -> set[tuple[int, ...]] | None:
     """Of a step whose matrix is the mean over cliques; those of one are none."""
     matrix = mixing_matrix(topology, workers, step)
     heard = [tuple(j for j in range(workers) if row[j]) for row in matrix]
@@ -88,7 +89,7 @@ def test_all_workers_make_the_same_groups_in_one_order(topology: Topology, worke
     assert groups_of(topology, workers, 0, Int8()) == [[everyone := tuple(range(workers))]]
     assert all(len({j for group in call for j in group}) == sum(map(len, call)) for call in made)  # none is in two
     each = [group for call in made for group in call]
-    steps = [cliques_of(topology, workers, step) for step in range(topology.period(workers))]
+    steps = [averaged(topology, workers, step) for step in range(topology.period(workers))]
     reduced = [cliques for cliques in steps if cliques and any(len(clique) > 2 for clique in cliques)]
     if reduced and all(cliques is not None for cliques in steps):  # then pairs are groups, too
         assert sorted(each) == sorted(set().union(*(cliques or () for cliques in steps)))

@@ -35,8 +35,8 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.compute.coded_mean import CodedMean
 from lightning_decentral.gossip.compute.healing import Healing
-from lightning_decentral.gossip.compute.link import by_peers
-from lightning_decentral.gossip.plan.traffic import copies_sent
+from lightning_decentral.gossip.compute.link import cliques_of
+from lightning_decentral.gossip.plan.traffic import Cliques, copies_sent
 from lightning_decentral.gossip.plan.weights import mixing_matrix
 from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -254,7 +254,7 @@ def test_two_workers_and_codecs_of_matrices_or_estimates_tell_each_other() -> No
     for codec in (LowRank(), DifferenceCompression(Int4())):
         assert groups_of(TALK, 4, 0, codec, RULE) == [of_all(4)]
     assert Ring().sources(0, 4, 0), "others than all hear each other there, which the rule refuses"
-    assert not by_peers(Plain(), RULE, TALK, Own(), 4)
+    assert cliques_of(Plain(), RULE, TALK, Own(), 4) is Cliques.RING
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_two_workers_and_codecs_of_matrices_or_estimates_tell_each_other() -> No
     ids=lambda part: type(part).__name__,
 )
 def test_who_doesnt_hear_all_or_sends_more_tells_peers(topology: Topology, rule: Combine) -> None:
-    assert by_peers(Int8(), rule, topology, Own(), 6)
+    assert cliques_of(Int8(), rule, topology, Own(), 6) is Cliques.TOLD
 
 
 def test_a_simulation_of_groups_is_not_that_of_all() -> None:

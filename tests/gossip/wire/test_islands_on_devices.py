@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_decentral.gossip import Codec, Combine, Complete, Gossip, Int8, Own, Plain, PseudoGradient
-from lightning_decentral.gossip.compute.link import by_peers
+from lightning_decentral.gossip.compute.link import cliques_of
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.island_member import Averaging
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -67,8 +67,8 @@ def trained(
     member = Averaging(wire, DEVICES, device, lambda call: call(), 512, Plain())
     model = copy.deepcopy(MODEL).to(device)
     islands = size // DEVICES
-    told = by_peers(codec, rule, Complete(), Own(), islands)
-    exchange = assembled(Complete(), Own(), islands, rank // DEVICES, member, device, codec, delay, by_peers=told)
+    cliques = cliques_of(codec, rule, Complete(), Own(), islands)
+    exchange = assembled(Complete(), Own(), islands, rank // DEVICES, member, device, codec, delay, cliques)
     mixer = Mixer(member.pack(list(model.parameters()), 512), rule, exchange, delay)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     rows = torch.randn(STEPS, 4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(device)

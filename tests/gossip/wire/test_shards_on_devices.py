@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_decentral.gossip import Complete, Gossip, Own, Plain
 from lightning_decentral.gossip.islands import WholeMatrices, sharded_state
+from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.island_member import Sharding
 from lightning_decentral.gossip.wire.mixer import Flight, Mixer
@@ -94,7 +95,7 @@ class Worker:
 
     def mixer(self) -> Mixer:
         workers = SIZE // DEVICES, self.worker
-        exchange = assembled(Complete(), Own(), *workers, self.member, CUDA, Plain(), self.delay, by_peers=False)
+        exchange = assembled(Complete(), Own(), *workers, self.member, CUDA, Plain(), self.delay, Cliques.RING)
         return Mixer([], Gossip(rate=RATE), exchange, self.delay)
 
     def step(self, x: Tensor, accumulated: int) -> Tensor:

@@ -109,7 +109,7 @@ class Combine(ABC):
     @property
     def of_differences(self) -> bool:
         """Whether messages are differences, of which a coarse codec may lose a part: it is sent later. One that isn't
-        sound then counts as zero, and a mean of all workers may be encoded once more (`link.by_peers`)."""
+        sound then counts as zero, and a mean of all workers may be encoded once more (`link.cliques_of`)."""
         return False
 
     def placed(self, topology: Topology, size: int) -> "Combine":
