@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.codec.counter_rng import shorts
 from lightning_decentral.shared.compute.device import AsyncRead
 from tests import simulated
 from tests.simulated import CUDA, streams
@@ -195,3 +196,14 @@ def test_an_operation_ends_before_the_next_begins_whoever_collects_meanwhile(mon
         engine.current.queue += [(lambda: True, first), (lambda: True, lambda: order.append("second"))]
         engine.finish()
     assert order == ["first begins", "first ends", "second"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_numbers_of_one_stream_are_not_those_that_another_still_makes(seed: int) -> None:
+    """Nothing that they are made of is kept by one stream for the others, who'd read it too early."""
+    with simulated.device(seed):
+        side = cuda.Stream(CUDA)
+        with cuda.on(side):
+            shorts(9, 3, CUDA)
+        found = shorts(9, 5, CUDA).cpu()
+    assert torch.equal(found, shorts(9, 5, torch.device("cpu")))
