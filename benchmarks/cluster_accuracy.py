@@ -48,7 +48,8 @@ ALONE_STEPS = 50
 class Recipe(NamedTuple):
     """What is trained, for how many steps with a mark after every so many, and the scores to reach.
 
-    `sign` is -1 where a lower score is better.
+    `sign` is -1 where a lower score is better. Of a step a simulated accelerator takes `asleep` seconds; where it is
+    None, the processor computes it.
     """
 
     words: list[str]
@@ -58,6 +59,7 @@ class Recipe(NamedTuple):
     sign: int
     targets: tuple[float, ...]
     methods: dict[str, list[str]]
+    asleep: float | None = None
 
 
 PLAIN, INT8 = ["strategy=gossip"], ["strategy=gossip", "strategy/codec=int8"]
@@ -134,7 +136,7 @@ def measure(
     """{"alone": seconds per step without a network, "methods": what each reached when}; one launch for all."""
     plan = {"words": recipe.words, "methods": list(recipe.methods.values()), "hosts": hosts.hosts, "seed": seed}
     plan |= {"steps": options.steps or recipe.steps, "every": recipe.every, "alone_steps": alone_steps}
-    plan |= {"score": recipe.score}
+    plan |= {"score": recipe.score, "asleep": recipe.asleep}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))

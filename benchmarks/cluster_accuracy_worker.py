@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asleep import put_to_sleep
 from cluster_worker import Clock, Plan, Sent, all_reduce_bytes
 from lightning.pytorch import Callback, Trainer
 from peers import LOCAL, DiLoCo, with_decent_dp
@@ -105,6 +106,8 @@ def train(plan: Plan, place: str, words: list[str], trainer_words: list[str]) ->
     settings += [f"trainer.accumulate_grad_batches={together}"]
     cfg = composed([*plan["words"], *words, *settings], plan["seed"])
     data, model, trainer = built(cfg)
+    if plan.get("asleep") is not None:
+        put_to_sleep(model, plan["asleep"])
     numbers = sum(p.numel() for p in model.parameters())
     sent = Sent(all_reduce_bytes({"parameters": numbers, "hosts": trainer.world_size}) / together)
     marks = Marks(plan["folder"], place, plan["every"], sent)
@@ -128,6 +131,8 @@ def train_alone(plan: Plan, host: int) -> None:
     data, model, trainer = built(composed([*plan["words"], *settings], plan["seed"]))
     clock = Clock()
     trainer.callbacks.append(clock)
+    if plan.get("asleep") is not None:
+        put_to_sleep(model, plan["asleep"])
     trainer.fit(model, datamodule=data)
     (plan["folder"] / f"alone-{host}.json").write_text(json.dumps(clock.ends))
 

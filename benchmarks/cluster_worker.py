@@ -27,21 +27,20 @@ warnings.filterwarnings("ignore", module="lightning")
 Plan = dict[str, Any]
 
 
-class _Layer(torch.autograd.Function):
+class Layer(torch.autograd.Function):
     """Sleeps `seconds` forward and twice as long backward, and has a gradient for every parameter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seconds: float, *weights: Tensor) -> Tensor:
         time.sleep(seconds)
         ctx.seconds = seconds
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(*weights)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         time.sleep(2 * ctx.seconds)
-        (weight,) = ctx.saved_tensors
-        return gradients[0], torch.full_like(weight, 1e-6), None
+        return gradients[0], None, *(torch.full_like(weight, 1e-6) for weight in ctx.saved_tensors)
 
 
 class Sleeper(nn.Module):
@@ -62,7 +61,7 @@ class Sleeper(nn.Module):
         self.step += 1
         x = x.clone().requires_grad_()
         for weight in self.weights:
-            x = _Layer.apply(x, weight, seconds)
+            x = Layer.apply(x, seconds, weight)
         return x.sum()
 
 

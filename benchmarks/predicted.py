@@ -50,10 +50,10 @@ def host_seconds(hosts: Cluster, measured: dict[str, Any], warm_up: int) -> floa
     return each - measured["compute"]
 
 
-def rounds(hosts: Cluster, measured: dict[str, Any]) -> tuple[RoundWork, ...]:
+def rounds(hosts: Cluster, parameter_bytes: int, compute_seconds: float) -> tuple[RoundWork, ...]:
     """Means over the hosts."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [folder, str(4 * measured["parameters"]), str(measured["compute"])]
+        words = [folder, str(parameter_bytes), str(compute_seconds)]
         codes = hosts.run([sys.executable, str(HERE / "cluster_rounds.py"), *words], seconds=600)
         if any(codes):
             raise SystemExit(f"{hosts.hosts} hosts ended with {codes}")
@@ -160,7 +160,8 @@ def main() -> None:
         found = measured_seconds(measured["runs"][f"{count} {rate} 1"], options.warm_up)
         with cluster(count, rate, name="predicted") as hosts:
             beside = host_seconds(hosts, measured, options.warm_up)
-            profile = profiled(hosts, model(measured, beside, rounds(hosts, measured)))
+            works = rounds(hosts, 4 * measured["parameters"], measured["compute"])
+            profile = profiled(hosts, model(measured, beside, works))
         forecasts = predicted(profile, count)
         setting = f"{count}, {rate}"
         rows[setting] = {m: (s, found[m]) for m, s in forecasts.items() if m in found}

@@ -2,11 +2,13 @@
 
     python benchmarks/rehearsed.py                  # rehearses; some thirty minutes, a busy machine will do
     sudo python benchmarks/rehearsed.py --forecast  # profiles, forecasts and real steps; a quiet hour
+    sudo python benchmarks/rehearsed.py --asleep    # the same with simulated accelerators; half an hour
 
 Real losses of `gpt` on four hosts, with 256 and 1,024 tokens a worker, are those of `loss_per_second.py` (committed).
 Those of two hosts, which have a processor each, are measured here, by the same whole runs. The same settings are
 rehearsed for the first steps of the same schedule and the same seed, on the same test examples. Methods with a hook of
-torch's or of another package can't be forecast and are left out. Seconds: `rehearsed_seconds.py`.
+torch's or of another package can't be forecast and are left out. Seconds: `rehearsed_seconds.py`, where hosts compute
+on the processors that they share, and `rehearsed_asleep.py`, where accelerators are simulated; losses are the same.
 
 What was measured is kept and not measured again; take it out of the results for that.
 """
@@ -20,6 +22,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import rehearsed_asleep
 import torch
 from cluster import ClusterError
 from cluster_accuracy import EXAMPLES, Recipe
@@ -37,6 +40,7 @@ from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 from lightning_decentral.planner.rehearsal.search import MARKS, Course, Point, reached, search, smoothed
 from lightning_decentral.planner.rehearsal.worker import Loop
 
+HERE = Path(__file__).parent / "results"
 WITHIN, ALIKE = 0.15, 0.1
 """Forecast seconds are right if not farther off; of methods nearer to each other none is the best."""
 SHORT = 0.025
@@ -149,12 +153,36 @@ def _said(what: str, found: dict[str, Any]) -> str:
     return f"{said}{found['pairs']} pairs, in {found['apart_right']} of the {found['apart']} that are as far apart."
 
 
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def put_to_sleep() -> None:
+    """Seconds with simulated accelerators; losses by steps are those of `rehearsed.py` without a word."""
+    path = HERE / f"rehearsed-asleep-{slug()}.json"
+    losses = {what: read(HERE / f"rehearsed-{slug()}.json")[what] for what in ("curves", "real_curves")}
+    kept = read(path)
+    for what in rehearsed_asleep.measure(both := kept | losses):
+        kept = {name: part for name, part in both.items() if name not in losses}
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+        Console().print(what)
+    both["forecasts"] = rehearsed_asleep.forecasts(both)
+    kept |= {"forecasts": both["forecasts"], **compared(both), "hardware": description()}
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(kept))
+    Console().print(page(kept))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--forecast", action="store_true", help="profiles, forecasts and real steps; needs root")
+    parser.add_argument("--asleep", action="store_true", help="the same with simulated accelerators; needs root")
     options = parser.parse_args()
-    path = Path(__file__).parent / "results" / f"rehearsed-{slug()}.json"
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if options.asleep:
+        put_to_sleep()
+        return
+    path = HERE / f"rehearsed-{slug()}.json"
+    kept = read(path)
     if options.forecast:
         for what in measure(kept):
             path.write_text(json.dumps(kept, indent=1) + "\n")

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -47,12 +47,17 @@ SEED, HOSTS = 0, 4
 
 
 class Place(NamedTuple):
-    """What is compared: a recipe on so many hosts, rehearsed for so many steps, to these losses."""
+    """What is compared: a recipe on so many hosts, rehearsed for so many steps, to these losses.
+
+    Args:
+        asleep: seconds that a simulated accelerator takes a step; None: the processor computes it.
+    """
 
     recipe: str
     hosts: int
     steps: int
     targets: tuple[float, ...] = (2.3, 2.1, 1.95)
+    asleep: float | None = None
 
     @property
     def key(self) -> str:
@@ -141,29 +146,29 @@ def turns(kept: dict[str, float]) -> Iterator[str]:
     """How many times as long a step takes where hosts share the processors."""
     for place in PLACES:
         if place.hosts > PROCESSORS and place.key not in kept:
-            kept[place.key] = alone(place.recipe, place.hosts) / alone(place.recipe, PROCESSORS)
+            kept[place.key] = alone(place, place.hosts) / alone(place, PROCESSORS)
             yield f"turns {place.key}"
 
 
-def alone(name: str, hosts: int) -> float:
+def alone(place: Place, hosts: int) -> float:
     """Seconds of a step where so many compute at once and exchange nothing."""
-    recipe = RECIPES[name]._replace(methods={}, steps=1)
-    with cluster(hosts, FREE, name="alone") as place:
-        return float(measured(place, recipe, options_of(None, LONGEST), SEED, ALONE)["alone"])
+    recipe = RECIPES[place.recipe]._replace(methods={}, steps=1, asleep=place.asleep)
+    with cluster(hosts, FREE, name="alone") as where:
+        return float(measured(where, recipe, options_of(None, LONGEST), SEED, ALONE)["alone"])
 
 
-def real_seconds(place: Place, kept: dict[str, Any]) -> Iterator[str]:
+def real_seconds(place: Place, kept: dict[str, Any], methods: Mapping[str, list[str]] = METHODS_HERE) -> Iterator[str]:
     """Of a step of each method at each rate."""
     for rate in RATES:
         here = kept.setdefault(f"{place.key} {rate}", {})
-        for some in in_launches(place, here):
+        for some in in_launches(place, here, methods):
             here |= seconds(place.hosts, some, rate, LONGEST)
             yield f"{place.key} {rate} {', '.join(some.methods)}"
 
 
 def real_curves(place: Place, kept: dict[str, Any]) -> Iterator[str]:
     """Losses of whole runs of each method on processes, at marks as a rehearsal has them."""
-    for some in in_launches(place, kept):
+    for some in in_launches(place, kept, METHODS_HERE):
         every = place.steps // MARKS
         with cluster(place.hosts, FREE, name="losses") as hosts:
             runs = measured(hosts, some._replace(every=every), options_of(None, LONGEST), SEED)["methods"]
@@ -171,12 +176,12 @@ def real_curves(place: Place, kept: dict[str, Any]) -> Iterator[str]:
         yield f"{place.key} losses {', '.join(some.methods)}"
 
 
-def in_launches(place: Place, done: dict[str, Any]) -> Iterator[Recipe]:
+def in_launches(place: Place, done: dict[str, Any], methods: Mapping[str, list[str]]) -> Iterator[Recipe]:
     """The recipe, each time with some of the methods that aren't done."""
-    left = [method for method in METHODS_HERE if method not in done]
+    left = [method for method in methods if method not in done]
     for at in range(0, len(left), AT_ONCE):
-        some = {method: METHODS_HERE[method] for method in left[at : at + AT_ONCE]}
-        yield RECIPES[place.recipe]._replace(methods=some)
+        some = {method: methods[method] for method in left[at : at + AT_ONCE]}
+        yield RECIPES[place.recipe]._replace(methods=some, asleep=place.asleep)
 
 
 def profiled_with() -> dict[str, list[str]]:
