@@ -10,7 +10,7 @@ OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.spli
 # The tests start many processes: each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-partial demo-sweep test quick lint checks pytest conformance matrix gpu docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test thorough quick lint checks pytest everything conformance matrix gpu docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -30,6 +30,13 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 checks pytest
 
 pytest: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not thorough"
+
+# Before a release: all cases of crossed tests, too (tests/crossed.py), and those of tools that seldom change.
+thorough: $(STAMP)
+	$(MAKE) --no-print-directory -j2 checks everything
+
+everything: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS)
 
 # Lightning's own tests with our strategies in place of ddp, from a checkout of its repository; some half hour.

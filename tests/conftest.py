@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import fresh, ports, quick, world
+from tests import crossed, fresh, ports, quick, world
 
 torch.set_num_threads(1)
 
@@ -48,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "plan" or item.nodeid in picked:  # a law, or chosen
             item.add_marker(pytest.mark.quick)
+    for test in crossed.CROSSED:
+        cases = [item for item in items if item.nodeid.partition("[")[0] == test]
+        more = crossed.beyond([(item.nodeid, item.callspec.params) for item in cases])
+        for item in cases:
+            if item.nodeid in more:
+                item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish() -> None:

@@ -48,6 +48,7 @@ ON_A_DEVICE = [pytest.param(case, "cuda", "gloo", marks=pytest.mark.gpu) for cas
 ON_DEVICES = [pytest.param(case, "cuda", "nccl", marks=pytest.mark.multigpu) for case in (*CASES, *SHARDED)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "device", "backend"),
     [("fully_shard", "cpu", "gloo"), *ON_A_DEVICE, *ON_DEVICES],
@@ -57,6 +58,7 @@ def test_two_workers_train_save_and_go_on(case: str, device: str, backend: str) 
     assert trained(case, torch.device(device), 2, backend, one_device=backend == "gloo").startswith("ok, ")
 
 
+@pytest.mark.thorough
 def test_a_worker_that_fails_says_why() -> None:
     assert trained("no such strategy", CPU, 1, "gloo").endswith("KeyError: 'no such strategy'")
 
@@ -105,6 +107,7 @@ print("all there")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_needs_nothing_but_five_packages_and_what_they_bring() -> None:
@@ -142,10 +145,12 @@ def test_a_part_is_a_process_with_a_hard_end(capsys: pytest.CaptureFixture[str])
     assert found["seconds"] < 30
 
 
+@pytest.mark.thorough
 def test_what_pytest_says_is_told() -> None:
     assert "1 passed" in pytested(["tests/packaging/test_floors.py::test_folders_are_small_and_names_apart"], "", 100)
 
 
+@pytest.mark.thorough
 def test_a_file_that_asks_for_more_holds_up_no_other(tmp_path: Path) -> None:
     (tmp_path / "test_asks.py").write_text("import no_such_package.deep\n")
     (tmp_path / "test_runs.py").write_text(

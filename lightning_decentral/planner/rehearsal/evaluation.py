@@ -15,6 +15,8 @@ from lightning_decentral.planner.rehearsal.worker import CPU, loss_of, moved, qu
 
 BATCHES = 16
 """Of the validation data, the first ones."""
+PAIRED = 4
+"""Of these, where losses are compared on the same batches: what makes one batch harder is in both, and falls out."""
 
 
 class Evaluation:
@@ -30,12 +32,12 @@ class Evaluation:
         self._batches = [moved(module, batch, device) for batch in batches]
 
     @torch.no_grad()
-    def loss(self, modules: Sequence[LightningModule]) -> float:
-        """Of these workers. Random numbers are drawn from the same seed each time."""
+    def loss(self, modules: Sequence[LightningModule], batches: int = BATCHES) -> float:
+        """Of these workers, on the first so many. Random numbers are drawn from the same seed each time."""
         self._mean([list(module.state_dict().values()) for module in modules])
         before = random_states(self._device)
         torch.manual_seed(0)
-        steps = enumerate(self._batches)
+        steps = enumerate(self._batches[:batches])
         losses = [float(loss_of(self._module.training_step(batch, index))) for index, batch in steps]
         set_random_states(before, self._device)
         return sum(losses) / len(losses)

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+from lightning_decentral.planner.rehearsal.evaluation import PAIRED, Evaluation
 
 MARKS = 20
 """In the steps of a rehearsal."""
@@ -160,8 +160,8 @@ def apart_now(crew: Crew, evaluation: Evaluation) -> float:
     if crew.alike:
         return 0.0
     modules = [worker.module for worker in crew.workers]
-    alone = [evaluation.loss([module]) for module in modules]
-    return sum(alone) / len(alone) - evaluation.loss(modules)
+    alone = [evaluation.loss([module], PAIRED) for module in modules]
+    return sum(alone) / len(alone) - evaluation.loss(modules, PAIRED)
 
 
 def smoothed(marks: Sequence[Point]) -> list[Point]:

@@ -19,7 +19,7 @@ from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+from lightning_decentral.planner.rehearsal.evaluation import PAIRED, Evaluation
 from lightning_decentral.planner.rehearsal.noise import NoiseScale, steps_ratio
 from lightning_decentral.planner.rehearsal.search import Course, beyond, reached, rungs, search, smoothed, updates
 from lightning_decentral.planner.rehearsal.worker import Loop
@@ -168,8 +168,9 @@ def test_a_crews_noise_is_that_of_the_batches_gradients() -> None:
 
 
 def test_workers_that_drift_are_evaluated_one_by_one_too() -> None:
-    held = Evaluation(Quiet(), list(loader(8)))
-    course, batches = Course(10, 0.0, held, lambda: None), shared_out(loader(), 2)[0]
+    validation = list(loader(24))
+    held = Evaluation(Quiet(), validation[:PAIRED])
+    course, batches = Course(10, 0.0, Evaluation(Quiet(), validation), lambda: None), shared_out(loader(), 2)[0]
     crews: list[Crew] = []
 
     def make(rate: float) -> Crew:
