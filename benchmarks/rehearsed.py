@@ -87,7 +87,7 @@ def compared(kept: dict[str, Any]) -> dict[str, Any]:
                 rows.append(row)
     short = [row for row in rows if row["step_seconds"][1] < SHORT]
     long = [row for row in rows if row["step_seconds"][1] >= SHORT]
-    return {"rows": rows, **verdict(rows), "short": verdict(short), "long": verdict(long)}
+    return {"rows": rows, **verdict(rows), "short": verdict(short) if short else None, "long": verdict(long)}
 
 
 def real_runs(place: Place, kept: dict[str, Any]) -> dict[str, list[Point]]:
@@ -140,7 +140,9 @@ def page(found: dict[str, Any]) -> str:
         ]
         cells += [f"{100 * (told / took - 1):+.0f} %", f"{mine}", f"{theirs}", f"{step:.3f}", f"{real:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    parts = {"all": found, f"steps of {SHORT:g} s or longer": found["long"], "shorter ones": found["short"]}
+    parts = {"all": found}
+    if found["short"] is not None:
+        parts |= {f"steps of {SHORT:g} s or longer": found["long"], "shorter ones": found["short"]}
     said = "\n\n".join(_said(what, part) for what, part in parts.items())
     return "\n".join([*lines, "", said]) + "\n"
 

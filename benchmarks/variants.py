@@ -6,7 +6,8 @@ States: Muon's momentum travels or stays, eight and four workers of `gpt`. Round
 topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
 of `gpt` in batches of 1,024 tokens. Accumulating: those of `ddp` with Muon in four batches an update. Blocking: whole
 runs of `gpt` with rounds that are waited for; three seeds on eight workers, of `ddp`, too. Graphs: whole runs on four
-workers by graph, overlapped and not, down to the mean of all after each step, of which there are three seeds. One seed
+workers by graph, overlapped and not, down to the mean of all after each step, of which there are three seeds. Warm-ups:
+whole runs with momentum that rises. One seed
 each where nothing else is said, with the bits of so many processes. Losses are those of the mean of the workers' models
 on the test examples.
 
@@ -144,6 +145,23 @@ def graphs() -> dict[str, Variant]:
     return found
 
 
+def warm_ups() -> dict[str, Variant]:
+    """Momentum that rises from 0.8 to 0.95 over whole runs: by rate, three seeds of the best, and eight workers."""
+    rising = ["scheduler.momentum_start=0.8", "optimizer.momentum=0.95"]
+    ways = {"ddp": METHODS["ddp, Muon"], "own": MUON, "travels": TRAVELS}
+    rates = {"ddp": ("1e-2", "2e-2", "3e-2"), "own": ("2e-2", "3e-2"), "travels": ("2e-2", "3e-2")}
+    found = {
+        f"warm-up, {way}, {rate}": Variant([*ways[way], f"optimizer.lr={rate}", *rising], steps=1080)
+        for way in ways
+        for rate in rates[way]
+    }
+    for seed in (1, 2):
+        for name in ("warm-up, ddp, 2e-2", "warm-up, own, 2e-2", "warm-up, travels, 3e-2"):
+            found[f"{name}, seed {seed}"] = found[name]._replace(seed=seed)
+    eight = Variant([*TRAVELS, *rising], 8, 540)
+    return found | {f"warm-up, 8 workers, travels, seed {seed}": eight._replace(seed=seed) for seed in range(3)}
+
+
 def keep(kept: dict[str, Any], name: str, found: float) -> None:
     """On the disk."""
     kept["losses"][name], here = found, description()
@@ -157,7 +175,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, of one thread each")
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"losses": {}}
-    every = {**states(), **rounds(), **digits(), **batches(), **accumulating(), **blocking(), **graphs()}
+    every = {**states(), **rounds(), **digits(), **batches(), **accumulating(), **blocking(), **graphs(), **warm_ups()}
     todo = {name: one for name, one in every.items() if name not in kept["losses"]}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         running = {

@@ -139,11 +139,16 @@ def rehearse() -> Iterator[str]:
     yield f"{found['steps_within']} of {found['values']} numbers of steps are within 15 % of"
     yield f"the median is {100 * found['steps_median_off']:.1f} % off"
     yield f"are within 15 % in {found['step_seconds_within']} of the {found['values']}"
-    yield f"the product: {found['seconds_within']} are within 15 %"
+    yield f"Seconds to a loss: {found['seconds_within']} are within 15 %"
     yield "between {} and {} times the forecast".format(*OF_FORECAST)
-    yield f"is named in {found['best_right']} of {found['clear']} settings"
-    yield f"{found['pairs_right']} of {found['pairs']} pairs"
-    yield f"{found['apart_right']} of the {found['apart']} that differ by more than 10 %"
+    yield f"is named in {found['best_right']} of {found['clear']} such settings"
+    asleep = result("rehearsed-asleep")
+    yield f"{asleep['step_seconds_within']} of the {asleep['values']} seconds of a step are within 15 %"
+    yield f"Of the seconds to a loss, the product, {asleep['seconds_within']} are"
+    yield f"is named in {asleep['best_right']} of {asleep['clear']} settings in which"
+    for one in (found, asleep):
+        yield f"{one['pairs_right']} of {one['pairs']} pairs of methods"
+        yield f"{one['apart_right']} of the {one['apart']} that differ by more than 10 %"
     other = result("rehearsed-unsteady")
     seconds = f"{other['seconds_within']} of the {other['values']}"
     soonest, order = f"{other['best_right']} of {other['clear']}", f"{other['pairs_right']} of {other['pairs']}"

@@ -44,6 +44,7 @@ SETTINGS = {
         "differ by more than 10 %",
         "with rehearsals, within 15 %",
         "Such steps take 10 to 30 ms",
+        "a sleep of 0.1 s",
         "here of a target of 2.2",
     ],
     "docs/rules.md": ["0.1 is the first tenth"],

@@ -48,3 +48,15 @@ def test_inverse_sqrt_is_the_root_of_the_steps():
 def test_warmup_in_steps_is_refused(warmup):
     with pytest.raises(ValueError, match=f"fraction of all steps, got {warmup}"):
         rates(lambda o: schedules.cosine(o, STEPS, warmup=warmup))
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "inverse_sqrt", "milestones"])
+def test_momentum_rises_beside_the_rate(name):
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.95)
+    scheduler, found = getattr(schedules, name)(optimizer, STEPS, momentum_start=0.8), []
+    for _ in range(STEPS + 1):
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        scheduler.step()
+    assert [momentum for _, momentum in found] == pytest.approx([0.8 + 0.15 * t / STEPS for t in range(STEPS + 1)])
+    assert [rate for rate, _ in found[:STEPS]] == rates(lambda o: getattr(schedules, name)(o, STEPS))

@@ -1,0 +1,51 @@
+"""Momentum warm-up: an optimizer's momentum rises while it trains, as its learning rate falls by another schedule."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+LAST = "last_momentum"
+"""Of a group: where its momentum ends, beside torch's `initial_lr`. It is saved with the optimizer."""
+
+
+class MomentumWarmup(LRScheduler):
+    """momentum(t) = start + (momentum - start) min(1, t / steps), t steps done; learning rates stay as they are.
+
+    A larger momentum is the mean of more gradients. Where steps are long it lags behind them; later, when the learning
+    rate is small, it takes noise away. Under gossip, where each worker has its own noise, that is worth more
+    (docs/optimizers.md#momentum-that-rises). Beside a schedule of the learning rate, stepped as often.
+
+    Args:
+        optimizer: with `momentum` in its groups, where it ends; groups without are left alone.
+        steps: until it is there.
+        start: where it begins.
+
+    Raises:
+        ValueError: no group has a momentum, start is not in [0, 1), or steps is below 1.
+
+    Source: the momentum of Muon's published runs rises from 0.85 to 0.95 over the first steps (Jordan et al.,
+    github.com/KellerJordan/modded-nanogpt, 2024); here over all.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: int, start: float = 0.8) -> None:
+        if not 0 <= start < 1:
+            raise ValueError(f"momentum must begin in [0, 1), got {start}: 0.8 is usual under gossip")
+        if steps < 1:
+            raise ValueError(f"momentum must rise over at least one step, got {steps}: give the steps of the training")
+        if not any("momentum" in group for group in optimizer.param_groups):
+            raise ValueError(f"{type(optimizer).__name__} has no momentum that could rise: take Muon or SGD")
+        self.steps, self.start = steps, start
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        """As they are."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        done = min(1.0, self.last_epoch / self.steps)
+        for group in self.optimizer.param_groups:
+            if "momentum" in group:
+                last = group.setdefault(LAST, group["momentum"])
+                group["momentum"] = self.start + (last - self.start) * done
