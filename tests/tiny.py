@@ -17,9 +17,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral.optim import AccumAdamW, Muon, QuasiGlobalAdam, muon_groups
+from lightning_decentral.optim import AccumAdamW, MomentumWarmup, Muon, QuasiGlobalAdam, muon_groups
 from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests import forking, world
@@ -180,7 +181,9 @@ class Net(LightningModule):
         }[self.hparams.optimizer]()
         if not self.hparams.scheduler:
             return optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        scheduler: LRScheduler = StepLR(optimizer, 3, 0.5)
+        if "momentum" in optimizer.defaults:
+            scheduler = ChainedScheduler([scheduler, MomentumWarmup(optimizer, 5)])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
