@@ -7,6 +7,7 @@ is in `SETTINGS`: what was set, counted, computed by a test or quoted.
 import json
 import re
 from collections.abc import Iterator
+from statistics import mean
 from typing import Any
 
 from lightning_decentral.planner.rehearsal.answer import OF_FORECAST
@@ -120,6 +121,16 @@ def optimizers() -> Iterator[str]:
         yield f"comes to {least[0]:.3f} with {words}{momenta[0]:g}"
         yield f"and to {least[1]:.3f} with {momenta[1]:g}"
     yield f"large matrices take {ours[0]} to {ours[1]} of the time, and in torch's function {torch[0]} to {torch[1]}"
+    losses, curves = result("variants")["losses"], result("loss-per-second")["curves"]
+    stays = {"ddp, 2e-2": "ddp, Muon", "own, 2e-2": "gossip, int8, Muon"}
+    stays["travels, 3e-2"] = "gossip, int8, Muon and its momentum"
+    rises = {way: [losses[f"warm-up, {way}{seed}"] for seed in ("", ", seed 1", ", seed 2")] for way in stays}
+    before = {way: [curves[f"gpt 4 {seed}"][stays[way]]["scores"][-1] for seed in range(3)] for way in stays}
+    gained = [a - b for way in stays for a, b in zip(before[way], rises[way], strict=True)]
+    yield f"by {min(gained):.3f} to {max(gained):.3f}"
+    nearest = mean(rises["travels, 3e-2"])
+    yield f"ends {nearest - mean(before['ddp, 2e-2']):.3f} behind `ddp` whose momentum stays"
+    yield f"and {nearest - mean(rises['ddp, 2e-2']):.3f} behind `ddp` whose momentum rises"
     own, travels = (result("variants")["losses"][f"states, 4 workers, 2e-2, {way}"] for way in ("own", "travels"))
     yield f"it is {travels:.3f} for {own:.3f}. So"
 

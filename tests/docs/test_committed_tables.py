@@ -1,7 +1,7 @@
 """Tables of the guides are those of the committed results."""
 
 from itertools import product
-from statistics import quantiles
+from statistics import mean, quantiles, stdev
 
 import pytest
 from choosing import RESULTS, result
@@ -109,6 +109,19 @@ def test_states_that_travel() -> None:
     shown = {row[0]: row[1:3] for row in rows(page("optimizers.md").partition("## States that travel")[2])}
     for title, way in {**ways, "travels in every fourth": "every fourth"}.items():
         assert shown[title] == [f"{losses[f'states, 8 workers, {rate}, {way}']:.3f}" for rate in ("2e-2", "3e-2")]
+
+
+def test_momentum_that_rises() -> None:
+    """Three seeds; where it stays, those of the table of `choosing.md`."""
+    losses, curves = result("variants-2-cores.json")["losses"], result("loss-per-second-2-cores.json")["curves"]
+    stays = {"ddp": "ddp, Muon", "own": "gossip, int8, Muon", "travels": "gossip, int8, Muon and its momentum"}
+    best = {"ddp": "ddp, 2e-2", "own": "own, 2e-2", "travels": "travels, 3e-2"}
+    rise = page("optimizers.md").partition("## Momentum that rises")[2].partition("\n## ")[0]
+    shown = {row[0]: row[1:] for row in rows(rise)}
+    for title, way in {"`ddp`": "ddp", "gossip, `Int8`": "own", "the same, momentum travels": "travels"}.items():
+        before = [curves[f"gpt 4 {seed}"][stays[way]]["scores"][-1] for seed in range(3)]
+        after = [losses[f"warm-up, {best[way]}{seed}"] for seed in ("", ", seed 1", ", seed 2")]
+        assert shown[title] == [f"{mean(some):.3f} ± {stdev(some):.3f}" for some in (before, after)]
 
 
 def test_outer_rounds_by_their_numbers() -> None:
