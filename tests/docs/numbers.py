@@ -131,6 +131,9 @@ def optimizers() -> Iterator[str]:
     nearest = mean(rises["travels, 3e-2"])
     yield f"ends {nearest - mean(before['ddp, 2e-2']):.3f} behind `ddp` whose momentum stays"
     yield f"and {nearest - mean(rises['ddp, 2e-2']):.3f} behind `ddp` whose momentum rises"
+    ways = ("warm-up, 8 workers, travels", "blocking, 8 workers, ddp")
+    rising, ddp = (mean(losses[f"{way}, seed {seed}"] for seed in range(3)) for way in ways)
+    yield f"it ends {rising - ddp:.3f} behind `ddp` whose momentum stays, over three seeds"
     own, travels = (result("variants")["losses"][f"states, 4 workers, 2e-2, {way}"] for way in ("own", "travels"))
     yield f"it is {travels:.3f} for {own:.3f}. So"
 
