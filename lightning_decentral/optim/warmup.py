@@ -5,10 +5,13 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_decentral.shared.plan.arguments import checked
+
 LAST = "last_momentum"
 """Of a group: where its momentum ends, beside torch's `initial_lr`. It is saved with the optimizer."""
 
 
+@checked
 class MomentumWarmup(LRScheduler):
     """momentum(t) = start + (momentum - start) min(1, t / steps), t steps done; learning rates stay as they are.
 
@@ -30,9 +33,9 @@ class MomentumWarmup(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, steps: int, start: float = 0.8) -> None:
         if not 0 <= start < 1:
-            raise ValueError(f"momentum must begin in [0, 1), got {start}: 0.8 is usual under gossip")
+            raise ValueError(f"start must be in [0, 1), got {start}: 0.8 is usual under gossip")
         if steps < 1:
-            raise ValueError(f"momentum must rise over at least one step, got {steps}: give the steps of the training")
+            raise ValueError(f"steps must be at least 1, got {steps}: give those of the training")
         if not any("momentum" in group for group in optimizer.param_groups):
             raise ValueError(f"{type(optimizer).__name__} has no momentum that could rise: take Muon or SGD")
         self.steps, self.start = steps, start

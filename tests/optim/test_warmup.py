@@ -83,9 +83,9 @@ def test_a_resumed_training_goes_on_bit_for_bit(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("make", "arguments", "message"), [
-    (sgd, (10, 1.0), "momentum must begin in [0, 1), got 1.0: 0.8 is usual under gossip"),
-    (sgd, (10, -0.1), "momentum must begin in [0, 1), got -0.1"),
-    (sgd, (0,), "momentum must rise over at least one step, got 0: give the steps of the training"),
+    (sgd, (10, 1.0), "start must be in [0, 1), got 1.0: 0.8 is usual under gossip"),
+    (sgd, (10, -0.1), "start must be in [0, 1), got -0.1"),
+    (sgd, (0,), "steps must be at least 1, got 0: give those of the training"),
     (lambda module: Adam(module.parameters()), (10,), "Adam has no momentum that could rise: take Muon or SGD"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(make: Make, arguments: tuple[Any, ...], message: str) -> None:

@@ -73,6 +73,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 NEEDED |= {name: {"params": [nn.Parameter(torch.zeros(1))]} for name in ("AccumAdam", "AccumAdamW", "QuasiGlobalAdam")}
 NEEDED |= {"Muon": {"params": [nn.Parameter(torch.zeros(2, 2))]}}
+NEEDED |= {"MomentumWarmup": {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], momentum=0.9), "steps": 5}}
 
 WRONG = [
     None, True, 2, -1, 1.5, -0.5, math.nan, math.inf, "no such", "2", b"x", [], [1.5], ["a", 3], {"a": "b"}, {1}, 1j,
