@@ -159,7 +159,7 @@ def read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def put_to_sleep() -> None:
+def compare_asleep() -> None:
     """Seconds with simulated accelerators; losses by steps are those of `rehearsed.py` without a word."""
     path = HERE / f"rehearsed-asleep-{slug()}.json"
     losses = {what: read(HERE / f"rehearsed-{slug()}.json")[what] for what in ("curves", "real_curves")}
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--asleep", action="store_true", help="the same with simulated accelerators; needs root")
     options = parser.parse_args()
     if options.asleep:
-        put_to_sleep()
+        compare_asleep()
         return
     path = HERE / f"rehearsed-{slug()}.json"
     kept = read(path)

@@ -7,9 +7,8 @@ topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` 
 of `gpt` in batches of 1,024 tokens. Accumulating: those of `ddp` with Muon in four batches an update. Blocking: whole
 runs of `gpt` with rounds that are waited for; three seeds on eight workers, of `ddp`, too. Graphs: whole runs on four
 workers by graph, overlapped and not, down to the mean of all after each step, of which there are three seeds. Warm-ups:
-whole runs with momentum that rises. One seed
-each where nothing else is said, with the bits of so many processes. Losses are those of the mean of the workers' models
-on the test examples.
+whole runs with momentum that rises. One seed each where nothing else is said, with the bits of so many processes.
+Losses are those of the mean of the workers' models on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -146,7 +145,7 @@ def graphs() -> dict[str, Variant]:
 
 
 def warm_ups() -> dict[str, Variant]:
-    """Momentum that rises from 0.8 to 0.95 over whole runs: by rate, three seeds of the best, and eight workers."""
+    """Momentum that rises from 0.8 to 0.95 over whole runs: by rate, three seeds at one of them, and eight workers."""
     rising = ["scheduler.momentum_start=0.8", "optimizer.momentum=0.95"]
     ways = {"ddp": METHODS["ddp, Muon"], "own": MUON, "travels": TRAVELS}
     rates = {"ddp": ("1e-2", "2e-2", "3e-2"), "own": ("2e-2", "3e-2"), "travels": ("2e-2", "3e-2")}

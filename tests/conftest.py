@@ -103,7 +103,7 @@ def leaves_no_world(request: pytest.FixtureRequest) -> Iterator[None]:
     """A group has threads; its variables would make later tests meet at its port, a seed would shuffle their data."""
     for name in LEFT_BY_A_RUN:
         os.environ.pop(name, None)
-    rank_zero_only.rank = 0  # a strategy that was told another one leaves it, and nobody warns any more
+    rank_zero_only.rank = 0  # kept for a whole process: another one would silence the warnings of all tests behind it
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
