@@ -17,7 +17,9 @@ Stacked: forward and backward of four workers, one after the other and stacked b
 thread, processor time.
 
 Whole: `lightning-decentral rehearse` with its defaults, six methods on four workers, 300 steps of `gpt`: its minutes,
-what it prints, and its processor time over that of its forwards and backwards (`rehearsed_gradients.py`).
+what it prints, its processor time over that of its forwards and backwards (`rehearsed_gradients.py`), and how long as
+many of them take by themselves, one after the other: on all of torch's threads or on one, whichever is faster, mean of
+before and behind.
 
 Writes `results/foretold-<hardware>.json`.
 """
@@ -199,14 +201,41 @@ def whole() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         profile = f"{folder}/profile.json"
         subprocess.run([command, "profile", "recipe=gpt", "--out", profile], check=True, capture_output=True)
+        before = alone_seconds("gpt")
         begun = time.monotonic()
         words = ["recipe=gpt", "workers=4", "--profile", profile, "--bandwidth", "200mbit", "--target", "2.2"]
         counting = [sys.executable, str(Path(__file__).parent / "rehearsed_gradients.py"), f"{folder}/counted.json"]
         printed = subprocess.run([*counting, "rehearse", *words], check=True, capture_output=True, text=True)
         counted = json.loads(Path(f"{folder}/counted.json").read_text())
     minutes, lines = (time.monotonic() - begun) / 60, printed.stdout.splitlines()
+    alone = counted["gradients"] * (before + alone_seconds("gpt")) / 2 / 60
     behind = [line for line in lines if line.startswith(SAID)]
-    return {"minutes": minutes, **counted, "words": words[:2] + words[4:], "lines": behind, "printed": lines}
+    return {
+        "minutes": minutes,
+        "minutes_of_gradients_alone": alone,
+        **counted,
+        "words": words[:2] + words[4:],
+        "lines": behind,
+        "printed": lines,
+    }
+
+
+def alone_seconds(recipe: str, times: int = 100) -> float:
+    """Of a forward and a backward, median of so many."""
+    data, module, _ = built(composed([f"recipe={recipe}"], 0))
+    batches, _ = shared_out(loader_of(module, data), STACKED)
+    rows, model, own, found = batches(0), Loss(quiet(module).train()), torch.get_num_threads(), []
+    for threads in (own, 1):
+        torch.set_num_threads(threads)
+        seconds = []
+        for _ in range(times):
+            row, begun = next(rows), time.perf_counter()
+            model(row).backward()
+            seconds.append(time.perf_counter() - begun)
+            model.zero_grad()
+        found.append(statistics.median(seconds))
+    torch.set_num_threads(own)
+    return min(found)
 
 
 def main() -> None:

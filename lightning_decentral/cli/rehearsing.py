@@ -45,6 +45,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--stacked", choices=STACKED, default="auto", help="workers are computed at once (auto: if faster)"
     )
+    parser.add_argument("--threads", type=whole, help="workers at a time, at most (default: as many as torch has)")
     parser.add_argument("--method", action="append", help="words of a method, beside ddp; may be repeated")
     parser.add_argument("--report", type=Path, help="page to write: rehearsal.html")
     parser.set_defaults(run=run, outputs=("report",))
@@ -54,7 +55,15 @@ def run(options: argparse.Namespace) -> None:
     words, workers = split(options.overrides)
     if options.target is None or not workers:
         raise ValueError("rehearse needs workers and a target: lightning-decentral rehearse workers=4,8 --target 1.45")
-    refuse_below(1, {"--per-node": options.per_node, "--seeds": options.seeds, "--run-steps": options.run_steps})
+    refuse_below(
+        1,
+        {
+            "--per-node": options.per_node,
+            "--seeds": options.seeds,
+            "--run-steps": options.run_steps,
+            "--threads": options.threads,
+        },
+    )
     profile = None if options.profile is None else read(options.profile)
     cfg = alone(options.application, words)
     seed_everything(cfg.seed, workers=True, verbose=False)
@@ -78,6 +87,7 @@ def run(options: argparse.Namespace) -> None:
         clip=cfg.trainer.gradient_clip_val,
         minutes=options.minutes,
         stacked=STACKED[options.stacked],
+        threads=options.threads,
         device=options.device,
         say=lambda text: say(errors, text),
     )

@@ -191,6 +191,7 @@ def rehearse() -> Iterator[str]:
     whole = foretold["whole"]
     yield f"takes {whole['minutes']:.1f} minutes"
     yield f"The whole command takes {whole['processor_seconds'] / whole['gradient_seconds']:.2f} times"
+    yield f"would take {whole['minutes_of_gradients_alone']:.1f} minutes of the {whole['minutes']:.1f}"
 
 
 def pipelines() -> Iterator[str]:

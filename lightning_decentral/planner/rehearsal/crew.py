@@ -1,9 +1,10 @@
 """So many workers under one strategy in one process: the strategy's own rules, mixers and codecs, and no network.
 
-Gradients are computed one after the other, or at once (`stacked`); only while they talk has each worker a thread of
-its own, one of which runs at a time. Workers that stay equal (`ddp`, `compressed`) have one set of parameters, updated
-once. On the CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same
-batches, but where more than two all-reduce, whose sums are rounded in another order, and where gradients are stacked.
+Gradients are computed one after the other, some at a time (`abreast`), or at once (`stacked`). While workers talk, each
+has a thread of its own, one of which runs at a time. Workers that stay equal (`ddp`, `compressed`) have one set of
+parameters, updated once. On the CPU every worker's parameters are, bit for bit, those of the run on so many processes
+that gets the same batches, but where more than two all-reduce, whose sums are rounded in another order, and where
+gradients are stacked.
 """
 
 import copy
@@ -16,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_decentral.planner.rehearsal.abreast import Hands, nobody_draws
 from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.members.strategies import member_of
 from lightning_decentral.planner.rehearsal.noise import NoiseScale
@@ -36,6 +38,7 @@ class Crew:
         steps: of the whole rehearsal, for what is a share of it.
         per_node: workers on a node, for topologies that ask.
         stacked: gradients are computed at once where the strategy and the batches allow it (`stacked.tried`).
+        threads: on which gradients are computed else, where the strategy allows it; steps draw no random numbers then.
 
     Attributes:
         alike: workers stay equal.
@@ -58,6 +61,7 @@ class Crew:
         per_node: int = 1,
         loop: Loop | None = None,
         stacked: bool = False,
+        threads: int = 1,
     ) -> None:
         self._boxes, loop = Mailboxes(), loop or Loop()
         self.workers = [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)]
@@ -69,7 +73,9 @@ class Crew:
         self.members = [member_of(strategy, one.module, one.optimizer, place) for one, place in pairs]
         self.alike = not any(member.drifts for member in self.members)
         self._updating = self.workers[:1] if self.alike else self.workers
-        self._stack = Stack(self.workers) if stacked and all(member.stacks for member in self.members) else None
+        apart = all(member.stacks for member in self.members)
+        self._stack = Stack(self.workers) if stacked and apart else None
+        self._hands = Hands(threads) if threads > 1 and apart else None
         self.losses: list[Tensor] = []
         self.learning_rates: list[float] = []
         self.noise = NoiseScale()
@@ -81,6 +87,8 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         self._boxes.close()
         self._threads.shutdown()
+        if self._hands is not None:
+            self._hands.close()
 
     def train(self, steps: int) -> None:
         """So many further ones."""
@@ -120,15 +128,22 @@ class Crew:
 
     def _gradients(self) -> list[Tensor]:
         """Losses; workers that update by their own gradients have done it."""
-        if self._stack is None:
+        if self._stack is None and self._hands is None:
             return [self._one(*pair) for pair in zip(self.workers, self.members, strict=True)]
         batches = [worker.batch() for worker in self.workers]
-        losses = self._stack.gradients(batches)
+        losses = self._stack.gradients(batches) if self._stack is not None else None
         if losses is None:
-            return [self._one(*each) for each in zip(self.workers, self.members, batches, strict=True)]
+            return self._each(batches)
         for worker in () if self.alike else self.workers:
             worker.update()
         return losses
+
+    def _each(self, batches: Sequence[Any]) -> list[Tensor]:
+        rows = self.workers, self.members, batches
+        if self._hands is None:
+            return list(map(self._one, *rows))
+        with nobody_draws(self.workers):
+            return self._hands.map(self._one, *rows)
 
     def _one(self, worker: Worker, member: Member, batch: Any = None) -> Tensor:
         with worker.random:

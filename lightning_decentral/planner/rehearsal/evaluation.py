@@ -2,16 +2,25 @@
 
 import copy
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.rehearsal.worker import CPU, loss_of, moved, quiet, random_states, set_random_states
+from lightning_decentral.planner.rehearsal.abreast import Hands
+from lightning_decentral.planner.rehearsal.worker import (
+    CPU,
+    Module,
+    loss_of,
+    moved,
+    quiet,
+    random_states,
+    set_random_states,
+)
 
 BATCHES = 16
 """Of the validation data, the first ones."""
@@ -25,27 +34,59 @@ class Evaluation:
     Args:
         module: whose copy takes the means.
         device: where the workers are.
+        threads: that share the batches out, unless the step draws random numbers.
     """
 
-    def __init__(self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU) -> None:
+    def __init__(
+        self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU, threads: int = 1
+    ) -> None:
         self._module, self._device = quiet(copy.deepcopy(module)).eval().to(device), device
         self._batches = [moved(module, batch, device) for batch in batches]
+        self._copies = [_same_values(self._module) for _ in range(min(threads, len(batches)) - 1)]
 
-    @torch.no_grad()
     def loss(self, modules: Sequence[LightningModule], batches: int = BATCHES) -> float:
         """Of these workers, on the first so many. Random numbers are drawn from the same seed each time."""
         self._mean([list(module.state_dict().values()) for module in modules])
-        before = random_states(self._device)
-        torch.manual_seed(0)
-        steps = enumerate(self._batches[:batches])
-        losses = [float(loss_of(self._module.training_step(batch, index))) for index, batch in steps]
+        some, before = list(enumerate(self._batches[:batches])), random_states(self._device)
+        losses = self._on_threads(some) if self._copies else None
+        if losses is None:
+            torch.manual_seed(0)
+            losses = _losses(self._module, some)
         set_random_states(before, self._device)
         return sum(losses) / len(losses)
 
+    def _on_threads(self, batches: Sequence[tuple[int, Any]]) -> list[float] | None:
+        """None, and never again: somebody drew random numbers, which are one generator's for all threads."""
+        each = [self._module, *self._copies]
+        with Hands(len(each)) as hands:
+            torch.manual_seed(0)
+            (seeded,) = random_states(self._device)
+            rows = hands.map(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
+            (after,) = random_states(self._device)
+        if not torch.equal(seeded, after):
+            self._copies = []
+            return None
+        return [loss for row in zip_longest(*rows) for loss in row if loss is not None]
+
+    @torch.no_grad()
     def _mean(self, rows: list[list[Any]]) -> None:
         for own, *others in zip(self._module.state_dict().values(), *rows, strict=True):
             if isinstance(own, Tensor):
                 own.copy_(torch.stack(others).mean(0) if own.is_floating_point() else others[0])
+
+
+@torch.no_grad()
+def _losses(module: LightningModule, batches: Sequence[tuple[int, Any]]) -> list[float]:
+    return [float(loss_of(module.training_step(batch, index))) for index, batch in batches]
+
+
+def _same_values(module: Module) -> Module:
+    """A copy for another thread, whose parameters and buffers are the module's own memory."""
+    found = copy.deepcopy(module)
+    for of in (nn.Module.parameters, nn.Module.buffers):
+        for own, shared in zip(of(found), of(module), strict=True):
+            own.data = shared.data
+    return quiet(found)
 
 
 def held_out(

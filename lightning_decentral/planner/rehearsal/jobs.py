@@ -1,7 +1,7 @@
 """A method on so many workers: how long a step of it takes here, and what it comes to."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -35,7 +35,8 @@ NEGLIGIBLE = 1e-3
 
 @dataclass(frozen=True)
 class Ask:
-    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers."""
+    """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers, and
+    `threads`: on how many, for which workers."""
 
     module: LightningModule
     loader: DataLoader[Any]
@@ -49,6 +50,7 @@ class Ask:
     clip: float | None
     device: torch.device
     stacked: frozenset[int] = frozenset()
+    threads: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def updates(self) -> int:
@@ -74,9 +76,9 @@ class Job:
     def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
         batches, epoch = shared_out(ask.loader, self.workers, seed)
         loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed, ask.device)
-        stacked = self.workers in ask.stacked
         given = ask.module, batches, self.strategy, self.workers, ask.run_steps
-        return Crew(*given, per_node=ask.per_node, loop=loop, stacked=stacked)
+        stacked, threads = self.workers in ask.stacked, ask.threads.get(self.workers, 1)
+        return Crew(*given, per_node=ask.per_node, loop=loop, stacked=stacked, threads=threads)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import strategy_of
+from lightning_decentral.planner.rehearsal import abreast
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
 from lightning_decentral.planner.rehearsal.batches import loader_of
 from lightning_decentral.planner.rehearsal.clock import Clock, OutOfTime
@@ -36,6 +37,7 @@ FEWEST = 10
 """Steps of a rehearsal."""
 MARGIN = 0.9
 """Of the time that is left, what steps are planned for."""
+APART = "one after the other"
 PAYS = 0.9
 """Of the time of one worker after the other: what gains less isn't worth that bits differ."""
 Result = TypeVar("Result")
@@ -59,6 +61,7 @@ def rehearse(
     clip: float | None = None,
     minutes: float = 10.0,
     stacked: bool | None = None,
+    threads: int | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> Answer:
@@ -79,21 +82,25 @@ def rehearse(
         minutes: it takes at most: fewer steps where they wouldn't do, and methods that get no turn are said.
         stacked: all workers' gradients are computed at once, equal to rounding; None: where that is faster. One after
             the other where the module doesn't allow it, which is said.
+        threads: of so many workers gradients are computed at the same time at most, where that is faster and no step
+            draws random numbers; None: as many as torch has threads, which they share. On a device it is one.
         device: "cpu", or "cuda" for the first device that is visible.
         say: hears how long it will take, and how far it is.
 
     Raises:
         ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
     """
-    _check(workers, steps, rates, seeds, minutes)
+    _check(workers, steps, rates, seeds, minutes, threads)
     clock, place = Clock(minutes), _device(device)
-    loader, evaluation = loader_of(module, data), Evaluation(module, held_out(module, data, validation), place)
+    most = (threads or torch.get_num_threads()) if place == CPU else 1
+    loader = loader_of(module, data)
+    evaluation = Evaluation(module, held_out(module, data, validation), place, most)
     course = Course(steps, target, evaluation, clock.tick)
     ask = Ask(module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
     chosen = METHODS if methods is None else _asked(methods)
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
     jobs = [Job(count, method) for count in sorted(set(workers)) for method in chosen]
-    return Rehearsal(replace(ask, stacked=_stacked(ask, workers, stacked, say)), clock, say).of(jobs)
+    return Rehearsal(_fastest(ask, workers, stacked, most, say), clock, say).of(jobs)
 
 
 class Rehearsal:
@@ -155,17 +162,22 @@ class Rehearsal:
         return found
 
 
-def _stacked(ask: Ask, workers: Sequence[int], asked: bool | None, say: Callable[[str], None]) -> frozenset[int]:
-    """Numbers of workers whose gradients are computed at once."""
-    found = set()
-    for count in sorted(set(workers)) if asked is not False else ():
-        ratio, why = tried(ask.module, ask.loader, count, Loop(run_steps=ask.run_steps, device=ask.device))
+def _fastest(ask: Ask, workers: Sequence[int], stacked: bool | None, most: int, say: Callable[[str], None]) -> Ask:
+    """With the way to the gradients that is the fastest, of each number of workers."""
+    threads, at_once = dict(ask.threads), set(ask.stacked)
+    for count in sorted(set(workers)):
+        loop, some, best = Loop(run_steps=ask.run_steps, device=ask.device), min(count, most), 1.0
+        ratio = abreast.tried(ask.module, ask.loader, count, loop, some) if some > 1 else None
+        if ratio is not None and ratio < PAYS:
+            threads[count], best = some, ratio
+            say(f"{count} workers are computed {some} at a time, in {ratio:.2f} of the time of {APART}")
+        ratio, why = (None, "") if stacked is False else tried(ask.module, ask.loader, count, loop)
         if why:
-            say(f"{count} workers are computed one after the other: {why}")
-        elif ratio is not None and (asked or ratio < PAYS):
-            found.add(count)
-            say(f"{count} workers are computed at once, in {ratio:.2f} of the time of one after the other")
-    return frozenset(found)
+            say(f"{count} workers are computed {f'{some} at a time' if count in threads else APART}: {why}")
+        elif ratio is not None and (stacked or ratio < PAYS * best):
+            at_once.add(count)
+            say(f"{count} workers are computed at once, in {ratio:.2f} of the time of {APART}")
+    return replace(ask, threads=threads, stacked=frozenset(at_once))
 
 
 def _fitted(ask: Ask, step_seconds: float, clock: Clock, say: Callable[[str], None]) -> Ask:
@@ -194,10 +206,14 @@ def _device(name: str) -> torch.device:
     return torch.device(name, 0) if name == "cuda" else CPU
 
 
-def _check(workers: Sequence[int], steps: int, rates: Sequence[float], seeds: int, minutes: float) -> None:
+def _check(
+    workers: Sequence[int], steps: int, rates: Sequence[float], seeds: int, minutes: float, threads: int | None
+) -> None:
     if not workers or min(workers) < 2:
         raise ValueError(f"workers must be two or more, got {list(workers)}: give 4, or 4,8")
     if steps < FEWEST:
         raise ValueError(f"steps must be at least {FEWEST}, got {steps}: losses of fewer say nothing")
     if not rates or min(rates) <= 0 or minutes <= 0 or seeds < 1:
         raise ValueError(f"rates {list(rates)}, seeds {seeds} and minutes {minutes} must be positive")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be 1 or more, got {threads}: leave it out for as many as torch uses")
