@@ -7,7 +7,7 @@ share. A loss after so many steps doesn't depend on the network, so it is measur
 a rehearsal (`losses.py`), or over links that hide nothing and delay nothing where a method can't be rehearsed. A step
 is timed at each rate, over some tens of steps. Seconds to a loss are the one times the other. Rates and momenta are
 each method's best on one grid (`tuning.py`), by seed 0; with the half-precision hook those without it, shared out Muon
-those of the same without. `larger-gpt` and `sympy` have those of `gpt`.
+those of the same without. `sympy` has those of `gpt`, and `larger-gpt` where its own grid has none.
 
 Writes `results/loss-per-second-<hardware>.json` and `.md`; what is in the first isn't measured again. Timing needs root
 and iproute2; `--rates` and `--seeds` without a word leave that part out. `--tables` writes the page again.
