@@ -27,7 +27,7 @@ REPEATS, LONG_SECONDS = 7, 1.0
 Result = TypeVar("Result")
 
 
-class Hands:
+class ThreadPool:
     """So many threads, which share out the processors that torch uses."""
 
     def __init__(self, count: int) -> None:
@@ -51,7 +51,7 @@ class Hands:
         finally:
             torch.set_num_threads(own)
 
-    def __enter__(self) -> "Hands":
+    def __enter__(self) -> "ThreadPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,10 +119,10 @@ def tried(module: LightningModule, loader: DataLoader[Any], workers: int, loop: 
         seconds(after_another)
         pairs: list[tuple[float, float]] = []
         end = monotonic() + LONG_SECONDS
-        with Hands(threads) as hands:
-            seconds(hands.map)
+        with ThreadPool(threads) as pool:
+            seconds(pool.map)
             while not pairs or (len(pairs) < REPEATS and monotonic() < end):
-                pairs.append((seconds(hands.map), seconds(after_another)))
+                pairs.append((seconds(pool.map), seconds(after_another)))
     except Exception:  # the module's own
         return None
     return median(abreast for abreast, _ in pairs) / median(apart for _, apart in pairs)

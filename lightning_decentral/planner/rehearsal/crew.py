@@ -3,8 +3,8 @@
 Gradients are computed one after the other, some at a time (`abreast`), or at once (`stacked`). While workers talk, each
 has a thread of its own, one of which runs at a time. Workers that stay equal (`ddp`, `compressed`) have one set of
 parameters, updated once. On the CPU every worker's parameters are, bit for bit, those of the run on so many processes
-that gets the same batches, but where more than two all-reduce, whose sums are rounded in another order, and where
-gradients are stacked.
+that gets the same batches, each with as many threads of torch's, but where more than two all-reduce, whose sums are
+rounded in another order, and where gradients are stacked.
 """
 
 import copy
@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_decentral.planner.rehearsal.abreast import Hands, nobody_draws
+from lightning_decentral.planner.rehearsal.abreast import ThreadPool, nobody_draws
 from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.members.strategies import member_of
 from lightning_decentral.planner.rehearsal.noise import NoiseScale
@@ -75,7 +75,7 @@ class Crew:
         self._updating = self.workers[:1] if self.alike else self.workers
         apart = all(member.stacks for member in self.members)
         self._stack = Stack(self.workers) if stacked and apart else None
-        self._hands = Hands(threads) if threads > 1 and apart else None
+        self._pool = ThreadPool(threads) if threads > 1 and apart else None
         self.losses: list[Tensor] = []
         self.learning_rates: list[float] = []
         self.noise = NoiseScale()
@@ -87,8 +87,8 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         self._boxes.close()
         self._threads.shutdown()
-        if self._hands is not None:
-            self._hands.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def train(self, steps: int) -> None:
         """So many further ones."""
@@ -128,7 +128,7 @@ class Crew:
 
     def _gradients(self) -> list[Tensor]:
         """Losses; workers that update by their own gradients have done it."""
-        if self._stack is None and self._hands is None:
+        if self._stack is None and self._pool is None:
             return [self._one(*pair) for pair in zip(self.workers, self.members, strict=True)]
         batches = [worker.batch() for worker in self.workers]
         losses = self._stack.gradients(batches) if self._stack is not None else None
@@ -140,10 +140,10 @@ class Crew:
 
     def _each(self, batches: Sequence[Any]) -> list[Tensor]:
         rows = self.workers, self.members, batches
-        if self._hands is None:
+        if self._pool is None:
             return list(map(self._one, *rows))
         with nobody_draws(self.workers):
-            return self._hands.map(self._one, *rows)
+            return self._pool.map(self._one, *rows)
 
     def _one(self, worker: Worker, member: Member, batch: Any = None) -> Tensor:
         with worker.random:

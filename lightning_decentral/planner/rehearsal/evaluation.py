@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.rehearsal.abreast import Hands
+from lightning_decentral.planner.rehearsal.abreast import ThreadPool
 from lightning_decentral.planner.rehearsal.worker import (
     CPU,
     Module,
@@ -58,10 +58,10 @@ class Evaluation:
     def _on_threads(self, batches: Sequence[tuple[int, Any]]) -> list[float] | None:
         """None, and never again: somebody drew random numbers, which are one generator's for all threads."""
         each = [self._module, *self._copies]
-        with Hands(len(each)) as hands:
+        with ThreadPool(len(each)) as pool:
             torch.manual_seed(0)
             (seeded,) = random_states(self._device)
-            rows = hands.map(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
+            rows = pool.map(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
             (after,) = random_states(self._device)
         if not torch.equal(seeded, after):
             self._copies = []
@@ -86,7 +86,7 @@ def _same_values(module: Module) -> Module:
     for of in (nn.Module.parameters, nn.Module.buffers):
         for own, shared in zip(of(found), of(module), strict=True):
             own.data = shared.data
-    return quiet(found)
+    return found
 
 
 def held_out(

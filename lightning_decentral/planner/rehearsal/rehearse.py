@@ -37,9 +37,10 @@ FEWEST = 10
 """Steps of a rehearsal."""
 MARGIN = 0.9
 """Of the time that is left, what steps are planned for."""
-APART = "one after the other"
 PAYS = 0.9
 """Of the time of one worker after the other: what gains less isn't worth that bits differ."""
+APART = "one after the other"
+"""How workers are computed where nothing is faster, said."""
 Result = TypeVar("Result")
 
 

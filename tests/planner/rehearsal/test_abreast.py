@@ -1,6 +1,7 @@
 """Workers whose gradients are computed at the same time have the bits of those one after the other."""
 
 import time
+from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal import rehearse
-from lightning_decentral.planner.rehearsal.abreast import Drawn, Hands, tried
+from lightning_decentral.planner.rehearsal.abreast import Drawn, ThreadPool, tried
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 from lightning_decentral.planner.rehearsal.worker import Loop
@@ -39,6 +40,15 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch's: on more, MKL may round in another order."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(own)
+
+
 def loader(rows: int = 64) -> DataLoader[Any]:
     return DataLoader(torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)), batch_size=2)
 
@@ -52,14 +62,15 @@ def trained(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, thre
     return crew
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("threads", [2, 4])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1] is not PartialBackpropStrategy])
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, threads: int) -> None:
     """One after the other they are, bit for bit, those of as many processes (`test_crew`)."""
     size, kind, options = CASES[name]
     apart, together = (trained(monkeypatch, kind(**options), size, count) for count in (1, threads))
-    assert apart._hands is None
-    assert together._hands is not None
+    assert apart._pool is None
+    assert together._pool is not None
     assert torch.equal(torch.stack(together.losses), torch.stack(apart.losses))
     for one, other in zip(apart.workers, together.workers, strict=True):
         for key, value in one.module.state_dict().items():
@@ -68,7 +79,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, threa
 
 def test_partial_backprop_is_computed_worker_by_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     size, kind, options = CASES["partial backprop"]
-    assert trained(monkeypatch, kind(**options), size, 2)._hands is None
+    assert trained(monkeypatch, kind(**options), size, 2)._pool is None
 
 
 def test_random_numbers_within_a_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +103,13 @@ def test_a_trial_says_what_threads_gain() -> None:
 
 def test_threads_share_torchs_own_and_leave_it_to_others() -> None:
     own, others = torch.get_num_threads(), []
-    with Hands(2) as hands:
-        assert hands.map(lambda _: torch.get_num_threads(), range(2)) == [max(1, own // 2)] * 2
+    with ThreadPool(2) as pool:
+        assert pool.map(lambda _: torch.get_num_threads(), range(2)) == [max(1, own // 2)] * 2
         other = Thread(target=lambda: others.append(torch.get_num_threads()))
         other.start()
         other.join()
         with pytest.raises(ZeroDivisionError):
-            hands.map(lambda x: 1 // x, [1, 0])
+            pool.map(lambda x: 1 // x, [1, 0])
     assert [torch.get_num_threads(), *others] == [own, own]
 
 
