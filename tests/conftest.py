@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from tests import crossed, fresh, ports, quick, world
+from tests import fresh, ports, quick, sampled, world
 
 torch.set_num_threads(1)
 
@@ -49,12 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "plan" or item.nodeid in picked:  # a law, or chosen
             item.add_marker(pytest.mark.quick)
-    for test in crossed.CROSSED:
-        cases = [item for item in items if item.nodeid.partition("[")[0] == test]
-        more = crossed.beyond([(item.nodeid, item.callspec.params) for item in cases])
-        for item in cases:
-            if item.nodeid in more:
-                item.add_marker(pytest.mark.thorough)
+    cases: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = item
+    for test in cases.values():
+        for name in sampled.left_out({name: item.callspec.params for name, item in test.items()}):
+            test[name].add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,7 @@ def trained_and_tested(folder: Path) -> tuple[Tensor, float]:
     return flat(model), tested["test/accuracy"]
 
 
+@pytest.mark.thorough
 def test_the_mean_of_what_the_workers_keep_is_what_lightning_tests(tmp_path: Path) -> None:
     end, tested = in_processes(trained_and_tested, tmp_path)
     first, second = (torch.load(tmp_path / f"0-{rank}.pt") for rank in range(2))

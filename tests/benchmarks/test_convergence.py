@@ -108,6 +108,7 @@ def test_names_are_unique() -> None:
     assert len({method.key for method in METHODS}) == len(METHODS)
 
 
+@pytest.mark.thorough
 def test_a_small_slice_runs_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convergence, "STEPS", 4)
     monkeypatch.setattr(convergence, "SEEDS", (0, 1))

@@ -25,6 +25,7 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path, capsys: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", ["facts", "tests", "kernels", "round", "codecs", "spilled"])
 def test_a_part_goes_its_way_on_the_host(part: str) -> None:
     rows = list(PARTS[part](CPU))
@@ -37,6 +38,7 @@ def test_a_part_goes_its_way_on_the_host(part: str) -> None:
         assert [row.predicted for row in rows[1::2]] == ["under 0.15 a bucket"] * 9
 
 
+@pytest.mark.thorough
 def test_four_workers_are_rehearsed_stacked_as_one_after_the_other() -> None:
     """Three methods, of which each has its own loss."""
     stacked, alone = (rehearsed({**SMALL, "n_layer": 1, "n_embd": 16}, "cpu", 10, how)[0] for how in (True, False))

@@ -34,6 +34,7 @@ def test_hidden_is_one_where_the_longer_one_covers_the_shorter() -> None:
     assert gpu.hidden(computing=2, exchange=3, both=5) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.threads  # the exchange of messages that are staged has a group in this process
 def test_every_part_runs_and_is_reported(tmp_path: Path) -> None:
     result = gpu.measure(SMALL, turns=1, steps=2, elements=codec.SIDE**2, side=16, device=CPU)

@@ -101,6 +101,7 @@ def test_the_soonest_peer_may_have_batches_of_another_size_and_a_longer_schedule
     assert [*dict.fromkeys(loss for loss, _ in rows)] == ["1.800", "1.500", "1.400", "1.000"]
 
 
+@pytest.mark.thorough
 def test_every_method_is_one_that_the_command_line_takes() -> None:
     for name, words in METHODS.items():
         strategy = composed([*RECIPES["gpt"].words, *(w for w in words if not w.startswith(OWN))], 0).strategy
@@ -151,6 +152,7 @@ def trained(folder: Path, words: list[str]) -> None:
     train(plan, "0", words, ["trainer.devices=2", "strategy.start_method=fork"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method",
     ["ddp, Muon", "gossip, int8, Muon", "ddp, Muon, fp16 hook, accumulating 4", "torchft's DiLoCo, Muon"],

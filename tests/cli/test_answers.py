@@ -81,6 +81,7 @@ def test_blocks_hold_every_cell_that_isnt_empty() -> None:
     assert re.findall(r"heading (\d+) value \1\b", " ".join(lines)) == [str(i) for i in range(20)]
 
 
+@pytest.mark.thorough
 def test_a_plan_at_80_columns_cuts_no_strategy(
     profiled: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from lightning_decentral.cli.cuts import cut_plan
 from lightning_decentral.recipes import command as cli
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("recipe", "words", "kind", "tied"), [
     ("vit", ["strategy.cuts=2"], "3 x ViTLayer", 0),
     ("gpt", ["model.config.n_layer=3"], "3 x GPT2Block", 1),

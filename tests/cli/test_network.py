@@ -106,6 +106,7 @@ def test_mistakes_are_one_line_before_anyone_waits() -> None:
             command.refuse(command.parser().parse_args(words))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("per_node", "odd", "message"), [
     (2, ["LOCAL_WORLD_SIZE=1"], "workers of a node: 2 for worker 0 on .*, 1 for worker 3 on .*: start equally many"),
     (1, ["--hosts", "h.json"], "--hosts given: False for worker 0 on .*, True for worker 3 on .*: .* same words"),

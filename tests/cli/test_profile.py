@@ -150,6 +150,7 @@ def test_what_runs_twice_is_one_block(clock: None) -> None:
     assert (block.forward_seconds, block.backward_seconds) == (pytest.approx(12), pytest.approx(120))
 
 
+@pytest.mark.thorough
 def test_a_recipe_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json"
     words = ["recipe=vit", "trainer.accelerator=cpu"]
@@ -244,6 +245,7 @@ def test_mistakes_are_one_line() -> None:
         fit(Perceptron(manual=True), StepProfile(lambda: None))
 
 
+@pytest.mark.thorough
 @pytest.mark.threads
 def test_words_of_the_command_line_are_kept_but_for_the_strategy() -> None:
     """Of two words `strategy=` in the line that `plan` prints the first would mean nothing."""

@@ -14,6 +14,7 @@ from tests.conf.groups import choices
 NEEDED = {"from_graph": ["edges=[[0,1],[1,2],[2,3]]"]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(choices("strategy/topology")))
 def test_every_topology_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["topology", name, *NEEDED.get(name, []), "--workers", "4"])

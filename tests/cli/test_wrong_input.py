@@ -125,6 +125,7 @@ def test_looking_whether_a_file_can_be_written_leaves_it(tmp_path: Path) -> None
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [
     "", "coffee", "topology", "topology ring", "topology rng --workers 4", "topology ring --workers 1000000",
     "topology base_graph max_degree=abc --workers 4", "topology base_graph max_degree= --workers 4",
@@ -197,6 +198,7 @@ def test_a_value_of_a_wrong_type_is_refused_before_anything_is_made(words: str, 
     assert " ".join(rest[:-1]) in str(raised.value).replace(", got", "") or rest[-1] in str(raised.value)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("words", "line"), [
     ("trainer.devices=0", "trainer.devices must be at least 1, got 0: trainer.devices=1, or =auto for all"),
     ("trainer.devices=-3", "trainer.devices must be at least 1, got -3"),

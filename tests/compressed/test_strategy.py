@@ -54,6 +54,7 @@ def test_names_are_registered(name: str) -> None:
     assert strategy.codec == Int8(), "the default"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_plain_is_ddp(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -66,6 +67,7 @@ def test_plain_is_ddp(tmp_path: Path, settings: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_replicas_are_equal_after_every_step(tmp_path: Path, settings: dict[str, Any]) -> None:
     module = Tower(norm=True, optimizer="adamw", schedule=True, tied=True)
@@ -76,6 +78,7 @@ def test_replicas_are_equal_after_every_step(tmp_path: Path, settings: dict[str,
     assert all(not torch.equal(first[name], last[name]) for name in first), "everything was trained"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("orthogonal", [Plain(), Int8()], ids=str)
 def test_muons_matrices_shared_out_are_ddps_and_replicas_stay_equal(tmp_path: Path, orthogonal: Codec) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -181,6 +184,7 @@ def trained(folder: Path, codec: Codec, resume: Path | None, muon: bool = False)
     return module.state_dict()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("muon", [False, True])
 def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path, muon: bool) -> None:
     """Within an epoch, with dropout: what was rounded away is each worker's own, and lies beside the plain file."""

@@ -121,6 +121,7 @@ def chosen(group, name):
     return composed("strategy=gossip", f"strategy/{group}={name}", *MUST_BE_GIVEN.get(name, [])).strategy[group]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("turn", "topology"), [*enumerate(sorted(choices("strategy/topology")))])
 def test_every_gossip_strategy_can_be_constructed(turn, topology):
     """Every pair of choices: weights are dealt out, from another one on for each topology."""
@@ -165,6 +166,7 @@ def test_every_rate_can_be_put_in_place_of_a_number(rate):
     assert get_object(cfg.strategy.combine.rate._target_) is type(schedule)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(choices("strategy/codec")))
 def test_every_codec_can_be_chosen_or_wrapped(name):
     inner = "strategy/codec@strategy.codec.inner"
@@ -184,6 +186,7 @@ PIPELINE = ("slicing", "schedule", "partition", "activations", "boundary", "repl
 GIVEN = {"given": "strategy.slicing.lengths=[3,2]", "counted": "strategy.partition.blocks=[1,1]"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("group", PIPELINE)
 def test_every_token_pipeline_can_be_constructed(group):
     for name in sorted(choices(f"strategy/{group}")):
@@ -194,6 +197,7 @@ def test_every_token_pipeline_can_be_constructed(group):
         assert get_object(cfg.strategy[group]._target_) is type(value)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [
     *([f"strategy/depth={name}"] for name in sorted(choices("strategy/depth"))),
     *([f"strategy/depth/order={name}"] for name in sorted(choices("strategy/depth/order"))),

@@ -63,6 +63,7 @@ def cells() -> dict[tuple[str, str], dict[str, float]]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_it_recommends_composes() -> None:
     words = re.findall(r"`((?:\+?strategy|optimizer|experiment)[^`]*=[^`]*)`", PAGE)
     assert len(words) > 8

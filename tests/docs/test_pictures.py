@@ -7,6 +7,7 @@ import alive
 import answers
 import guides
 import pictures
+import pytest
 
 from tests.docs.pages import PAGES, ROOT
 
@@ -27,6 +28,7 @@ def test_every_picture_is_shown() -> None:
     assert shown() == {path.name for path in IMAGES.iterdir()}
 
 
+@pytest.mark.thorough
 def test_pictures_are_drawn_as_they_are(tmp_path: Path) -> None:
     for script in (pictures, alive, guides, answers):
         script.draw(tmp_path)

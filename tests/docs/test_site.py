@@ -19,6 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.thorough
 def test_every_page_is_built(site: Path) -> None:
     sources = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
     built = {path.parent.relative_to(site) for path in site.rglob("index.html")}

@@ -64,6 +64,7 @@ def fit(folder: Path, steps: int, callbacks: bool, options: dict[str, Any], modu
     return module.x.detach()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", [OuterNesterov(), PseudoGradient()], ids=str)
 def test_the_anchor_is_validated_saved_and_handed_back(tmp_path: Path, rule: Any) -> None:
     """Two steps after all were at it: what they learnt since isn't in it."""

@@ -25,6 +25,7 @@ def told(folder: Path) -> Iterator[list[dict[str, Any]]]:
         yield [json.loads(line) for line in (folder / f"w{number}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_slow_trainer_holds_up_nobody(tmp_path: Path) -> None:
     code, output = Launching(Path(asynchronous_training.__file__), (str(tmp_path),), PATH).finish(90.0)

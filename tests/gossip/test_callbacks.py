@@ -299,6 +299,7 @@ def test_two_workers_in_one_wandb_run(tmp_path: Path) -> None:
     assert settings(file)["gossip/workers"] == "2"
 
 
+@pytest.mark.thorough
 def test_one_wandb_run_per_worker(tmp_path: Path) -> None:
     in_processes(train, tmp_path, wandb_per_worker)
     files = {run(file).display_name: file for file in tmp_path.glob("wandb/offline-run-*/*.wandb")}

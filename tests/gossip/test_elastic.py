@@ -183,6 +183,7 @@ class Sums(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("processes", [0, 2])
 def test_one_member_trains_as_a_loop_by_hand(tmp_path: Path, processes: int) -> None:
     module, places = Sums(), torch.arange(10, dtype=torch.float64).reshape(10, 1) / 10

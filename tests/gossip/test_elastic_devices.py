@@ -23,6 +23,7 @@ def trained(folder: Path, *words: str) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_devices_train_as_hosts_do(tmp_path: Path) -> None:
     """To the bit, by validations of the mean."""
@@ -34,6 +35,7 @@ def test_devices_train_as_hosts_do(tmp_path: Path) -> None:
     assert all(of == validated[0] for of in validated)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_newcomer_takes_everything_from_a_device_to_its_own(tmp_path: Path) -> None:
     w0, killed, w2, newcomer = trained(tmp_path / "device", "simulated", "dies")

@@ -79,6 +79,7 @@ def assert_one_process(found: dict[str, Lines], plain: Deep, optimizer: torch.op
             assert rows[step]["weight"] == pytest.approx(flat(plain), abs=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # two runs
 @pytest.mark.parametrize("islands", [(FullyShard(2), AllReduce(2)), (AllReduce(2), Solo())], ids=str)
@@ -160,6 +161,7 @@ def fixed(folder: Path, island: Island, batches: list[list[list[int]]]) -> None:
     trainer.fit(Replayed(batches))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("island", [AllReduce(2), FullyShard(2)], ids=str)
 def test_while_members_stay_the_same_islands_train_as_in_a_fixed_world(island: Island, tmp_path: Path) -> None:
@@ -182,6 +184,7 @@ def test_where_one_device_of_shards_is_poisoned_all_are_healed(tmp_path: Path) -
         assert one["weight"] == other["weight"] == pytest.approx(third["weight"], abs=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("island", "dies", "device"), [(AllReduce(2), "b0", "simulated"), (FullyShard(2), "b1", "cpu")]

@@ -63,6 +63,7 @@ def models(found: dict[str, Lines]) -> dict[str, Lines]:
     return whole
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(360)  # two runs
 def test_pipelines_that_all_average_are_one_process_with_all_of_their_examples(tmp_path: Path) -> None:
@@ -114,6 +115,7 @@ def fixed(folder: Path, batches: list[list[list[int]]]) -> None:
     trainer.fit(ReplayedStages(batches))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_while_members_stay_the_same_pipelines_train_as_in_a_fixed_world(tmp_path: Path) -> None:
@@ -125,6 +127,7 @@ def test_while_members_stay_the_same_pipelines_train_as_in_a_fixed_world(tmp_pat
     assert found["a0"][0]["weight"] != pytest.approx(found["b0"][0]["weight"], abs=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(("dies", "device"), [("b1", "cpu"), ("b0", "simulated")])

@@ -78,6 +78,7 @@ def by_trainer(folder: Path, loop: Loop, options: dict[str, Any]) -> None:
     torch.save(module.state_dict(), folder / "end.pt")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("options", "loop"), [
     ({}, Loop(norm=True, dropout=0.2)),
     ({"delay": 0, "topology": Ring()}, Loop(accumulate=2, clip=0.1, optimizer=torch.optim.AdamW)),

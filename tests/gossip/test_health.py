@@ -61,6 +61,7 @@ def assert_mean_of_healthy(folder: Path, found: dict[str, Tensor], sound: list[i
             torch.testing.assert_close(value, torch.stack([row[key] for row in rows]).mean(0), msg=key)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("bad", "name", "delay", "topology"),
     [

@@ -73,6 +73,7 @@ def expected(
     return rows[1:].repeat_interleave(island.devices, dim=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "island", "topology", "delay"), [
     (4, AllReduce(2), Auto(), 1),
     (4, AllReduce(2), Auto(), 0),
@@ -106,6 +107,7 @@ MESSAGES: list[tuple[Combine, Codec, Topology, int]] = [
 
 
 # Of shards all; of replicas a rule with a state, a codec with one, and a message that ends in exact numbers.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("island", "combine", "codec", "topology", "delay"),
     [(FullyShard(2), *of) for of in MESSAGES] + [(AllReduce(2), *of) for of in MESSAGES[:3]],
@@ -138,6 +140,7 @@ def test_bad_islands_are_refused_with_the_remedy(make: Any, said: str) -> None:
         make()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "options", "said"),
     [
@@ -179,6 +182,7 @@ def fit_poisoned(folder: Path, options: dict[str, Any], devices: tuple[int, ...]
     Trainer(**QUIET, max_steps=30, devices=6, strategy=strategy, callbacks=callbacks).fit(Quadratic(dim=6))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("island", "devices", "combine"),
     [

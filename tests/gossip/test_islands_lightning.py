@@ -89,6 +89,7 @@ class Wrapped(Net):
         fully_shard(self.head)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("island", [None, AllReduce(2), FullyShard(2)], ids=str)
 def test_a_module_that_is_already_wrapped_is_refused(tmp_path: Path, island: Island | None) -> None:
     with pytest.raises(RuntimeError, match=r"ValueError: head is already wrapped by FSDP: leave out fully_shard"):
@@ -185,6 +186,7 @@ def test_bf16_that_a_module_could_not_compute_in_is_refused(tmp_path: Path) -> N
         FullyShard(2, param_dtype="half")
 
 
+@pytest.mark.sampled
 @both
 def test_unequal_numbers_of_batches_inside_an_island_end_with_the_remedy(tmp_path: Path, island: Island) -> None:
     """Those who still train wait for the gradients of one that has ended; nobody hangs."""
@@ -204,6 +206,7 @@ def test_a_loss_scaler_skips_the_same_steps_on_all_devices_of_an_island(tmp_path
     assert bool(torch.isfinite(rows).all())
 
 
+@pytest.mark.sampled
 @both
 def test_a_second_fit_goes_on_from_the_mean_in_a_plain_module(tmp_path: Path, island: Island) -> None:
     in_processes(fit_twice, island, seconds=100)

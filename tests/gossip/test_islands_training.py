@@ -138,6 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 
 # With eight processes only what has a sum over the island of its own: clipping. Replicas are each whole, so that what
 # an optimizer does to shards is no matter of theirs.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "island", "case"),
     [
@@ -158,6 +159,7 @@ def test_training_equals_one_worker_per_island_in_plain_torch(
     assert (expected[-1, 0] - expected[-1, -1]).norm() > 10 * tolerance, "the islands were never apart"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "island"), FOUR, ids=str)
 def test_training_with_a_short_last_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, island: Island
@@ -231,6 +233,7 @@ def test_gradients_may_travel_in_codes_inside_an_island(tmp_path: Path) -> None:
     assert 0 < apart < 0.5 * (found[Plain()][-1] - found[Plain()][0]).norm()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("evaluate", ["mean", "own"])
 @pytest.mark.parametrize("island", [AllReduce(2), FullyShard(2)], ids=str)
 def test_evaluation_consensus_and_bytes_are_those_of_islands(tmp_path: Path, island: Island, evaluate: str) -> None:
@@ -271,6 +274,7 @@ RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 # A device of AllReduce saves what a worker without an island does (tests/gossip/test_resume.py); one of FullyShard its
 # own part of what the optimizer has, clips over the island, and has Lightning's FSDP for its precision.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "island"),
     [
@@ -296,6 +300,7 @@ def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path, island: Is
     assert not torch.equal(first, second), "the islands were never apart: the test could not fail"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("island", [AllReduce(2), FullyShard(2)], ids=str)
 def test_the_checkpoint_is_the_whole_mean_and_loads_without_this_package(tmp_path: Path, island: Island) -> None:
     handed_back = in_processes(fit, tmp_path, 4, 4, {"island": island}, {"optimizer": "adamw"}, {}, 4, None, False)
@@ -353,6 +358,7 @@ def go_on(folder: Path, size: int, island: Island | None, path: Path) -> dict[st
     return module.state_dict()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after", "size"), [
     (FullyShard(2), FullyShard(4), 4),
     (FullyShard(2), None, 2),

@@ -130,6 +130,7 @@ def test_names_are_registered_once_and_for_all(name: str) -> None:
 # ---- precision, clipping, compile ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_precisions_train_and_hand_the_mean_back(tmp_path: Path, precision: str) -> None:
     result = run(tmp_path, Net(dropout=0.0), trainer_options={"precision": precision}, batches=Cast(precision))
@@ -193,6 +194,7 @@ def fit_compiled(folder: Path, backend: str) -> None:
     trainer.fit(module, SizedBatches(6))
 
 
+@pytest.mark.thorough
 def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path) -> None:
     compiled, plain = tmp_path / "compiled", tmp_path / "plain"
     compiled.mkdir(), plain.mkdir()
@@ -327,6 +329,7 @@ def _copy(module: nn.Module) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in module.state_dict().items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("evaluate", ["mean", "own"])
 def test_validation_uses_the_mean_and_leaves_no_trace(tmp_path: Path, evaluate: str) -> None:
     run(
@@ -366,6 +369,7 @@ def test_early_stopping_and_best_checkpoint_agree_on_all_workers(tmp_path: Path)
     assert len(list((tmp_path / ".workers" / path.stem).iterdir())) == SIZE
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("averaging", ["ema", "swa"])
 def test_weight_averaging_callbacks_hand_back_the_mean_of_their_averages(tmp_path: Path, averaging: str) -> None:
     callback = (
@@ -449,6 +453,7 @@ class HeadWeight(Callback):
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _check
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("call", ["validate", "test", "predict"])
 @pytest.mark.parametrize("evaluate", ["mean", "own"])
 def test_evaluation_works_as_the_first_call(call: str, evaluate: str) -> None:
@@ -559,6 +564,7 @@ def test_no_barrier_before_every_batch(tmp_path: Path) -> None:
 # ---- unequal numbers of batches, lost workers, NaN -------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("sized", [False, True], ids=["iterable", "sized"])
 def test_unequal_numbers_of_batches_do_not_hang(tmp_path: Path, delay: int, sized: bool, capfd: Any) -> None:
@@ -602,6 +608,7 @@ class Dies(Inspect):
             os._exit(3)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_dies_ends_the_others_within_seconds(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"exit code 3|lost"):
@@ -663,6 +670,7 @@ class KeepSummary(Inspect):
         self.seen["summary"] = trainer.strategy.summary()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("optimizer", "size", "named"), [
     ("adamw", 2, "AdamW takes smaller steps here than under ddp: for a transformer take lightning_decentral.optim.Muon "
      "(experiment=gossip_muon), or AccumAdamW (optimizer=accum_adamw); docs/optimizers.md has the table"),

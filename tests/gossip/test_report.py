@@ -215,6 +215,7 @@ def test_curves_are_read_from_the_rows() -> None:
     assert figure.first_curve(LOGGED, figure.LOSSES) == ([], [])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [LOGGED, LOGGED[:1], []], ids=["all", "no distance", "nothing"])
 def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[dict[str, float]]) -> None:
     figure.draw(rows, tmp_path / "picture.png")

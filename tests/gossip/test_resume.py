@@ -190,6 +190,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path, case: str) -> None:
     options, net, trainer_options, at, plain_loader = CASES[case]
@@ -206,6 +207,7 @@ def test_resume_is_bit_equal_to_the_uninterrupted_run(tmp_path: Path, case: str)
     assert not torch.equal(first, second), "the workers were never apart: the test could not fail"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "case", ["several buckets", "Int8, two in flight, several buckets", "compressed differences of links, low rank"]
 )
@@ -263,6 +265,7 @@ class ModelAtStart(Callback):
         assert [k for k, v in pl_module.state_dict().items() if not torch.equal(mean[k], v)] == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_resume_on_another_number_of_workers_starts_from_the_mean_and_says_so(
     tmp_path: Path, size: int, capfd: Any
@@ -321,6 +324,7 @@ def fit_unfreezing(folder: Path, epochs: int, resume: Path | None, codec: Codec)
     trainer.fit(Backbone(), SizedBatches(3), ckpt_path=resume)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("codec", [Plain(), DifferenceCompression(Int8())], ids=str)
 def test_resume_after_unfreezing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec, cut: bool) -> None:

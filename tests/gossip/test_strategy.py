@@ -83,6 +83,7 @@ RULES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rule", "topology", "size", "delay"), RULES, ids=str)
 def test_trainer_equals_simulation_for_every_rule(
     tmp_path: Path, rule: Combine, topology: Topology, size: int, delay: int
@@ -120,6 +121,7 @@ def fit_all(
 
 
 # Dealt out in turn: every topology and every delay. All pairs of them are tested on the wire, in test_wire.
+@pytest.mark.sampled
 @trainer_backends
 @pytest.mark.parametrize(("turn", "delay", "rate"), [(0, 0, 1.0), (1, 1, 1.0), (2, 2, 0.4)])
 def test_trainer_equals_simulation_for_every_topology(
@@ -135,6 +137,7 @@ def test_trainer_equals_simulation_for_every_topology(
         torch.testing.assert_close(handed_back, trajectory[-1].mean(0), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_trainer_equals_simulation_for_every_codec(tmp_path: Path, codec: Codec) -> None:
     """On a clique, too, where messages as they are would be all-reduced."""
@@ -151,6 +154,7 @@ def quadratic(x: Tensor, step: int) -> Tensor:
     return torch.nn.functional.pad(gradient(x, step)[:, :5], (0, x.shape[1] - 5))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "topology"), [(1, Auto()), (2, Auto()), (3, Ring()), (5, BaseGraph()), (3, Star())], ids=str
 )
@@ -218,6 +222,7 @@ class Sieve(Weights):
         return {j: 0.9 * w for j, w in topology.row(rank, size, step).items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [

@@ -195,6 +195,7 @@ def train_under_ddp(folder: Path, make: Any) -> None:
     Trainer(**settings, strategy="ddp_fork", callbacks=[Record(folder)]).fit(Chosen(make))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [AccumAdam, AccumAdamW, QuasiGlobalAdam])
 def test_under_ddp_it_is_one_process_with_the_mean_gradient(tmp_path: Path, make: Any) -> None:
     in_processes(train_under_ddp, tmp_path, make)

@@ -325,6 +325,7 @@ def test_under_ddp_it_is_one_process_with_the_mean_gradient(tmp_path: Path) -> N
     torch.testing.assert_close(recorded(tmp_path, 2), expected[:, None].expand(-1, 2, -1), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("island", [AllReduce(2), FullyShard(2), FullyShard(4)], ids=str)
 def test_under_gossip_islands_update_as_one_process_does(tmp_path: Path, island: Island) -> None:
     """One island, so that nothing is mixed: shards, even and uneven, against the unsharded optimizer."""

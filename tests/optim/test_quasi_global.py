@@ -133,6 +133,7 @@ def train(folder: Path, size: int, delay: int, island: Island | None) -> None:
     Trainer(**settings, strategy=strategy, callbacks=[Record(folder)]).fit(Pulled(devices))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "delay", "island"), [
     (3, 0, None), (3, 1, None), (4, 1, AllReduce(2)), (4, 1, FullyShard(2)),
 ], ids=str)  # fmt: skip

@@ -55,6 +55,7 @@ def read_by(statement: str) -> list[str]:
     return sorted(set(output.split()) - faces)
 
 
+@pytest.mark.thorough
 def test_a_gossip_run_reads_what_it_uses() -> None:
     files = read_by("from lightning_decentral.gossip import GossipStrategy")
     assert len(files) <= FILES_READ_FOR_GOSSIP, files

@@ -135,6 +135,7 @@ def test_configurations_compose_and_the_console_commands_run_elsewhere(clean: Pa
         assert os.access(command, os.X_OK)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_the_launcher_and_its_gate_are_found_elsewhere(clean: Path, tmp_path: Path) -> None:
     """Hydra finds the plugin, without torch; Lightning the entry point, in a sweep that runs."""
@@ -147,6 +148,7 @@ def test_the_launcher_and_its_gate_are_found_elsewhere(clean: Path, tmp_path: Pa
     assert [log.splitlines()[-1] for log in logs] == ["callbacks: ['Gate']"] * 2
 
 
+@pytest.mark.thorough
 def test_an_editable_install_has_the_launcher_too(tmp_path: Path) -> None:
     """Hydra walks through the folders of hydra_plugins, which an editable install must therefore name."""
     venv.create(tmp_path / "venv", with_pip=False)

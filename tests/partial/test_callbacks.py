@@ -41,6 +41,7 @@ class Plan(Watch):
         self.more["bar"] = sorted(trainer.progress_bar_metrics)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("every", [1, 2])
 def test_rows_of_the_monitor(tmp_path: Path, every: int) -> None:
     logger = CSVLogger(str(tmp_path), name="", version="")
@@ -78,6 +79,7 @@ def into_wandb(folder: Path) -> None:
     wandb.finish()
 
 
+@pytest.mark.thorough
 def test_rows_of_the_monitor_in_wandb(tmp_path: Path) -> None:
     in_processes(into_wandb, tmp_path)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -127,6 +129,7 @@ def simulated(depths: list[list[int]], mix: Any, absent: Any, steps: int) -> lis
     return [dict(module.state_dict()) for module in modules]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("absent", [Skip(), Decay()], ids=str)
 def test_gossip_with_a_depth_of_each_worker(tmp_path: Path, absent: Any) -> None:
     callback = PartialBackward(depth=PerWorker(fractions=(0.25, 1.0, 0.5)), cuts=CUTS, absent=absent)

@@ -42,6 +42,7 @@ def by_trainer(folder: Path, loop: Loop, options: dict[str, Any]) -> None:
     Trainer(**QUIET, **settings, devices=SIZE, strategy=strategy).fit(Trained(loop, folder), Batches(50))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("options", "loop"), [
     ({"depth": Temporal(warm_up=0)}, Loop(norm=True, dropout=0.2, optimizer=ADAM)),
     ({"depth": Staircase(), "cuts": 2, "absent": Decay()}, Loop(accumulate=2, clip=0.1, optimizer=ADAM)),
@@ -74,6 +75,7 @@ def depth(fabric: Fabric, model: nn.Module) -> Any:
     return driver.plan.boundaries, [driver.depth(step) for step in range(3, STEPS)], driver.memory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("assignment", [Temporal(warm_up=2), AutoFreeze(every=1, percentile=90.0)], ids=str)
 def test_every_worker_goes_on_bit_for_bit(assignment: Any, tmp_path: Path) -> None:
     loop = {"optimizer": ADAM, "norm": True, "dropout": 0.2, "look": depth}

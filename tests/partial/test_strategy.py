@@ -77,6 +77,7 @@ def test_names_are_registered(name: str) -> None:
 # ---- replicas --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_replicas_are_equal_after_every_step_in_every_mode(tmp_path: Path, mode: Any) -> None:
     module = Tower(tied=True, norm=True, optimizer="adamw", schedule=True)
@@ -106,6 +107,7 @@ class Scale(Watch):
         self.more["scale"] = trainer.precision_plugin.scaler.get_scale()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", [Temporal(warm_up=0), Staircase()], ids=str)
 def test_a_loss_scaler_skips_the_same_step_on_all(tmp_path: Path, mode: Any) -> None:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=16.0))
@@ -139,6 +141,7 @@ def test_a_step_with_infinite_gradients_stops_all(tmp_path: Path) -> None:
 # ---- against ddp and against one process -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [
     {},
     {"accumulate_grad_batches": 3},
@@ -157,6 +160,7 @@ def test_full_depth_is_ddp(tmp_path: Path, settings: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, other, **tolerance)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_constant_depth_is_training_with_the_rest_frozen(tmp_path: Path, depth: int) -> None:
     """One process with `requires_grad_(False)` below, on the two workers' batches joined."""
@@ -180,6 +184,7 @@ def test_a_constant_depth_is_training_with_the_rest_frozen(tmp_path: Path, depth
         torch.testing.assert_close(rows[1]["parameters"][step], dict(module.state_dict()), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("absent", [Skip(), Decay()], ids=str)
 def test_what_the_optimizer_does_to_blocks_without_a_gradient(tmp_path: Path, absent: Any, optimizer: str) -> None:
@@ -318,6 +323,7 @@ def thawed(folder: Path, **words: Any) -> list[dict[str, Any]]:
     return run(folder, Backbone(), callbacks=[finetuning], max_steps=-1, max_epochs=3, batches=Batches(4), **words)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", [Full(), Temporal(warm_up=0), Staircase()], ids=str)
 def test_unfreezing_keeps_replicas_equal(tmp_path: Path, mode: Any) -> None:
     rows = thawed(tmp_path, options={"depth": mode, "cuts": ["network.blocks.1", "network.blocks.3"]})
@@ -414,6 +420,7 @@ class Memory(Watch):
         self.more["memory"] = trainer.strategy.driver.memory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", [Temporal(warm_up=0), Staircase(), AutoFreeze(every=2, percentile=60.0)], ids=str)
 def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path, mode: Any) -> None:
     whole, rest = tmp_path / "whole", tmp_path / "rest"
@@ -465,6 +472,7 @@ class Resumable(Batches):
         self.begun = state["at"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batches", [4, 10], ids=["an epoch's end", "mid-epoch"])
 def test_a_resumed_run_drops_out_what_the_whole_one_does(tmp_path: Path, batches: int) -> None:
     whole, rest = tmp_path / "whole", tmp_path / "rest"
@@ -572,6 +580,7 @@ class Lossless(Tower):
         return None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("module", "options", "message"), [
     (Synchronized, {"depth": Staircase()}, "ValueError: SyncBatchNorm gathers over all workers.*use plain BatchNorm"),
     (Manual, {}, "ValueError: Manual optimizes manually.*use automatic optimization"),

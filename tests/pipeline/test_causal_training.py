@@ -50,6 +50,7 @@ def adapted():
     return random(peft.get_peft_model(family("qwen3")(), lora))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [family("olmoe"), adapted], ids=["experts", "adapters"])
 def test_training_is_that_of_one_process(tmp_path, make):
     """Up to float32, in which norms are computed."""

@@ -63,6 +63,7 @@ def test_slices_of_a_changing_model_are_refused_by_name(change: Any, tmp_path: P
         forked(Changing(change), pipeline(2), tmp_path, **SHORT)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("make", "options"), [
     (lambda: Changing(observed), {"slicing": Uniform(1)}),
     (Fixed, {}),

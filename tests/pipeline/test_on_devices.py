@@ -62,6 +62,7 @@ def of_ours(waits: list[str]) -> list[str]:
     return [wait for wait in waits if " /" not in wait]
 
 
+@pytest.mark.sampled
 @every_schedule
 @pytest.mark.parametrize(
     ("name", "inputs"),
@@ -96,6 +97,7 @@ class ShortOfMemory(ExactActivations):
         engine.finish()
 
 
+@pytest.mark.sampled
 @every_schedule
 def test_stages_whose_memory_is_short_go_on(schedule: Schedule) -> None:
     assert error("gpt2, tied", schedule, 0, [], boundary=ShortOfMemory(30.0)) < 1e-9

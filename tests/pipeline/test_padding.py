@@ -74,6 +74,7 @@ def trained(module: Callable[[], LightningModule], there: bool, microbatches: in
     return found, masked
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("module", "wanted", "microbatches"),
     [(Text, PADDED, 2), (Text, PADDED, 1), (Moving, (True, True), 1), (Hiding, (True, True), 2)],

@@ -118,6 +118,7 @@ class Copies(Callback):
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codec", [Plain(), Int8()], ids=str)
 def test_copies_of_a_parameter_on_several_stages_stay_equal(tmp_path, codec):
     """A sum of three depends on its order, and that on where in a stage's gradients a parameter lies; so do codes."""

@@ -26,6 +26,7 @@ from tests.pipeline.training import Language, alone, ddp, distance, fit, forked,
 from tests.tiny import QUIET, in_processes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_training_is_that_of_one_process(tmp_path, monkeypatch, devices):
     """Here each stage tries the model in slices by itself."""
@@ -50,6 +51,7 @@ VARIANTS = {
 
 
 # All with weights that two stages hold; without them where a batch is cut, and where forwards are repeated.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("variant", "name"),
     [*((variant, "gpt2, tied") for variant in VARIANTS), ("three micro-batches", "llama"), ("recomputed", "llama")],
@@ -90,6 +92,7 @@ def test_a_stage_knows_hidden_matrices_from_tables_and_heads(tmp_path):
     assert distance(found, wanted) < 1e-8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", [OneForwardOneBackward(), ZeroBubble()], ids=lambda s: type(s).__name__)
 def test_bf16_mixed(tmp_path, schedule):
     options = {"precision": "bf16-mixed"}
@@ -105,6 +108,7 @@ def half(first_scale: float) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=first_scale, growth_interval=1000))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first_scale", [2.0**10, 2.0**22])
 def test_16_mixed_with_one_scale_for_all_stages(tmp_path, first_scale):
     """The larger scale overflows at first: all stages skip these steps and halve the scale together."""
@@ -292,6 +296,7 @@ def test_a_checkpoint_saved_after_fit_is_whole(tmp_path):
         assert all(torch.equal(ours["state"][number][key], value) for key, value in state.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama"])
 def test_resume_is_exact(tmp_path, name):
     make = lambda: Language(name, scheduler=True)  # noqa: E731
@@ -301,6 +306,7 @@ def test_resume_is_exact(tmp_path, name):
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("devices", [1, 3, 0], ids=["one stage", "three stages", "no pipeline"])
 def test_resume_with_another_number_of_stages(tmp_path, devices):
     wanted, losses, _ = fit(Language(scheduler=True), alone(), tmp_path / "alone")
@@ -345,6 +351,7 @@ def test_a_stage_holds_and_optimizes_only_its_own(tmp_path):
     assert {n for n in rows[1][0] if "lm_head" in n}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slicing", [Planned(granularity=8, max_slices=4), Balanced(2), Uniform(4)])
 def test_slices_are_planned_from_measurements(tmp_path, slicing):
     """Whatever the plan is, the training is the same."""
@@ -434,6 +441,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_is_said(tmp_path, case):
     make, options, words = CASES[case]

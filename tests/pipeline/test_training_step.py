@@ -103,6 +103,7 @@ def test_batches_that_differ_are_told_apart():
     assert len({checksum([x]) for x in (ids, ids.roll(1, 0), ids.roll(1, 1), ids + 1)}) == 4
 
 
+@pytest.mark.thorough
 def test_a_measurement_serves_all_shorter_sequences_and_those_without_a_mask():
     model = adapted(built("llama", torch.float32))
     place = StagePlace(0, 4, True, True)

@@ -30,6 +30,7 @@ from tests.settings import links, model, setting
 CLUSTER = Cluster(8, 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("candidate", [*candidates(CLUSTER, model())], ids=lambda c: c.words)
 def test_every_candidate_composes_as_a_command_of_the_recipes(candidate) -> None:  # type: ignore[no-untyped-def]
     with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
@@ -224,6 +225,7 @@ def profiled(optimizer: str, workers: int = 8) -> Setting:
     return replace(setting(workers), model=known)
 
 
+@pytest.mark.thorough
 def test_every_line_composes_and_names_strategy_codec_rule_and_optimizer() -> None:
     """As a shell and Hydra read it; what is named besides is what the words alone make."""
     planned = plan(profiled("adamw"), optimizer="muon")

@@ -102,6 +102,7 @@ GOSSIP = "strategy=gossip"
 SHORT = "strategy.topology.steps=6 strategy.topology.parts=3"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
     [

@@ -71,6 +71,7 @@ def test_the_map_is_the_plan_of_each_of_its_cells() -> None:
     assert found[3].speedup(found[3].best) > own.speedup(own.best) > 1
 
 
+@pytest.mark.thorough
 def test_the_map_compares_what_the_table_does_in_the_same_memory() -> None:
     every = "strategy=gossip strategy/topology=every"
     where, also = setting(8, rate=1e6), (f"{every} strategy.topology.steps=512 strategy.delay=512",)

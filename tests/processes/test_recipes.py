@@ -26,6 +26,7 @@ def test_the_recipe_trains_in_a_pipeline(tmp_path):
     assert {event["tid"] for event in events} == {"stage 0", "stage 1"}
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "devices", "said"), [

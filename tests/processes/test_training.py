@@ -71,6 +71,7 @@ def run_again_if_torch_aborts(script: Path, *words: str) -> tuple[int, str]:
     return code, output
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "handed_back"), [("gossip", [0, 1]), ("gossip_spawn", [0])])
 def test_lightning_starts_the_processes(tmp_path: Path, script: Path, strategy: str, handed_back: list[int]) -> None:
@@ -108,6 +109,7 @@ def test_slurm_starts_the_processes(tmp_path: Path, script: Path) -> None:
     assert_mean_of_own(tmp_path, 2, [0, 1])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_sigterm_to_the_command_ends_every_worker(tmp_path: Path, script: Path) -> None:
     process = start(script, str(tmp_path), "gossip", "2", "100000")

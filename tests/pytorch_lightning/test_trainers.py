@@ -33,6 +33,7 @@ def test_gossip_takes_the_same_steps(whole: dict[str, Path]) -> None:
     assert not torch.equal(here[-1, 0], here[-1, 1]), "workers drift"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_checkpoint_of_the_other_package_is_resumed_bit_for_bit(
     package: str, whole: dict[str, Path], tmp_path: Path
@@ -42,6 +43,7 @@ def test_a_checkpoint_of_the_other_package_is_resumed_bit_for_bit(
     assert torch.equal(recorded(tmp_path, SIZE), recorded(whole[package], SIZE)[4:])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["compressed_fork", "partial_backprop_fork", "pipeline", "spilled"])
 def test_the_other_strategies_take_the_same_steps(strategy: str) -> None:
     here, there = (in_processes(one_model, package, strategy) for package in PACKAGES)
@@ -81,6 +83,7 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_where_only_pytorch_lightning_is_installed(tmp_path: Path) -> None:
     """An environment that is this one without `lightning`."""

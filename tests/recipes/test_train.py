@@ -85,6 +85,7 @@ def test_run_leaves_checkpoint_metrics_and_choices(monkeypatch):
     assert state["network.classifier.weight"].shape == (10, 16)
 
 
+@pytest.mark.thorough
 def test_a_run_repeats_with_its_seed_and_goes_on_from_its_checkpoint(monkeypatch):
     for folder, *more in (("a",), ("b",), ("c", "seed=1")):
         run(*TINY_VIT, f"hydra.run.dir={folder}", "trainer.max_epochs=2", *more, monkeypatch=monkeypatch)
@@ -106,6 +107,7 @@ def test_gpt_trains_with_each_optimizer(optimizer, monkeypatch):
     assert state["network.transformer.wte.weight"].shape == (256, 8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("words", "parts"), [
     ("strategy=gossip strategy/topology=rng", ["'strategy/topology/rng'", "choose one of alternating", "torus"]),
     ("recipe=bert", ["'recipe/bert'", "choose one of gpt, resnet, vit"]),
@@ -155,6 +157,7 @@ def test_sweep_with_scripts_as_workers_is_refused(monkeypatch):
     assert "use strategy=gossip or strategy=ddp, or one device" in line
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "strategy", "script"), [
     (SCRIPT, "ddp", Launching), (INSTALLED, "gossip", Script),
@@ -169,6 +172,7 @@ def test_two_workers_as_a_user_starts_them(command, strategy, script):
     assert only("outputs/vit-*/checkpoints/best.ckpt").stat().st_size > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_sweep_with_two_workers_ends(tmp_path):

@@ -199,6 +199,7 @@ def test_workers_that_read_different_checkpoints_are_told_so(tmp_path: Path) -> 
         checkpoints(Beside()).load(path, None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("of", ["mean", "own"])
 def test_no_flipped_byte_goes_unnoticed(tmp_path: Path, of: str) -> None:
     """A byte that is flipped is refused, or isn't part of what is loaded (the padding of the archive)."""

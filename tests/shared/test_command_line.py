@@ -100,6 +100,7 @@ def stands_alone(part: dict[str, Any]) -> bool:
     return getattr(instantiate(part), "complete", True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_option_and_part_of_the_configuration_files_is_one_of_the_command_line(strategy: str) -> None:
     parser = ArgumentParser(exit_on_error=False)

@@ -58,6 +58,7 @@ def fit_and_save(strategy: str, module: type[Net], *callbacks: Callback) -> None
         fit(strategy, module, *callbacks, ModelCheckpoint(folder))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["gossip", "compressed", "partial"])
 def test_a_worker_that_alone_logs_with_sync_dist_ends_all_in_one_line(strategy: str) -> None:
     for outcome in crew(2, fit, strategy, LogsAlone, seconds=40):
@@ -80,6 +81,7 @@ def fit_soon_worried(strategy: str) -> None:
     fit(strategy, Net, Leaves())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "place"), [("gossip", "a collective call (in validation)"), ("blocking", "a round (in step 2)")]
 )
@@ -90,6 +92,7 @@ def test_a_worker_that_waits_for_all_alone_is_named_before_the_timeout(strategy:
         assert outcome.error.startswith("PeerLost: ")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "tensors"), [("gossip", "11 and 12"), ("compressed", "12 and 13")])
 def test_models_that_have_come_apart_are_neither_averaged_nor_taken_for_equal(strategy: str, tensors: str) -> None:
     """Also where replicas take the same updates, and only what is saved, by worker 0, is compared."""

@@ -56,6 +56,7 @@ def fit(rank: int, name: str, timeout: timedelta, callback: Callback) -> str:
     return f"trained {trainer.global_step} steps"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["compressed", "partial", "stages"])
 def test_who_stops_alone_where_all_take_the_same_updates_ends_all_with_the_remedy(tmp_path: Path, name: str) -> None:
     found = lines(started_apart(fit, 2, tmp_path, name, LONG, Stops()))
@@ -69,6 +70,7 @@ def test_who_stops_alone_under_gossip_waits_for_the_others_epoch_and_all_stop(tm
     assert found == ["trained 6 steps", "trained 3 steps"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_who_waits_for_all_alone_ends_all_within_the_timeout(tmp_path: Path, name: str) -> None:
     """As `sync_dist=True` on some workers only."""

@@ -93,6 +93,7 @@ class Quantized(Net):
             self.apply(quantization.disable_observer)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fake_quantization_trains_is_saved_and_resumed(strategy: str, tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ class Normed(Net):
         parametrizations.weight_norm(self.head)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parametrizations_are_trained(strategy: str, tmp_path: Path) -> None:
     in_processes(fit, tmp_path, Normed, strategy)

@@ -72,6 +72,7 @@ def sparsity(state: dict[str, Tensor]) -> float:
     return sum(pruned) / len(pruned)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "variant"), [
     *(("gossip", variant) for variant in VARIANTS),
     ("compressed", "random"),

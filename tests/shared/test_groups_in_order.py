@@ -65,6 +65,7 @@ def pipelines(stages: int, **options: Any) -> Any:
     return TokenPipelineStrategy(start_method="fork", stages=stages, slicing=Uniform(2), **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("module", "strategy", "more"),
     [

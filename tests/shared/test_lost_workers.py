@@ -143,6 +143,7 @@ def check_ends(run: Any, make: Any, where: str, kind: str, phase: str, size: int
         assert other.seconds < 100  # not Lightning's half hour: the timeout, and some seconds to find out why
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("make", "where", "kind", "phase", "size"), [
     (gossip, "configure_model", "raises", "set-up", 2),
     (gossip, "groups", "raises", "set-up", 3),
@@ -163,6 +164,7 @@ def test_whoever_loses_a_worker_says_whom_where_and_why(
     check_ends(fit, make, where, kind, phase, size, victim=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("where", "kind", "size"), [
     ("forward", "dies", 2),
     ("backward", "dies", 2),

@@ -130,6 +130,7 @@ KINDS = {
 SPILLED = Kind(SpilledStrategy, {"memory_bytes": 2500}, devices=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fit_gives_its_threads_and_descriptors_back(kind: str, tmp_path: Path) -> None:
     for outcome in crew(2, fits, 4, KINDS[kind], tmp_path):
@@ -199,6 +200,7 @@ def survive(strategy: type, options: dict[str, Any], folder: Path) -> tuple[str,
     return said, settled.rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "options"), [
     (GossipStrategy, {}),
     (PartialBackpropStrategy, {"cuts": ["second"]}),

@@ -30,6 +30,7 @@ def fit(rank: int, name: str, batches: type[Batches], allowed: bool, validates: 
     return f"trained {trainer.global_step} steps"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "batches", "allowed", "validates"), [
     ("gossip", Counted, True, False),
     ("gossip", Batches, False, True),

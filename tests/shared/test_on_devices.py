@@ -138,6 +138,7 @@ def elsewhere(waits: list[str], asks: dict[str, int], steps: int) -> list[str]:
     return [place for place, n in places.items() if place not in STAGING and n > steps * asks.get(place, 0)]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
 def test_training_is_that_of_the_host(case: Case, tmp_path: Path) -> None:

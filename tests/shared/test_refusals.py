@@ -23,6 +23,7 @@ def launch(strategy: str) -> None:
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("run", "strategy"),
     [

@@ -46,6 +46,7 @@ def fit(folder: Path, poison: Callback, strategy: Any) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("strategy", "bad"),
     [
@@ -70,6 +71,7 @@ EQUAL = {
 SAID = "that differ between workers"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["head.weight", "norm.running_var"])
 @pytest.mark.parametrize("strategy", EQUAL)
 def test_a_small_difference_is_said(
@@ -82,6 +84,7 @@ def test_a_small_difference_is_said(
     assert said == (strategy != "island") if of_buffer else said >= 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", EQUAL)
 def test_workers_that_train_rightly_are_equal_bit_for_bit(
     tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]

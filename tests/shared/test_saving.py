@@ -129,6 +129,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "connected", lambda: True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("names", [("last", "last"), ("step=1", "step=2")], ids=["same name", "new name"])
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, rank: int, names: tuple[str, str]) -> None:

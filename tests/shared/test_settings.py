@@ -126,6 +126,7 @@ PLANS: list[tuple[Callable[..., Any], Plan, Plan, str]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "zero", "one", "named"), PLANS, ids=[row[3] for row in PLANS])
 def test_every_difference_of_a_plan_is_named(strategy: Any, zero: Plan, one: Plan, named: str) -> None:
     assert told(facts(strategy(**zero)), facts(strategy(**one))).startswith(f"worker 1 has {named}")
@@ -186,6 +187,7 @@ TRAINERS: list[tuple[Plan, Plan, str]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("zero", "one", "named"), TRAINERS, ids=[row[2] for row in TRAINERS])
 def test_every_difference_of_a_trainer_is_named(zero: Plan, one: Plan, named: str) -> None:
     assert told(facts(GossipStrategy(), **zero), facts(GossipStrategy(), **one)).startswith(f"worker 1 has {named}")
@@ -299,6 +301,7 @@ WORLDS: dict[str, tuple[Plan, Plan, str]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WORLDS)
 def test_workers_that_differ_all_say_so_within_seconds(tmp_path: Path, name: str) -> None:
     zero, one, named = WORLDS[name]
@@ -348,6 +351,7 @@ def without_pickle(rank: int, name: str, folder: Path) -> str:
     return f"trained {trainer.global_step} steps"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", GATHERED)
 def test_nothing_that_arrives_is_unpickled(tmp_path: Path, name: str) -> None:
     assert lines(started_apart(without_pickle, 2, tmp_path, name, tmp_path)) == ["trained 4 steps"] * 2

@@ -26,7 +26,9 @@ class Signalled(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         time.sleep(self.step_seconds * (1 + trainer.global_rank))
         if trainer.global_rank in self.who and trainer.global_step == 3:
-            (self.folder / "signalled").write_text(str(time.time()))
+            own = self.folder / f"signalled {trainer.global_rank}"
+            own.write_text(str(time.time()))
+            own.rename(self.folder / "signalled")  # whole: another worker may be reading it
             os.kill(os.getpid(), self.signum)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -57,6 +59,7 @@ def ended(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("signum", "who", "error"), [
     (signal.SIGTERM, (1,), "SIGTERMException"),
     (signal.SIGINT, (1,), "KeyboardInterrupt"),

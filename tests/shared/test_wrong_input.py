@@ -166,6 +166,7 @@ def shown(value: Any) -> str:
 IDS = [f"{cls.__module__.split('.')[1]}.{cls.__name__}.{name}" for cls, name, _ in USES]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("cls", "name", "annotation"), USES, ids=IDS)
 def test_a_wrong_value_is_one_line_with_parameter_value_and_remedy(cls: Any, name: str, annotation: Any) -> None:
     for value in wrong(name, annotation):

@@ -57,6 +57,7 @@ class Peaks:
         return max(self.found[2:])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_peak_is_within_every_budget_down_to_the_least(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lowest = least_bytes(name)

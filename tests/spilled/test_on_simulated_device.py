@@ -113,6 +113,7 @@ def test_memory_that_goes_back_before_it_was_copied_is_seen(update: Update) -> N
         assert wrong(update) >= 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("update", UPDATES, ids=["host", "device"])
 @pytest.mark.parametrize(
     ("owner", "call"),

@@ -19,6 +19,7 @@ from tests.tiny import Net
 ACCUMULATED = {"max_steps": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "settings"), [
     *((name, {}) for name in CONFIGS),
     *((name, {**ACCUMULATED, "precision": "bf16-mixed"}) for name in CONFIGS),
@@ -79,6 +80,7 @@ def _nothing_like(tensor: Tensor) -> Tensor:
     return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_nobody_reads_a_copy_that_he_did_not_wait_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy_module, "device_of", lambda place: LateCopies())
@@ -98,6 +100,7 @@ class Curved(Net):
         return torch.optim.LBFGS([p for p in self.parameters() if p.requires_grad], lr=0.1, max_iter=3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("make", "settings"), [
     (lambda: Net(), {}),
     (lambda: Net(), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),

@@ -55,6 +55,7 @@ def scores(folder: Path) -> list[list[float]]:
     return [[score["value"] for score in file["scores"]] for file in files]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("entry_points")
 def test_the_worst_members_end_early_and_a_resumed_sweep_knows_it(tmp_path: Path) -> None:
     said = in_processes(printed, tmp_path, *WORDS, *ALONE, *RULE, "hydra.sweep.dir=sweep")
@@ -89,6 +90,7 @@ def printed(folder: Path, *words: str) -> str:
     return text.getvalue().strip()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "message"),
     [

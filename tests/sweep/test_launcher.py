@@ -60,6 +60,7 @@ def sequential(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words", [("hydra.launcher.devices=2",), (TIGHT, "hydra/launcher/policy=round_robin")], ids=str
 )
@@ -142,6 +143,7 @@ def _sleeping(folder: Path) -> None:
     application.run(folder, *SHARDED, "lr=1,2", task=application.sleep)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.usefixtures("entry_points")
 def test_a_sweep_that_ends_leaves_nobody_behind(blow: signal.Signals, tmp_path: Path) -> None:
@@ -235,6 +237,7 @@ def launching(folder: Path, *words: str) -> None:
     application.run(folder, "-m", "hydra/launcher=shard_parallel", *words)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "message"),
     [

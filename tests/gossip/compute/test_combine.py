@@ -293,6 +293,7 @@ def test_relay_sum_is_relaysgd_message_by_message(topology: Topology, size: int,
     assert_path(RelaySum(restart=restart), topology, expected[0], delay, expected, 0.1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("restart", "bound"), [(100, 3e-4), (10_000, 1e-2)])
 def test_relayed_sums_in_single_precision_stay_near_those_in_double(restart: int, bound: float) -> None:
     """1500 rounds on a chain of 9 with gradients that don't fade: what rounding adds up to."""
@@ -367,6 +368,7 @@ def distance_to_optimum(rule: Combine, topology: Topology, size: int, delay: int
     return float((path[-1] - torch.from_numpy(optimum(size))).abs().max())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("rule", [ExactDiffusion(), ExactDiffusion(rate=0.4, memory=0.3), GradientTracking(rate=0.5)])
 def test_exact_rules_reach_the_optimum_of_unequal_workers(rule: Combine, delay: int) -> None:
@@ -380,6 +382,7 @@ def test_gradient_tracking_is_exact_on_a_changing_directed_graph_and_with_local_
     assert distance_to_optimum(GradientTracking(rate=0.5), Every(3, Ring()), 5, 3) < 1e-9
 
 
+@pytest.mark.thorough
 def test_push_sum_weighs_all_workers_alike_where_gossip_with_those_rows_does_not() -> None:
     """Few hear worker 4, many hear worker 0: the plain mean of what is heard leans to whom many hear."""
     size, small = 5, 0.001
@@ -430,6 +433,7 @@ def keeps_the_mean(rule: Rule, topology: Topology, size: int) -> bool:
 REACHING = [case for case in every_rule((0, 1, 3)) if not isinstance(case[0], PseudoGradient)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rule", "topology", "size", "delay"), REACHING, ids=str)
 def test_mixing_alone_keeps_the_mean_and_reaches_it(rule: Rule, topology: Topology, size: int, delay: int) -> None:
     """Within 800 steps. Push-sum: the mean of what all have and of what is under way, sum_i w_i z_i / n once all has
@@ -451,6 +455,7 @@ def test_mixing_alone_keeps_the_mean_and_reaches_it(rule: Rule, topology: Topolo
     pytest.fail("the workers are still apart")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rule", "topology", "size", "delay"), every_rule((0, 1, 3)), ids=str)
 def test_a_resumed_mixer_goes_on_bit_for_bit(rule: Rule, topology: Topology, size: int, delay: int) -> None:
     """Saved, written, read and loaded after 5 of 12 steps."""
@@ -485,6 +490,7 @@ def growth(rule: Rule, topology: Topology, size: int, delay: int) -> float:
     return float(far[550:].max() / far[250:300].max().clamp(min=1e-12))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [1, 2, 3, 4])
 @pytest.mark.parametrize("topology", [Ring(), Star(), Hypercube(), Every(2, Ring())], ids=str)
 def test_rates_that_are_refused_diverge_and_those_below_do_not(topology: Topology, delay: int) -> None:

@@ -132,6 +132,7 @@ def test_the_ring_moves_half_an_all_reduce_of_two_nodes_on_average(nodes: int, p
     assert average == pytest.approx([(2 * per_node - 1) / (2 * per_node)] * nodes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("per_node", range(1, 65))
 def test_auto_never_moves_more_through_a_card_than_all_reduce(per_node: int) -> None:
     """No step of any plan, for all sizes up to 64 workers and some larger ones."""

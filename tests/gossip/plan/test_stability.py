@@ -58,6 +58,7 @@ def distance_after(topology: Topology, size: int, delay: int, rate: float, perio
 PLANS = every_topology(range(2, 8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "size"), PLANS, ids=str)
 def test_what_is_accepted_is_stable(topology: Topology, size: int) -> None:
     for delay in range(6):

@@ -144,6 +144,7 @@ def formula(size: int, codec: Codec) -> Tensor:
     return torch.stack(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_wire_is_the_formula_on_every_worker(codec: Codec, size: int) -> None:
@@ -151,6 +152,7 @@ def test_the_wire_is_the_formula_on_every_worker(codec: Codec, size: int) -> Non
     torch.testing.assert_close(found, formula(size, codec), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_wire_is_the_simulation(codec: Codec, delay: int) -> None:
@@ -185,6 +187,7 @@ def test_bytes_are_those_of_an_all_reduce() -> None:
     assert world(size, worker) == [rounds * (copies * codes + 3 * 24)] * size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e30])
 @pytest.mark.parametrize("sick", [(0,), (1, 3)], ids=str)
@@ -353,6 +356,7 @@ def on_devices(codec: Codec, delay: int, seed: int) -> Tensor:
     return torch.stack(device_world(3, worker, seed), dim=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("codec", [Int8(block=16), Int4()], ids=str)
@@ -362,6 +366,7 @@ def test_devices_equal_the_simulation(codec: Codec, delay: int, seed: int) -> No
     torch.testing.assert_close(on_devices(codec, delay, seed), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     "rule", [RULE, PseudoGradient(lr=0.7, momentum=LinearRate(first=0.1, last=0.6, rounds=8))], ids=["fixed", "rising"]

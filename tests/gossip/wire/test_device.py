@@ -146,12 +146,14 @@ def rounds(rule: Rule, codec: Codec, device: str) -> Tensor:
     return x
 
 
+@pytest.mark.sampled
 @every_device
 @pytest.mark.parametrize("rule", instances(), ids=str)
 def test_no_rule_makes_the_host_wait(rule: Rule, device: str) -> None:
     assert bool(torch.isfinite(rounds(rule, Plain(), device)).all())
 
 
+@pytest.mark.sampled
 @every_device
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_no_codec_makes_the_host_wait(codec: Codec, device: str) -> None:

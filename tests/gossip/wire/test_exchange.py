@@ -118,6 +118,7 @@ CASES = [*((*case, 1) for case in every_topology()), *((*c, (0, 3)[c[1] % 2]) fo
 SCHEDULES = (Ring, OnePeerExponential, BaseGraph, Stream)
 
 
+@pytest.mark.sampled
 @everywhere("topology,size,delay", CASES, lambda topology, size, _: size == 4 and type(topology) in SCHEDULES)
 def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int, delay: int) -> None:
     x0, rule = start(size, DIM), Gossip(rate=0.4 if delay > 1 else 1.0)
@@ -130,6 +131,7 @@ RULES = covering((0, 1, 3))
 FIRST = {case[0]: case for case in reversed(RULES)}
 
 
+@pytest.mark.sampled
 @everywhere("rule,topology,size,delay", RULES, lambda *case: FIRST[case[0]] == case)
 def test_wire_equals_simulation_for_every_rule(
     backend: Backend, rule: Rule, topology: Topology, size: int, delay: int
@@ -161,6 +163,7 @@ def test_simulation_is_the_written_recursion(delay: int) -> None:
     torch.testing.assert_close(measured, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled
 @every_backend
 @pytest.mark.parametrize("topology", [Complete(), Every(2, Complete())], ids=str)
 @pytest.mark.parametrize("delay", [0, 1])

@@ -99,6 +99,7 @@ SERVED = [list(of) for _, of in groupby(every_topology(range(4, 6), most_fragmen
 CASES = [(*of[turn % len(of)], (1, 0, 3)[turn % 3]) for turn, of in enumerate(SERVED)]
 
 
+@pytest.mark.sampled
 @everywhere("topology,size,delay", CASES, lambda topology, *_: type(topology) in (Ring, OnePeerExponential))
 def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int, delay: int) -> None:
     x0, rate = start(size), 0.4
@@ -135,6 +136,7 @@ def in_three(delay: int, codecs: list[Codec], aside: bool, transport: Transport)
     return torch.stack(trajectories)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [1, 2])
 def test_rounds_that_overlap_give_the_bits_of_those_that_do_not(delay: int) -> None:
     """Estimates, factors and noise are the same, whichever thread makes them and whenever a bucket leaves."""
@@ -150,6 +152,7 @@ EDGES = [list(of) for _, of in groupby(every_topology(range(2, 7), most_fragment
 FEW = [case for of in EDGES for case in dict.fromkeys([of[0], *of[-2:]])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "size"), FEW, ids=str)
 def test_the_mean_is_kept_by_every_codec(topology: Topology, size: int) -> None:
     x0 = start(size)
@@ -177,6 +180,7 @@ def choco(x0: Tensor, topology: Topology, rate: float, steps: int) -> Tensor:
     return torch.stack(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("topology", [Ring(), Torus(), Complete(), Star()], ids=str)
 def test_on_a_constant_graph_differences_are_choco(topology: Topology) -> None:
     codec, x0 = DifferenceCompression(TopK(fraction=0.1, block=DIM)), start(6)
@@ -224,6 +228,7 @@ def still(x: Tensor, step: int) -> Tensor:
     return torch.zeros_like(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("turn", "topology"), enumerate(CHANGING), ids=str)
 @pytest.mark.parametrize(("place", "codec", "rate"), [(i, *pair) for i, pair in enumerate(CONTRACTING)], ids=str)
 def test_compressed_mixing_ends_at_the_exact_mean(
@@ -265,6 +270,7 @@ TRAINED = [*CONTRACTING, (Int8(block=16), 1.0), (BFloat16(), 1.0)]
 DEALT = [(*pair, t) for i, pair in enumerate(TRAINED) for turn, t in enumerate(CHANGING) if (i + turn) % 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("codec", "rate", "topology"), DEALT, ids=str)
 def test_compressed_training_converges_to_the_uncompressed_solution(
     codec: Codec, rate: float, topology: Topology
@@ -283,6 +289,7 @@ def count(codec: Codec, topology: Topology, transport: Transport) -> tuple[Traff
     return mixer.exchange.traffic(), mixer.exchange.coder.bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_bytes_are_counted_by_the_formula(codec: Codec) -> None:
     """Ring: two neighbours hear the payload and a header of three numbers in every round; hypercube: one."""
@@ -350,6 +357,7 @@ def healed(bad: float, topology: Topology, codec: Codec, delay: int, transport: 
     return x, mixer.healing.healed, mixer.exchange.coder.state_dict()["estimates"]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:worker .")
 @pytest.mark.parametrize(("bad", "delay"), [(float("nan"), 2), (1e30, 0)])
 @pytest.mark.parametrize("codec", [c for c in usable() if c.remembers], ids=str)
@@ -440,6 +448,7 @@ def test_the_error_is_measured(codec: Codec, rate: float) -> None:
         assert measured == pytest.approx(recomputed, rel=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("codec", "rate", "warned"), [
     (DifferenceCompression(TopK(fraction=0.1)), 1.0, True),
     (DifferenceCompression(LowRank(rank=1)), 1.0, True),
@@ -467,6 +476,7 @@ def complex_worker(codec: Codec, transport: Transport) -> Tensor:
     return x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_complex_parameters_are_encoded_as_pairs(codec: Codec) -> None:
     rows = torch.stack(CPU.world(4, partial(complex_worker, codec)))
@@ -503,6 +513,7 @@ def copied(state: Any) -> Any:
     return state.clone() if isinstance(state, Tensor) else state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_resume_is_bit_equal(codec: Codec, delay: int) -> None:

@@ -61,6 +61,7 @@ def poisoned(
     return row.flat, mixer.healing.healed, ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("build", [exchange_of, clique_exchange_of])
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30, -1e30])
@@ -156,6 +157,7 @@ def trained(
     return x, mixer.healing.healed, mixer._states[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "plan"), [*enumerate(RULES)], ids=str)
 def test_a_rule_with_a_state_goes_on_to_where_it_would_have_gone(
     number: int, plan: tuple[Combine, Topology, int]
@@ -181,6 +183,7 @@ def check_what_lasts(rule: Combine, states: list[dict[str, Tensor]]) -> None:
         torch.testing.assert_close(of_all["anchor"], of_all["anchor"][:1].expand(len(states), -1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rule", "topology", "delay", "sick", "build"),
     [
@@ -200,6 +203,7 @@ def test_sums_over_all_workers_keep_where_several_are_sick_or_all_reduce(
     check_what_lasts(rule, [state for _, _, state in rows])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("sick", [0, 1, 4])
 def test_sums_that_are_relayed_are_exact_after_a_healing(sick: int, delay: int) -> None:

@@ -104,6 +104,7 @@ def train_both(codec: Codec, delay: int, seed: int = 0, rule: Combine = RULE, si
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("codec", [Plain(), Int8(block=16)], ids=str)
 def test_islands_of_devices_train_as_islands_of_hosts(codec: Codec, delay: int) -> None:
@@ -112,12 +113,14 @@ def test_islands_of_devices_train_as_islands_of_hosts(codec: Codec, delay: int) 
     train_both(codec, delay, seed=delay)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 def test_islands_of_devices_add_up_codes_as_islands_of_hosts(delay: int) -> None:
     """Three islands, so that owners of parts of each device's part do it."""
     train_both(Int8(block=16), delay, rule=PseudoGradient(lr=0.7, momentum=0.5), size=6)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*refused a message")
 @pytest.mark.parametrize(
     ("owner", "call"),

@@ -99,6 +99,7 @@ def run(x0: Tensor, rule: Rule, delay: int, build: Build, seed: int, places: Seq
     return torch.stack(device_world(len(x0), partial(descend, x0, rule, delay, build, places), seed), dim=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("rule", "topology", "delay"),
@@ -118,6 +119,7 @@ def test_devices_equal_the_simulation(rule: Rule, topology: Topology, delay: int
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "size"), PLANS, ids=str)
 def test_devices_of_every_topology_equal_the_simulation(topology: Topology, size: int) -> None:
     x0, rule = start(size, DIM), Gossip(rate=0.4)
@@ -126,6 +128,7 @@ def test_devices_of_every_topology_equal_the_simulation(topology: Topology, size
     torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 def test_cliques_of_devices_equal_the_simulation(delay: int) -> None:
     x0 = start(3, DIM)
@@ -137,6 +140,7 @@ def test_cliques_of_devices_equal_the_simulation(delay: int) -> None:
 CODECS: list[Codec] = [Int8(block=16), DifferenceCompression(TopK(fraction=0.5, block=16))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -202,6 +206,7 @@ def test_an_island_lands_where_its_rule_says_in_any_schedule() -> None:
     assert wrong() == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [1, 2])
 def test_an_islands_codes_have_a_stream_beside_its_own(delay: int) -> None:
     for seed in range(4):
@@ -210,6 +215,7 @@ def test_an_islands_codes_have_a_stream_beside_its_own(delay: int) -> None:
         assert not [wait for wait in waits if "quantize" not in wait]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*refused a message")
 @pytest.mark.parametrize("call", ["wait_stream", "wait_event"])
 def test_an_island_that_waits_for_less_is_seen(call: str) -> None:
@@ -306,6 +312,7 @@ def train_both(connect: Connect, delay: int, seed: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     "connect",
@@ -317,6 +324,7 @@ def test_models_on_devices_train_as_on_hosts(connect: Connect, delay: int) -> No
     train_both(connect, delay, seed=delay)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*refused a message")
 @pytest.mark.parametrize(
     ("owner", "call", "connect"),
@@ -335,6 +343,7 @@ def test_a_step_that_doesnt_wait_for_its_messages_is_seen(owner: type, call: str
         train_both(connect, 1, seed=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*refused a message")
 @pytest.mark.parametrize("connect", [partial(to_peers, Plain()), to_a_clique], ids=["peers", "clique"])
 def test_a_steps_message_that_is_overwritten_before_it_was_sent_is_seen(connect: Connect) -> None:

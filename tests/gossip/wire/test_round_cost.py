@@ -165,6 +165,7 @@ def test_workers_of_the_measurement_agree_as_those_of_a_training(monkeypatch: py
     assert all(x == pytest.approx(torch.ones(1000), rel=0.05) for x in landed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.threads), pytest.param("cuda", marks=pytest.mark.gpu)]
 )

@@ -216,6 +216,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", RUNS)
 def test_shards_on_devices_train_as_one_process_per_island(name: str) -> None:
     """Gathers before a block's forward and backward, means of gradients beside the backward, update and round: no host
@@ -226,6 +227,7 @@ def test_shards_on_devices_train_as_one_process_per_island(name: str) -> None:
 SEEN = pytest.raises((AssertionError, RuntimeError, FloatingPointError))
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*refused a message")
 @pytest.mark.parametrize(
     ("owner", "call"),
@@ -237,6 +239,7 @@ def test_shards_that_wait_for_less_are_seen(owner: type, call: str) -> None:
         train(Run())
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*refused a message")
 @pytest.mark.parametrize("call", ["adopt", "store"])
 def test_a_round_that_takes_shards_on_a_stream_of_its_own_is_seen(call: str) -> None:
@@ -294,6 +297,7 @@ def skipped(owner: type, call: str) -> Any:
     return mock.patch.object(owner, call, planted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("owner", "call"), [(Stream, "wait_stream"), (Event, "wait")], ids=["sent", "used"])
 def test_matrices_whose_shards_are_sent_or_used_too_early_are_seen(owner: type, call: str) -> None:
     with mock.patch.object(owners, "each_once", marked), skipped(owner, call), SEEN:

@@ -52,6 +52,7 @@ def written(topology: Topology, size: int, step: int, weights: Weights) -> Tenso
     return matrix
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "size"), [*every_topology(), *AT_MANY], ids=str)
 def test_mixing_equals_the_dense_matrix_in_every_phase(topology: Topology, size: int) -> None:
     mixings, x = Mixings(topology, Own(), size), random(size)
@@ -194,6 +195,7 @@ def test_consensus_control_says_its_target_and_what_it_measured() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "size"), every_topology(), ids=str)
 def test_the_diagonal_is_each_workers_weight_of_itself(topology: Topology, size: int) -> None:
     matrix = MatrixExchange(topology, Own(), size)

@@ -87,6 +87,7 @@ def built(name: str) -> tuple[Around, Callable[[nn.Module], Callable[[], Tensor]
     return module, run_of
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_cut_of_the_chain_is_accepted(name: str) -> None:
     module, run_of = built(name)
@@ -104,6 +105,7 @@ def test_every_cut_of_the_chain_is_accepted(name: str) -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_above_a_cut_are_the_full_ones(name: str) -> None:
     """Below there are none; of a tied weight the part above remains."""
@@ -124,6 +126,7 @@ def test_gradients_above_a_cut_are_the_full_ones(name: str) -> None:
     cutter.remove()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NETWORKS)
 def test_saved_bytes_fall_as_predicted(name: str) -> None:
     """Measured by saved tensors of a cut step against the plan's own numbers."""

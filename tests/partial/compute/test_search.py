@@ -133,6 +133,7 @@ def compiled(kind: str) -> nn.Module:
     return nn.Sequential(network)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["whole", "in place", "wrapped blocks", "blocks in place"])
 def test_compiled_parts_are_cut_as_they_would_be_otherwise(kind: str) -> None:
     """Also where a validation compiled them before the cuts were there."""

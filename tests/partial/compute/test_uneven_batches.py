@@ -75,6 +75,7 @@ def test_a_segment_has_the_mean_over_the_samples_of_its_contributors(tmp_path: P
                 torch.testing.assert_close(row["gradients"][step][name], expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_replicas_are_equal_after_every_step(tmp_path: Path) -> None:
     """As `test_lightning` has it for the assignments with equal batches."""
     module = Tower(tied=True, norm=True, optimizer="adamw", schedule=True)

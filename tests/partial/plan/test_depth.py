@@ -54,6 +54,7 @@ def size_of(kind: type, size: int) -> int:
     return 3 if kind is PerWorker else size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
 @given(size=st.integers(1, 9), segments=st.integers(1, 12), step=st.integers(0, 60), warm_up=st.integers(0, 20))
 def test_laws_of_every_assignment(kind: type, size: int, segments: int, step: int, warm_up: int) -> None:

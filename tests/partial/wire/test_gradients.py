@@ -60,6 +60,7 @@ def expected(tied: bool, assignment: DepthAssignment, size: int, step: int, stat
     return means
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("turn", "assignment", "size"), [(i, *case) for i, case in enumerate(ASSIGNMENTS)], ids=str)
 def test_gradients_are_the_contributors_mean(tmp_path: Path, assignment: Any, size: int, turn: int) -> None:
     tied = turn % 3 > 0  # dealt out in turn, the harder one more often

@@ -46,6 +46,7 @@ def check(assignment: DepthAssignment, bucket_bytes: int, seed: int) -> None:
                 torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("assignment", [Full(), Staircase(), PerWorker(fractions=(1.0, 0.25, 1.0))], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1, 10**7])
@@ -132,6 +133,7 @@ def train(assignment: DepthAssignment, seed: int) -> None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("assignment", ASSIGNMENTS, ids=str)
 def test_models_on_devices_train_as_one_process(assignment: DepthAssignment, seed: int) -> None:

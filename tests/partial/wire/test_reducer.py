@@ -142,6 +142,7 @@ class Low(Temporal):
         return 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000_000])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["full", "staircase", "low", "balanced", "unequal"])

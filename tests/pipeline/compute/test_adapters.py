@@ -85,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_one_process(tmp_path, case):
     """ResNet in one micro-batch: BatchNorm takes its statistics from each micro-batch by itself."""

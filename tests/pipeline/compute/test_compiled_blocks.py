@@ -20,6 +20,7 @@ from tests.pipeline.causal import BLOCKS, apart, batch, built, token_mean, whole
 SLICES = [5, 4, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "blocks"), [("gpt2, tied", "transformer.h"), ("llama", "model.layers")])
 def test_gradients_of_slices_are_those_of_the_whole_model(name: str, blocks: str) -> None:
     ids, mask, labels = batch(padded=False)

@@ -65,6 +65,7 @@ def default(dtype):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", BUILT)
 def test_values_are_those_of_a_model_built_at_once(name, dtype):

@@ -26,6 +26,7 @@ from tests.pipeline.causal import GPT2, MODELS, apart, batch, built, sliced, tok
 pytestmark = pytest.mark.threads
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_loss_and_gradients_are_those_of_the_whole_model(name, num_stages):
@@ -36,6 +37,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(name, num_stages):
     assert apart(found, gradients) < 1e-14
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_in_float32(name):
     inputs = batch()
@@ -56,6 +58,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["gpt2, tied", "qwen2, sliding from block 2"])
@@ -67,6 +70,7 @@ def test_slices_schedules_and_recomputation(name, variant, padded):
     assert apart(found, gradients) < 1e-14
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "schedule", [TeraPipe(), OneForwardOneBackward(), ZeroBubble()], ids=lambda s: type(s).__name__
 )

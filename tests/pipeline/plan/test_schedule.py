@@ -22,6 +22,7 @@ def test_schedules_are_found():
     assert {TeraPipe(), OneForwardOneBackward()} <= set(SCHEDULES)
 
 
+@pytest.mark.sampled
 @every_schedule
 @given(SIZES)
 def test_every_chunk_goes_both_ways_without_deadlock(schedule, sizes):
@@ -67,6 +68,7 @@ def test_chunks_in_flight(sizes):
     assert all(in_flight(actions) == chunks for actions in TeraPipe().actions(*sizes))
 
 
+@pytest.mark.sampled
 @every_schedule
 @given(SIZES, st.randoms(use_true_random=False))
 def test_tasks_start_after_what_they_need(schedule, sizes, generator):

@@ -52,6 +52,7 @@ def scaled(costs, factor):
     return lambda action: factor * costs(action)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stretch", [1.0, 1.25])
 @pytest.mark.parametrize("schedule", [OneForwardOneBackward(), ZeroBubble()], ids=lambda s: type(s).__name__)
 def test_known_costs_are_recovered(schedule, stretch):
@@ -66,6 +67,7 @@ def test_known_costs_are_recovered(schedule, stretch):
             assert found.backward(*chunk) == pytest.approx(stretch * known.backward(*chunk), rel=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_slices", COUNTS)
 def test_the_forecast_of_a_measured_step_is_what_was_measured(num_slices):
     """Also where the clock is no multiple of the parts: messages are as long as they were measured."""
@@ -94,6 +96,7 @@ def test_a_step_is_the_sum_of_its_longest_way():
     assert expected(KNOWN, OneForwardOneBackward(), 1, (412, 100)).seconds == pytest.approx(there + back)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_microbatches", [1, 2, 8])
 def test_no_equal_slices_are_expected_to_be_faster_than_the_planned_ones(num_microbatches):
     situation = priced(KNOWN, OneForwardOneBackward(), num_microbatches)
@@ -109,6 +112,7 @@ def test_a_fit_that_costs_nothing_does_not_blur_the_plan():
     assert frozen.error == pytest.approx(0.03 / 3**0.5, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_slices_that_cannot_be_told_apart_do_not_hold_more():
     """Four stages, 16 micro-batches: few slices are as fast within the error, and hold more of a sequence."""
     costs = replace(COSTS, alone=tuple((i, 1e-5 * i) for i in (32, 512)), coefficients=(0.0,) * 4, error=0.5)
@@ -166,6 +170,7 @@ def test_stages_measure_together_and_leave_nothing_behind():
     assert expected((first, second), OneForwardOneBackward(), 1, (16, 16)).seconds > 0
 
 
+@pytest.mark.thorough
 def test_dropout_draws_afterwards_what_it_would_have_drawn():
     config = transformers.GPT2Config(**{**GPT2, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3})
     pipe = alone(adapted(transformers.GPT2LMHeadModel(config).train()))

@@ -24,6 +24,7 @@ def by_direction(workers: Sequence[int], number: int) -> Hashable:
     return "all" if number == 0 else number % 2
 
 
+@pytest.mark.sampled
 @every_schedule
 @settings(max_examples=20)
 @given(size=SIZES)
@@ -34,6 +35,7 @@ def test_no_step_deadlocks_whatever_drains_devices(schedule, size):
     assert ends(programs(schedule, *size), drains=everyone)
 
 
+@pytest.mark.sampled
 @every_schedule
 @settings(max_examples=20)
 @given(size=SIZES)
@@ -80,6 +82,7 @@ def test_a_stage_posts_in_step_where_waits_are_the_streams(queued, posting):
     assert in_step(stages, 2)[1] != ahead(stages, 2)[1]
 
 
+@pytest.mark.thorough
 @every_schedule
 @settings(max_examples=20)
 @given(size=SIZES)

@@ -62,6 +62,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, thre
     return crew
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("threads", [2, 4])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1] is not PartialBackpropStrategy])

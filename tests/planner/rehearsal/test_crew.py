@@ -108,6 +108,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, st
     return crew
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     size, kind, options = CASES[name]
@@ -121,6 +122,7 @@ def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
             assert torch.equal(real["own"][key], value), key
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

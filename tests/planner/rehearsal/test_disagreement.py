@@ -113,6 +113,7 @@ def test_local_steps_add_up() -> None:
     assert found == pytest.approx((1 - 1 / WORKERS) * 3.5, rel=0.05)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_probe_finds_noise_memory_and_curvature(momentum: float) -> None:
     found = trained(GossipStrategy(topology=Ring()), momentum).drift
@@ -122,6 +123,7 @@ def test_a_probe_finds_noise_memory_and_curvature(momentum: float) -> None:
     assert found.curvature == pytest.approx(float(CURVATURES.mean()), rel=0.1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_what_comes_is_foretold(momentum: float) -> None:
     """1/2 tr(H C), and a method's rehearsal by another one's probe, at another learning rate."""

@@ -67,6 +67,7 @@ def trained(strategy: Strategy, device: torch.device) -> tuple[list[dict[str, Te
     return found, loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("kind", "options"),

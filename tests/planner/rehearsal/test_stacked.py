@@ -34,6 +34,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, strategy: Strategy, size: int, stac
 CODED = ("codec", "momentum travels", "every other step", "coded ways", "compressed", "compressed to four bits")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1] is not PartialBackpropStrategy])
 def test_stacked_workers_equal_those_one_after_the_other_to_rounding(
     monkeypatch: pytest.MonkeyPatch, name: str

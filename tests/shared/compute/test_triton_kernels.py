@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton is for Linux")
 NAME = "lightning_decentral.shared.compute.triton_kernels"
 
 
+@pytest.mark.thorough
 def test_they_give_the_bits_of_torch() -> None:
     command = [
         sys.executable,

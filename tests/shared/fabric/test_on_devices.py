@@ -30,6 +30,7 @@ def where(fabric: Fabric, model: nn.Module) -> str:
     return str(next(model.parameters()).device)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "options"), CASES.values(), ids=[*CASES])
 def test_a_loop_is_that_of_the_host(strategy: Any, options: dict[str, Any], tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ Trainer(strategy="gossip", accelerator="cpu", devices=2, max_steps=4, **quiet).f
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_mistake_ends_a_program_with_its_error_and_not_with_an_abort(tmp_path: Path) -> None:
     """The interpreter's own end, so no fork of the tests will do; nor a launcher, which kills one when another ends."""

@@ -110,6 +110,7 @@ def averaged(mean: Any, flats: list[Tensor]) -> list[Tensor]:
     return flats
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_wire_is_the_formula_on_every_worker(codec: Codec, size: int) -> None:

@@ -46,6 +46,7 @@ def check(codec: Codec, seed: int) -> None:
             torch.testing.assert_close(flats, means, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codec", [Int8(), BFloat16(), TopK(fraction=0.25, block=16), LowRank(rank=1)], ids=str)
 def test_the_compressed_mean_of_devices_is_the_formula(codec: Codec) -> None:
     check(codec, seed=0)
@@ -73,6 +74,7 @@ def averaged(codec: Codec, bucket_bytes: int, make: Make, engine: Engine) -> dic
     return {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 @pytest.mark.parametrize(("codec", "error"), [(Plain(), 1e-6), (Float32(), 1e-4)], ids=str)
 def test_gradients_of_devices_are_their_mean(codec: Codec, error: float, bucket_bytes: int) -> None:
@@ -202,6 +204,7 @@ def test_models_on_devices_train_as_one_process(codec: Codec) -> None:
     train(codec, seed=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("owner", "call", "codec"),
     [(Stream, "wait_stream", Float32()), (Stream, "wait_event", Float32()), (Event, "wait", Plain())],

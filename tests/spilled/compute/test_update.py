@@ -55,6 +55,7 @@ class Visits:
         monkeypatch.setattr(Travelling, "_visit", watched)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "make",
     [

@@ -52,6 +52,7 @@ def still(worker: int, x: Tensor, round: int) -> Tensor:
     return torch.zeros_like(x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codec", [Plain(), Int8()], ids=str)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
 def test_in_time_it_is_a_round_of_delay_1(topology: Topology, codec: Codec) -> None:
@@ -70,6 +71,7 @@ def uneven(seed: int) -> tuple[Callable[[int, int], float], Callable[[int, int],
     return lambda i, _: paces[i] * draw.uniform(0.5, 1.5), lambda i, j: ways[9 * i + j] * draw.uniform(0.5, 1.5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
 def test_whatever_the_ages_it_contracts_within_what_it_began_with(topology: Topology, seed: int) -> None:

@@ -71,6 +71,7 @@ def entered(worker: Any, view: View, topology: Topology, codec: Codec) -> Elasti
     return exchange
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("codec", "rule", "topology", "size", "delay"), CASES, ids=str)
 def test_it_is_a_fixed_world(codec: Codec, rule: Rule, topology: Topology, size: int, delay: int) -> None:
     x0 = start(size, 40)

@@ -21,6 +21,7 @@ def own_loss(model):
     return model(input_ids=ids, attention_mask=right, labels=labels).loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_whole_model(name):
     make = family(name)

@@ -41,6 +41,7 @@ def masks():
         yield known
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings(
     "ignore:_compile flag:DeprecationWarning", "ignore:flex_attention called without:UserWarning"
 )
@@ -54,6 +55,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(name, call):
     assert apart(found, gradients) < 1e-10
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("differentiable")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_is_the_attention_of_the_other_kinds(name):

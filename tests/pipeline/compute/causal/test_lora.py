@@ -17,6 +17,7 @@ def adapted(**options):
     return random(peft.get_peft_model(family("qwen3")(), lora))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [
     {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},

@@ -35,6 +35,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_biases_it_is_the_whole_model(name: str, dispatched: list[tuple[int, int]]) -> None:
     make = family(name)

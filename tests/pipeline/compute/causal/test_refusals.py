@@ -43,6 +43,7 @@ def test_what_stages_take_apart_may_not_be_compiled(change, words):
         find(Training(change))
 
 
+@pytest.mark.thorough
 def test_blocks_may_be_compiled():
     """One in place, one by torch.compile(block)."""
     make = family("gpt2")

@@ -119,6 +119,7 @@ def test_widths_of_a_copy_fit_each_other(heads):
     assert judged(transformers.LlamaForCausalLM, config).refused == {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["gemma2", "falcon", "mixtral", "bert"])
 def test_the_table_of_the_docs_is_true(name):
     page = (Path(__file__).parents[4] / "docs" / "causal-models.md").read_text()

@@ -107,6 +107,7 @@ def test_casts_are_torchs(codec: Codec, dtype: torch.dtype) -> None:
     assert torch.equal(round_trip(codec, narrow), narrow), "a type as small is sent as it is"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("n", "block"), [(1000, 256), (300_001, 256), (50, 7), (3, 256), (140_000, 65536)])
 def test_int8_against_numpy(n: int, block: int, dtype: torch.dtype) -> None:
@@ -139,6 +140,7 @@ def test_int8_is_unbiased() -> None:
 LEVELS: dict[type[Codec], tuple[float, float]] = {Int4: (7, 8), Int2: (1.5, 1.5)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("n", "block"), [(1000, 128), (300_001, 128), (50, 7), (3, 256), (1, 8), (140_000, 65536)])
 @pytest.mark.parametrize("kind", LEVELS)
@@ -159,6 +161,7 @@ def test_packed_against_numpy(kind: type[Codec], n: int, block: int, dtype: torc
         np.testing.assert_allclose(decoded[b * block : (b + 1) * block], expected, rtol=2**-8, atol=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", LEVELS)
 def test_packed_is_unbiased_and_uses_every_code(kind: type[Codec]) -> None:
     sent, keys = message(512, dtype=torch.float64), 5_000
@@ -277,6 +280,7 @@ def test_differences_vanish(inner: Codec) -> None:
     assert all(b <= a + 1e-12 for a, b in pairwise(errors))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 5, 130, 131, 199])
 @pytest.mark.parametrize("codec", instances(), ids=str)
@@ -361,6 +365,7 @@ def test_the_dither_does_not_follow_the_default_type(default: torch.dtype) -> No
         midpoints.cache_clear()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", [1000, 300_001])
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("codec", instances(), ids=str)

@@ -37,6 +37,7 @@ def test_without_faults_nothing_is_refused() -> None:
     assert not world.refused
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("seed", "slow_from"), [(0, 5.25), (3, 5.1), (6, 5.4), (7, 5.15), (8, 5.25)])
 def test_rounds_that_become_slow_end_nobody(seed: int, slow_from: float) -> None:
     """A view that was planned by quick rounds is far ahead of all, then: it begins late, and nobody skips rounds for it

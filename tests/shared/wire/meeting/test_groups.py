@@ -67,6 +67,7 @@ def gloo(store: Any, rank: int) -> GlooTransport:
     return GlooTransport(dist.ProcessGroupGloo(store, rank, SIZE, options))
 
 
+@pytest.mark.sampled
 @pytest.mark.threads
 @pytest.mark.parametrize("disturbed", [0, 1, TRIES])
 def test_a_group_with_a_stranger_is_made_again(disturbed: int) -> None:

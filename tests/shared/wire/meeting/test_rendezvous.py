@@ -67,6 +67,7 @@ def test_another_jobs_worker_at_the_same_port_is_told_so() -> None:
     assert "for worker 2" in outcomes[0].error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", ["a", ""], ids=["another token", "no token"])
 def test_a_job_with_another_token_is_another_job(first: str) -> None:
     one, other = crew(2, meet, 2, own={0: {TOKEN: first}, 1: {TOKEN: "b"}})
@@ -83,6 +84,7 @@ def meet_as_told() -> str:
     return meet(nodes * devices, (nodes, devices), timedelta(seconds=4) if float(os.environ["LATE"]) else TIMEOUT)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("first", "second", "late"),
     [((2, 2), (2, 3), 0), ((2, 2), (2, 1), 2.5), ((2, 1), (3, 2), 0)],
