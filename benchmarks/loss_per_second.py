@@ -7,7 +7,8 @@ share. A loss after so many steps doesn't depend on the network, so it is measur
 a rehearsal (`losses.py`), or over links that hide nothing and delay nothing where a method can't be rehearsed. A step
 is timed at each rate, over some tens of steps. Seconds to a loss are the one times the other. Rates and momenta are
 each method's best on one grid (`tuning.py`), by seed 0; with the half-precision hook those without it, shared out Muon
-those of the same without. `sympy` has those of `gpt`, and `larger-gpt` where its own grid has none.
+those of the same without. `sympy` has those of `gpt`, and `larger-gpt` where its own grid has none. `--schedules`
+trains in other numbers of steps, which its cosine ends with: ours are cheap, and may end lower and still be sooner.
 
 Writes `results/loss-per-second-<hardware>.json` and `.md`; what is in the first isn't measured again. Timing needs root
 and iproute2; `--rates` and `--seeds` without a word leave that part out. `--tables` writes the page again.
@@ -17,6 +18,7 @@ import argparse
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from math import gcd
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from cluster_accuracy import CROSS_ENTROPY, WARM_UP, Recipe, measure
 from cluster_accuracy import RECIPES as PLAIN_RECIPES
 from hardware import description, slug
 from loss_methods import METHODS, tuned
-from loss_tables import PEERS, report
+from loss_tables import report, scheduled
 from losses import can_be_rehearsed, rehearsed
 from rich.console import Console
 from rich.markdown import Markdown
@@ -37,15 +39,9 @@ GPT = PLAIN_RECIPES["gpt"]
 # In 256 tokens a worker and step Muon's products cost as much as the rest; in 1,024 about a quarter of that.
 LARGER_BATCH = GPT._replace(words=[*GPT.words, "data.batch_size=16"], steps=280, every=8)
 ON_DIGITS = PLAIN_RECIPES["resnet"]._replace(steps=300, every=20, score=CROSS_ENTROPY, sign=-1, methods=METHODS)
-OURS = {method: words for method, words in METHODS.items() if "Muon" in method and not method.startswith(PEERS)}
-STRONGEST = {method: METHODS[method] for method in ("ddp, Muon", "ddp, Muon, fp16 hook")}
 RECIPES = {
     "gpt": GPT._replace(methods=METHODS),
-    "gpt-1440-steps": GPT._replace(steps=1440, methods=OURS),
-    "gpt-1620-steps": GPT._replace(steps=1620, every=30, methods=OURS),
     "gpt-1024-tokens": LARGER_BATCH._replace(methods=METHODS),
-    "gpt-1024-tokens-400-steps": LARGER_BATCH._replace(steps=400, methods=STRONGEST | OURS),
-    "gpt-1024-tokens-480-steps": LARGER_BATCH._replace(steps=480, methods=STRONGEST | OURS),
     "larger-gpt": PLAIN_RECIPES["larger-gpt"]._replace(methods=METHODS),
     "sympy": GPT._replace(words=[*GPT.words, "data=package_text"], methods=METHODS),
     "vit": ON_DIGITS._replace(words=["recipe=vit"]),
@@ -74,12 +70,14 @@ def options_of(steps: int | None, longest: float) -> argparse.Namespace:
 
 
 def recipe_for(name: str, hosts: int, methods: list[str] | None = None) -> Recipe:
-    """With the steps and words that it has on so many hosts."""
+    """With the steps and words that it has on so many hosts; of `gpt-1440-steps` the schedule is as long as it says."""
+    name, steps = scheduled(name)
     found, more = RECIPES[name], TUNED.get((name, hosts), {})
     if (rates := HERE / "results" / f"tuning-{name}-{slug()}.json").exists():
         more = tuned(json.loads(rates.read_text())["runs"])
     words = {m: [*own, *more.get(m, [])] for m, own in found.methods.items() if methods is None or m in methods}
-    return found._replace(methods=words, **STEPS.get((name, hosts), {}))
+    found = found._replace(methods=words, **STEPS.get((name, hosts), {}))
+    return found._replace(steps=steps, every=gcd(steps, found.every)) if steps else found
 
 
 def real_curve(hosts: int, recipe: Recipe, method: str, seed: int, longest: float) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def keep(results: dict[str, Any], path: Path, key: Key, found: Any) -> None:
     """At its place among the methods, and on the disk."""
     kind, place, method = key
     known = {**results[kind].get(place, {}), method: found}
-    order = [*RECIPES[place.partition(" ")[0]].methods]
+    order = [*RECIPES[scheduled(place.partition(" ")[0])[0]].methods]
     results[kind][place] = dict(sorted(known.items(), key=lambda item: order.index(item[0])))
     path.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -137,8 +135,9 @@ def time_steps(options: argparse.Namespace, results: dict[str, Any]) -> None:
 def train(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Whole runs of the methods that aren't there yet; rehearsals in so many processes at once."""
     todo: dict[Key, tuple[Recipe, list[str], int, int]] = {}
+    names = [f"{name}-{steps}-steps" for name in options.recipes for steps in options.schedules] or options.recipes
     for seed in options.seeds:
-        for name in options.recipes:
+        for name in names:
             recipe, place = recipe_for(name, options.hosts, options.methods), f"{name} {options.hosts} {seed}"
             for method, words in recipe.methods.items():
                 if method not in results["curves"].get(place, {}):
@@ -158,6 +157,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rates", nargs="*", default=["10mbit", "50mbit", "200mbit", "1gbit"])
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=["gpt"])
+    parser.add_argument("--schedules", type=int, nargs="+", default=[], metavar="STEPS", help="losses with these only")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all of the recipe")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="rehearsals at once, of one thread each")

@@ -1,5 +1,6 @@
 """The page of `loss_per_second.py`: losses, seconds per step, and how many times sooner each method is at a loss."""
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -9,12 +10,6 @@ from typing import Any, NamedTuple
 from cluster import bits_per_second
 from cluster_accuracy import CROSS_ENTROPY, LOSS
 
-LONGER = {
-    "gpt": ("gpt-1440-steps", "gpt-1620-steps"),
-    "gpt-1024-tokens": ("gpt-1024-tokens-400-steps", "gpt-1024-tokens-480-steps"),
-}
-"""What ours are trained in, too, with schedules of that length: steps are cheap to them, and who ends a run of as many
-steps above a peer may come to its loss sooner all the same. The strongest peers have them, too, in the last table."""
 BATCHES = {"gpt": "gpt-1024-tokens", "gpt-1024-tokens": "gpt"}
 """The same model and as many examples in batches of another size, in which ours may be sooner."""
 SAME_STEPS = {"sympy": "gpt"}
@@ -26,16 +21,22 @@ SCORES = dict.fromkeys(("vit", "resnet"), CROSS_ENTROPY)
 """What is measured after a mark, if it isn't `LOSS`."""
 
 
+def scheduled(name: str) -> tuple[str, int]:
+    """("gpt", 1440) of "gpt-1440-steps"; (name, 0) of a recipe with its own number of steps."""
+    found = re.fullmatch(r"(.+)-(\d+)-steps", name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
 class Trained(NamedTuple):
     """Runs of one schedule, by seed, with the seconds of a step there, {rate: {method: seconds}}.
 
-    `recipe` is named where it isn't the table's own.
+    `recipe` is named where it isn't the table's own, and steps where the schedule isn't.
     """
 
     runs: list[Any]
     rates: dict[str, dict[str, float]]
     recipe: str = ""
-    longer: bool = False
+    other: bool = False
 
     def losses(self, method: str) -> Iterator[tuple[int, float]]:
         """Mean over the seeds, to the third digit, at each mark."""
@@ -50,14 +51,15 @@ class Trained(NamedTuple):
     def how(self, method: str) -> str:
         """In what it differs from the table's own runs."""
         of = [run[method] for run in self.runs if method in run]
-        steps = f"{of[0]['steps'][-1]} steps{', one seed' if len(of) == 1 else ''}" if self.longer else ""
+        steps = f"{of[0]['steps'][-1]} steps{', one seed' if len(of) == 1 else ''}" if self.other else ""
         return "".join(f"; {word}" for word in (self.recipe, steps) if word)
 
 
 def trained(results: dict[str, Any], recipe: str, hosts: int, named: str = "") -> list[Trained]:
-    """With the recipe's own schedule, then with longer ones."""
+    """With the recipe's own schedule, then with others, the shortest first."""
     found, rates = [], rates_of(results, f"{SAME_STEPS.get(recipe, recipe)} {hosts} ")
-    for name in (recipe, *LONGER.get(recipe, ())):
+    names = {scheduled(key.partition(" ")[0])[::-1] for key in results["curves"] if key.split(" ")[1] == f"{hosts}"}
+    for name in (recipe, *(f"{recipe}-{steps}-steps" for steps, of in sorted(names) if steps and of == recipe)):
         runs = [run for key, run in results["curves"].items() if key.startswith(f"{name} {hosts} ")]
         found.append(Trained(runs, rates, named, name != recipe))
     return found
@@ -68,7 +70,7 @@ class Table:
 
     def __init__(self, results: dict[str, Any], recipe: str, hosts: int) -> None:
         self.title, self.recipe = f"{recipe}, {hosts} hosts", recipe
-        self.own, *self.longer = trained(results, recipe, hosts)
+        self.own, *self.schedules = trained(results, recipe, hosts)
         self.runs, self.rates, other = self.own.runs, self.own.rates, BATCHES.get(recipe, "")
         self.others = trained(results, other, hosts, other) if other else []
         self.methods = list(max(self.runs, key=len)) if self.runs else []
@@ -87,10 +89,16 @@ class Table:
         return (of or self.own).steps(method, loss)
 
     def sooner(self, method: str, peer: str, rate: str, of: Trained | None = None) -> str:
-        """Times sooner than the peer at the loss that the peer has in the end."""
+        """Times sooner than the peer at the loss that it has in the end.
+
+        Where `of` is another schedule, than the peer in that of its own that is there first.
+        """
         mine, theirs = self.steps(method, self.last(peer), of), self.steps(peer, self.last(peer))
         if mine is None or theirs is None:
             return "not reached"
+        if of not in (None, self.own):
+            others = [self.steps(peer, self.last(peer), each) for each in self.schedules]
+            theirs = min([theirs, *filter(None, others)])
         own, its = (of or self.own).rates.get(rate, {}).get(method), self.rates[rate].get(peer)
         return f"{theirs * its / (mine * own):.2f}" if own and its else "-"
 
@@ -126,7 +134,7 @@ class Table:
     def against_each_peer(self) -> list[list[str]]:
         """The soonest of ours at the loss that each peer has in the end.
 
-        In as many steps of as many tokens, with a longer schedule, or in batches of another size.
+        In as many steps of as many tokens, with another schedule, or in batches of another size.
         """
         head = ["peer", "its loss", *self.rates]
         rows = [head, ["---"] * len(head)]
@@ -139,7 +147,7 @@ class Table:
         if peer not in self.rates[rate]:
             return "-"
         found = []
-        for method, of in product(self.ours, (self.own, *self.longer, *self.others)):
+        for method, of in product(self.ours, (self.own, *self.schedules, *self.others)):
             sooner = self.sooner(method, peer, rate, of)
             if sooner not in ("-", "not reached"):
                 found.append((float(sooner), f"{method}{of.how(method)}"))
@@ -150,7 +158,7 @@ class Table:
 
         The soonest peer and the soonest of ours, each in either size and with every schedule that was tried.
         """
-        everywhere = (self.own, *self.longer, *self.others)
+        everywhere = (self.own, *self.schedules, *self.others)
         ends = [(runs, peer) for runs in (self.own, *self.others[:1]) for peer in (self.peers[0], STRONGEST)]
         losses = sorted({found for runs, peer in ends for _, found in [*runs.losses(peer)][-1:]}, reverse=True)
         rows = [["loss", "soonest", *self.rates], ["---"] * (2 + len(self.rates))]
@@ -208,7 +216,7 @@ def lines(rows: list[list[str]]) -> str:
 def report(results: dict[str, Any], path: Path) -> str:
     """Writes the page of what has run."""
     places = dict.fromkeys(tuple(key.split(" ")[:2]) for key in results["curves"])
-    places = {place: None for place in places if not any(place[0] in names for names in LONGER.values())}
+    places = {place: None for place in places if not scheduled(place[0])[1]}
     machine = ", ".join(f"{key} {value}" for key, value in results.get("hardware", {}).items())
     head = "Hosts of one processor thread each, namespaces on one machine; computation is real, on processors that "
     head += f"all hosts share: {machine}."

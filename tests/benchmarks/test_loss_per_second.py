@@ -72,6 +72,20 @@ def test_a_longer_schedule_may_come_to_a_peers_loss_sooner() -> None:
     assert table.against_each_peer()[2] == ["ddp", "1.600", "7.50 (gossip)"]
 
 
+def test_a_peer_has_its_soonest_schedule_against_a_longer_one_of_ours() -> None:
+    both = {"gossip": {"steps": [20, 40, 60], "scores": [2.0, 1.1, 0.9]}, "ddp, Muon": run([2, 1.1, 0.9])}
+    longer = {"gpt-1440-steps 4 0": both}
+    table = Table({**RESULTS, "curves": {**RESULTS["curves"], **longer}}, "gpt", 4)
+    cell = "3.00 (gossip; 60 steps, one seed)"  # 20 x 1.2 s of a longer schedule in place of 30, 40 x 0.2 s
+    assert table.against_each_peer()[3] == ["ddp, Muon", "1.100", cell]
+
+
+def test_a_schedule_is_as_long_as_its_name_says() -> None:
+    recipe = recipe_for("gpt-1620-steps", 4, ["ddp"])
+    assert (recipe.steps, recipe.steps % recipe.every) == (1620, 0)
+    assert recipe.methods == recipe_for("gpt", 4, ["ddp"]).methods
+
+
 def test_batches_of_another_size_may_come_to_a_peers_loss_sooner() -> None:
     results = {kind: dict(of) for kind, of in RESULTS.items()}
     results["curves"]["gpt-1024-tokens 4 0"] = {"gossip": {"steps": [2, 4, 6], "scores": [2.0, 1.1, 1.0]}}
