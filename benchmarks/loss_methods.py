@@ -48,6 +48,9 @@ METHODS = {
     "outer rounds of 8, int4, Muon": ["experiment=outer_muon"],
     "streamed outer rounds of 8, int4, Muon": ["experiment=outer_muon", *streamed(8)],
     "outer rounds of 4, int4, Muon": ["experiment=outer_muon", "strategy.topology.steps=4"],
+    "outer rounds of 4, int4, AccumAdamW": [
+        *["experiment=outer_muon", "strategy.topology.steps=4", "optimizer=accum_adamw", "optimizer.lr=3e-3"],
+    ],
     "streamed outer rounds of 2, int4, Muon": [
         *["experiment=outer_muon", *streamed(2), "strategy.combine.lr=0.8", "strategy.combine.momentum=0.3"],
     ],
