@@ -8,6 +8,7 @@ ports of its own.
 import os
 import secrets
 import socket
+from importlib import import_module
 
 FIRST, PER_PROCESS, PROCESSES = 10_000, 500, 40  # up to 30,000; systems give connections ports from 32,768 on
 
@@ -26,8 +27,13 @@ def free() -> int:
     raise OSError(f"all {PER_PROCESS} ports from {first} on are taken")
 
 
-def use() -> None:
-    """What Lightning asks for a port is `free`, here and in all that is forked from here."""
-    from lightning.fabric.plugins.environments import lightning  # its log would stay with an earlier standard error
+def use(fabric: str = "lightning.fabric") -> None:
+    """What Lightning asks for a port is `free`, here and in all that is forked from here.
 
-    lightning.find_free_network_port = free
+    Args:
+        fabric: or `lightning_fabric`, which the package pytorch_lightning asks.
+    """
+    # Not imported above: its log would stay with an earlier standard error.
+    environment = import_module(f"{fabric}.plugins.environments.lightning")
+    assert hasattr(environment, "find_free_network_port"), "it asks another function now"
+    environment.find_free_network_port = free

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ports
 from tests.docs.pages import PAGES, ROOT, name, promised, script
 from tests.fresh import Script
 from tests.standing_in import Launching
@@ -35,9 +36,14 @@ Trainer(**quiet, devices=2, strategy="gossip", callbacks=[Fails()]).fit(BoringMo
 
 def run(file: Path, seconds: float) -> tuple[int, str]:
     """Exit status and output; the whole process group is killed when the time is over."""
-    command = [sys.executable, str(file)]
     process = subprocess.Popen(
-        command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [sys.executable, str(file)],
+        cwd=file.parent,
+        env={**os.environ, "MASTER_PORT": str(ports.free())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=seconds)

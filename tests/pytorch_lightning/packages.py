@@ -11,13 +11,14 @@ import pytorch_lightning as pl  # noqa: F401  # before processes are forked, whi
 
 from lightning_decentral.pipeline import Given
 from lightning_decentral.pytorch_lightning.mirror import Renaming
-from tests import tiny
+from tests import ports, tiny
 from tests.partial import towers
 from tests.pipeline import training
 
 HOMES = {"lightning.pytorch": "lightning_decentral", "pytorch_lightning": "lightning_decentral.pytorch_lightning"}
 PACKAGES = tuple(HOMES)
 SIZE = 3
+ports.use("lightning_fabric")
 
 
 def _mirrored(module: ModuleType) -> ModuleType:

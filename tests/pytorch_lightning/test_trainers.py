@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lightning_decentral.pytorch_lightning as mirrored
+from tests import ports
 from tests.fresh import Script
 from tests.packaging.project import ROOT
 from tests.pytorch_lightning.packages import HOMES, PACKAGES, SIZE, gossiping, one_model
@@ -92,7 +93,7 @@ def test_where_only_pytorch_lightning_is_installed(tmp_path: Path) -> None:
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if path.name != "lightning" and not path.name.startswith("lightning-2") and path.suffix != ".pth":
             (site / path.name).symlink_to(path)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}", "MASTER_PORT": str(ports.free())}
     command = [sys.executable, "-S", "-c", WITHOUT]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_decentral import GossipStrategy
+from tests import ports
 from tests.loops import Loop, equal, run
 from tests.tiny import in_processes
 
@@ -23,6 +24,7 @@ CLASSES = {
     "compressed": "compressed.FabricCompressedStrategy",
     "partial_backprop": "partial.FabricPartialBackpropStrategy",
 }
+ports.use("lightning_fabric")
 
 
 def found(package: str, name: str) -> type:
