@@ -32,7 +32,7 @@ test: $(STAMP)
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not thorough"
 
-# Before a release: all cases of crossed tests, too (tests/crossed.py), and those of tools that seldom change.
+# Before a release: all cases of costly tests, too (tests/sampled.py), and those of tools that seldom change.
 thorough: $(STAMP)
 	$(MAKE) --no-print-directory -j2 checks everything
 

@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):
+            if not hasattr(item, "callspec"):
+                raise pytest.UsageError(f"{item.nodeid} is marked sampled and has no cases to choose from")
             cases.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = item
     for test in cases.values():
         for name in sampled.left_out({name: item.callspec.params for name, item in test.items()}):
