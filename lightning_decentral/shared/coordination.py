@@ -5,12 +5,12 @@ on the instance for the time of one fit (`LoopPatches`). A version of Lightning 
 that says what is lost.
 """
 
-import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from lightning.pytorch import Trainer
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.device import Backlog
+from lightning_decentral.shared.refusals import StepWatch
 from lightning_decentral.shared.wire.agreement import RollCall
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
@@ -173,8 +174,9 @@ class LoopPatches:
     def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall) -> None:
         self._trainer, self._stop, self._roll = trainer, stop, roll
         self._undo: list[Callable[[], None]] = []
-        self._epoch_ended = False
+        self._epoch_ended = self._ended_one = False
         loop = trainer.fit_loop.epoch_loop
+        self._undo.append(partial(setattr, loop, "max_steps", loop.max_steps))
         self._replace(loop, "_broadcast_sigterm_tensor", self._stop_if_agreed)
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         self._replace(loop, "on_advance_end", self._end_batch)
@@ -194,7 +196,7 @@ class LoopPatches:
         if inner is None:
             rank_zero_warn(f"this version of Lightning has no {type(owner).__name__}.{name}: {LOST[name]}")
             return
-        setattr(owner, name, functools.partial(by, inner))
+        setattr(owner, name, partial(by, inner))
         self._undo.append(lambda: delattr(owner, name))
 
     def _hand_back(self, before: Any) -> None:
@@ -222,9 +224,10 @@ class LoopPatches:
         self._stop.ask(signum)
         rank_zero_info("all workers stop after the same step; another Ctrl-C stops this process at once")
 
-    def _end_batch(self, inner: Callable[[object], None], fetcher: object) -> None:
-        if self._ends():
-            self._call_roll()  # before `inner`, which may validate, where all workers meet
+    def _end_batch(self, inner: Callable[[Any], None], fetcher: Any) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        if self._ends():  # before `inner`, which may validate, where all workers meet
+            self._call_roll(lambda: loop._should_check_val_fx(fetcher) and not loop._skip_next_val)
         else:
             self._epoch_ended = False
         inner(fetcher)
@@ -244,7 +247,7 @@ class LoopPatches:
                 self._refuse_no_batch(error)
             raise
         # Where a module allows it, Lightning ends this worker's training alone; that of all, if nobody has a batch.
-        if loop._combined_loader is not before and self._roll.anyone(loop.max_batches > 0) and not loop.max_batches:
+        if loop._combined_loader is not before and self._roll.anyone(loop.max_batches > 0)[0] and not loop.max_batches:
             self._refuse_no_batch()
 
     def _refuse_no_batch(self, cause: Exception | None = None) -> None:
@@ -255,45 +258,43 @@ class LoopPatches:
         ) from cause
 
     def _end_epoch(self, inner: Callable[[], None]) -> None:
-        loop = self._trainer.fit_loop.epoch_loop
-        # In all: a loader with a state that is resumed at its end has nothing more for its epoch.
-        if not loop.batch_progress.total.ready and not self._trainer.should_stop:
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        # In all: a loader with a state that is resumed at its end has nothing more for its first epoch.
+        had = progress.current if self._ended_one else progress.total
+        if not had.ready and not self._trainer.should_stop:
             self._refuse_no_batch()
         self._call_roll()  # does nothing where a batch was known to be the last
-        self._epoch_ended = False
+        self._epoch_ended, self._ended_one = False, True
         inner()
 
-    def _call_roll(self) -> None:
-        if not self._epoch_ended:
-            self._roll.end_epoch()
-            self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
-            self._trainer.should_stop = self._roll.anyone(self._trainer.should_stop)
+    def _call_roll(self, validates: Callable[[], bool] = bool) -> None:
+        """At an epoch's end: all stop if one does, and validate if one does."""
+        if self._epoch_ended:
+            return
+        self._roll.end_epoch()
+        self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        ends = stops or _reached(loop)
+        trainer.should_stop, all_end = self._roll.anyone(trainer.should_stop, ends)
+        if all_end and not ends:
+            # Fewer batches, so fewer steps than another, which is at max_steps, or past the min_steps of an early end.
+            loop.max_steps = trainer.global_step
+        (validate,) = self._roll.anyone(mine := validates())
+        if validate and not mine:
+            self._validate()
         self._epoch_ended = True
 
+    def _validate(self) -> None:
+        """As Lightning does after a batch, where this worker's epoch ended in another way than another's."""
+        trainer = self._trainer
+        first = trainer._logger_connector._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+        trainer._logger_connector._first_loop_iter = first
 
-class StepWatch:
-    """Notices an optimizer that steps past the strategy: its parameters would never be mixed.
 
-    Use it as a context around the steps that the strategy takes.
-    """
-
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._inside = False
-        self._hooks = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
-
-    def __enter__(self) -> None:
-        self._inside = True
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = False
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._inside:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} stepped past the strategy, so that its parameters are never averaged: "
-                "step what self.optimizers() returns, not self.optimizers(use_pl_optimizer=False)"
-            )
+def _reached(loop: Any) -> bool:
+    """Whether this worker has taken all of `max_steps`."""
+    return bool(loop.max_steps != -1 and loop.global_step >= loop.max_steps)

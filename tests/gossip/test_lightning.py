@@ -262,6 +262,10 @@ class Rounds(Inspect):
     def look(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seen["rounds"] = trainer.strategy.rounds()
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.seen["max_steps"] = trainer.max_steps  # as before the fit
+        self.write(trainer)
+
 
 def test_each_optimizer_has_rounds_of_its_own(tmp_path: Path) -> None:
     from lightning_decentral.gossip import Auto, Gossip, simulate
@@ -584,6 +588,47 @@ def test_unequal_numbers_of_batches_do_not_hang(tmp_path: Path, delay: int, size
 class Uneven(Batches):
     def __len__(self) -> int:
         return self._lengths[self._rank]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("validation", [None, SizedBatches(2)], ids=["plain", "validated"])
+@pytest.mark.parametrize("class_", [Batches, Uneven])
+def test_all_stop_where_the_first_is_at_max_steps(tmp_path: Path, class_: type[Batches], validation: Any) -> None:
+    """In the second epoch two are at nine steps before their batches end, and one has only six."""
+    batches, most = class_(lengths=(5, 3, 7)), {"max_steps": 9, "max_epochs": -1, "min_epochs": 3}
+    run(tmp_path, callbacks=[Rounds(tmp_path)], trainer_options=most, batches=batches, validation=validation)
+    assert [(row["steps"], row["max_steps"]) for row in seen(tmp_path)] == [(9, 9), (6, 9), (9, 9)]
+
+
+class Leaves(Net):
+    """Worker 1 ends its epochs after two batches, without Lightning's validation at their end."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.global_rank == 1 and batch_idx == 2 else None
+
+
+class Validated(Inspect):
+    validated = 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert not pl_module.training
+        self.seen["validated"] = self.validated = self.validated + 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert pl_module.training
+        self.write(trainer)
+
+
+def test_all_validate_where_one_left_its_epoch(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        Leaves(),
+        callbacks=[Validated(tmp_path)],
+        trainer_options={"max_steps": -1, "max_epochs": 2},
+        batches=SizedBatches(4),
+        validation=SizedBatches(2),
+    )
+    assert [(row["steps"], row["validated"]) for row in seen(tmp_path)] == [(8, 2), (4, 2), (8, 2)]
 
 
 class Reduces(Net):

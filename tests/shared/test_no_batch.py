@@ -47,3 +47,17 @@ def test_a_worker_without_a_batch_is_named_on_all(
     assert re.match(rf"PeerLost: worker 0 lost .*: worker 1 ended: {line}", first), found
     assert len(first.splitlines()) == len(second.splitlines()) == 1
     assert all(float(text.rpartition("\n")[2]) < 10 for text in found)
+
+
+class RunsOut(Batches):
+    """Worker 1 has none from the second epoch on."""
+
+    def __iter__(self) -> Any:
+        self._lengths = (3, 3 if self._epoch < 0 else 0)
+        return super().__iter__()
+
+
+def test_a_worker_without_a_batch_in_a_later_epoch_is_named(tmp_path: Path) -> None:
+    first, second = lines(started_apart(fit, 2, tmp_path, "gossip", RunsOut, False, True))
+    assert second.startswith("ValueError: worker 1 has no training batch: give every worker data")
+    assert re.match("PeerLost: worker 0 lost .*: worker 1 ended: ValueError: worker 1 has no training batch", first)

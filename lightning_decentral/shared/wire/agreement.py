@@ -152,11 +152,11 @@ class RollCall:
         if early and self._over.rank == 0:
             warnings.warn(f"unequal numbers of batches: {_sentence(early, ends)}", stacklevel=2)
 
-    def anyone(self, mine: bool) -> bool:
-        """Whether it's so for any worker. Collective, at an epoch's end."""
-        votes = torch.tensor([int(mine)])
+    def anyone(self, *mine: bool) -> list[bool]:
+        """For each of these, whether it's so for any worker. Collective, at an epoch's end."""
+        votes = torch.tensor(mine, dtype=torch.int64)
         self._over.all_reduce(votes).wait()
-        return bool(votes)
+        return [bool(vote) for vote in votes]
 
     def _answer(self) -> bool:
         """Take part in the rounds that another waits for; whether there were any."""
