@@ -136,6 +136,7 @@ class ReplicaStrategy(WorkersStrategy):
             self.model_to_device()
         self._attendance.join_groups()
         self._equalize(fitting)
+        self.health.look(self._module.buffers())
         self.arrange()
         if self.starts_on_host:
             self.model_to_device()  # what is left of it

@@ -4,7 +4,7 @@ Whether replicas drift or take the same updates, a number that one of them alone
 neither a validation nor a checkpoint.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, unequal
 from lightning_decentral.shared.wire.fsdp import is_sharded, local
-from lightning_decentral.shared.wire.health import Ailment, ailing, mean_of_others, mend, none_sound
+from lightning_decentral.shared.wire.health import Ailment, ailing, constants, mean_of_others, mend, none_sound
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 WHY = {
@@ -64,6 +64,11 @@ class ReplicaHealth:
         self.left_out = 0
         self._of = of
         self._told: dict[str, float] = {}  # the largest difference that was said
+        self._constants: set[int] = set()
+
+    def look(self, buffers: Iterable[Tensor]) -> None:
+        """Before training, all workers' being equal: what isn't finite in them, and stays so, makes nobody sick."""
+        self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As the strategy's `mean_of`, bit for bit, where all are sound; otherwise the mean of the others, and worker 0
@@ -75,7 +80,7 @@ class ReplicaHealth:
         over, devices = self._of.replica_group(), self._of.devices_per_worker
         assert over is not None
         self._check_same_tensors(tensors)
-        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(tensors, over, devices))
+        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(tensors, over, devices, self._constants))
         self._agree(tensors, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
         if not sick:
             return self._of.mean_of(tensors)
@@ -101,8 +106,9 @@ class ReplicaHealth:
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
         """Every worker knows what any found: a stage of a pipeline sees its own replicas alone."""
         self.left_out += len(sick)
+        names = self._names(tensors)
         # Where nobody is left, all end alike.
-        reports = self._of.gather([none_sound(sick, workers), self._said(tensors, sick)])
+        reports = self._of.gather([none_sound(sick, workers, names), self._said(names, sick)])
         if problems := [problem for problem, _ in reports if problem]:
             raise FloatingPointError(problems[0])
         for line in dict.fromkeys(line for _, lines in reports for line in lines):
@@ -189,13 +195,22 @@ class ReplicaHealth:
         stride = self._of.world_size // over.size
         return replica * stride + self._of.global_rank % stride
 
-    def _said(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment]) -> list[str]:
+    def _names(self, tensors: Sequence[Tensor]) -> Callable[[int], str]:
         module = self._of.lightning_module
         assert module is not None
-        names = {local(t).data_ptr(): name for name, t in (*module.named_buffers(), *module.named_parameters())}
-        lines = []
-        for worker, ailment in sick.items():
-            tensor = local(tensors[ailment.tensor])
-            name = names.get(tensor.data_ptr(), f"a tensor of shape {tuple(tensor.shape)}")
-            lines.append(f"worker {worker} is left out of the mean model: its {name} {ailment}")
-        return lines
+
+        def name(number: int) -> str:
+            tensor = local(tensors[number])
+            for found, own in (*module.named_parameters(), *module.named_buffers()):
+                if local(own).data_ptr() == tensor.data_ptr():
+                    return found
+            return f"a tensor of shape {tuple(tensor.shape)}"
+
+        return name
+
+    @staticmethod
+    def _said(names: Callable[[int], str], sick: Mapping[int, Ailment]) -> list[str]:
+        return [
+            f"worker {worker} is left out of the mean model: its {names(ailment.tensor)} {ailment}"
+            for worker, ailment in sick.items()
+        ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Complete, Gossip, Ring, Topology
-from tests.tiny import QUIET, Batches, Net, in_processes
+from tests.tiny import QUIET, Batches, Net, SizedBatches, in_processes
 
 STEPS, SIZE = 4, 4
 
@@ -87,7 +87,25 @@ def test_an_island_is_left_out_as_a_whole(tmp_path: Path) -> None:
     assert_mean_of_healthy(tmp_path, torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"], [0, 1])
 
 
+class Edges(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.tensor([-torch.inf, 0.0, torch.inf]))
+        self.register_buffer("unknown", torch.tensor([torch.nan]))
+
+
+@pytest.mark.parametrize("evaluate", ["mean", "own"])
+def test_constants_that_are_not_finite_are_validated_and_saved(tmp_path: Path, evaluate: str) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="last")
+    settings = {**QUIET, "enable_checkpointing": True, "devices": 2, "max_epochs": 1, "callbacks": [saving]}
+    trainer = Trainer(**settings, strategy=GossipStrategy(start_method="fork", evaluate=evaluate))
+    in_processes(trainer.fit, Edges(), SizedBatches(2), SizedBatches(1))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert saved["edges"].tolist() == [-torch.inf, 0.0, torch.inf]
+    assert saved["unknown"].isnan().all()
+
+
 def test_a_mean_of_nobody_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="none of the 4 workers has a sound model"):
+    with pytest.raises(RuntimeError, match=r"none of the 4 .* sound model \(head.bias of worker 0 holds NaN\)"):
         in_processes(fit, tmp_path, Poison(tmp_path, float("nan"), "head.bias", (0, 1, 2, 3)), {}, seconds=90)
     assert not (tmp_path / "last.ckpt").exists()

@@ -167,8 +167,8 @@ class FabricWorkers(DDPStrategy):
         if self.wire is not None:
             with self._telling():
                 check_same_model(module, self.wire.roll)
-                tensors = [*module.parameters(), *module.buffers()]
-                start_from_worker_0(tensors, self.wire.world, self.root_device)
+                start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
+                self.health.look(module.buffers())
         self.modules.append(module)
         return module
 

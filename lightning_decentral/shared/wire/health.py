@@ -1,11 +1,12 @@
 """Which replicas are sick (NaN, infinity, an absurd number), and the mean of the others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_decentral.shared.compute.digest import fingerprint
 from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, sound
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
@@ -31,24 +32,43 @@ def real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def ailing(tensors: Sequence[Tensor], over: Transport, devices: int = 1) -> dict[int, Ailment]:
+@torch.no_grad()
+def constants(buffers: Iterable[Tensor]) -> set[int]:
+    """Fingerprints of those that hold NaN or infinity before a step is taken: edges of bins, bounds, placeholders."""
+    return {int(fingerprint(t)) for t in buffers if real(t) and not bool(torch.isfinite(scale([t])))}
+
+
+CONSTANT = (torch.inf, -torch.inf)
+"""What a worker says in place of the (smallest, largest) element of a constant: no tensor has these."""
+
+
+def ailing(
+    tensors: Sequence[Tensor], over: Transport, devices: int = 1, known: Set[int] = frozenset()
+) -> dict[int, Ailment]:
     """{worker: why its replica is not sound}, the same on all; `compute.health.sound` tensor by tensor.
 
     Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers
-    without NaN is a mask; one of nothing but +inf a best score that none has reached yet.
+    without NaN is a mask; one of nothing but +inf a best score that none has reached yet. What is `known` to all is
+    sound, too.
 
     Args:
         devices: of each worker, whose tensors may be shards; ranks follow each other.
+        known: what `constants` found; the same on all.
     """
     rows = [extremes(local(t.detach())) for t in tensors if real(t)]
+    if known:
+        for tensor, row in zip([t for t in tensors if real(t)], rows, strict=True):
+            if not bool(row.isfinite().all()) and int(fingerprint(local(tensor))) in known:
+                row.copy_(torch.tensor(CONSTANT))
     if not rows:
         return {}
     pending, gathered = over.all_gather(torch.stack([row.to(rows[0].device) for row in rows]))
     pending.wait()
     low, high = torch.stack(list(gathered)).cpu().unbind(-1)  # [workers x devices, tensors]
-    masked = ((low == -torch.inf) & (high < torch.inf)) | (low == torch.inf)
-    masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0))
-    scales = torch.maximum(-low, high).masked_fill(masks, 0.0)
+    constant = (low == torch.inf) & (high == -torch.inf)
+    masked = (((low == -torch.inf) & (high < torch.inf)) | (low == torch.inf)) & ~constant
+    masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0)) | constant.all(0)
+    scales = torch.maximum(-low, high).masked_fill(constant, torch.inf).masked_fill(masks, 0.0)
     places = [place for place, tensor in enumerate(tensors) if real(tensor)]
     found: dict[int, Ailment] = {}
     for device, column in (~sound(scales)).nonzero().tolist():
@@ -76,13 +96,17 @@ def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
             local(own).copy_(local(of_others))
 
 
-def none_sound(sick: Mapping[int, Ailment], workers: int) -> str:
-    """Why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is."""
+def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int], str]) -> str:
+    """Why nothing is validated or saved where nobody is left, a mean over no workers; empty: somebody is.
+
+    Args:
+        named: a tensor's name, by its number.
+    """
     if len(sick) < workers:
         return ""
     worker, ailment = next(iter(sick.items()))
     return (
-        f"none of the {workers} workers has a sound model (worker {worker} {ailment}), so there is no mean to validate "
-        "or save; earlier checkpoints stay. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
-        "operation with detect_anomaly=True"
+        f"none of the {workers} workers has a sound model ({named(ailment.tensor)} of worker {worker} {ailment}), so "
+        "there is no mean to validate or save; earlier checkpoints stay. Lower the learning rate, clip gradients "
+        "(gradient_clip_val) or find the operation with detect_anomaly=True"
     )

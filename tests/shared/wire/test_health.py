@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.wire.health import ailing, mean_of_others, none_sound
+from lightning_decentral.shared.wire.health import ailing, constants, mean_of_others, none_sound
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend
@@ -56,6 +56,23 @@ def test_honest_workers_are_left_in() -> None:
     assert CPU.world(4, nobody_ails) == [{}] * 4
 
 
+def changed(over: Transport) -> tuple[dict[int, int], dict[int, int]]:
+    """(who is sick, by which tensor, with what was there before; and where worker 1 has written over a part of it)"""
+    edges, placeholder = torch.tensor([-INF, 0.0, INF]), torch.tensor([NAN, 1.0])
+    known = constants([torch.ones(2), torch.tensor(3), edges, placeholder])
+    found = []
+    for worker in (-1, 1):
+        if over.rank == worker:
+            placeholder[1] = 2.0
+        found.append({k: a.tensor for k, a in ailing([edges, placeholder], over, known=known).items()})
+    return found[0], found[1]
+
+
+def test_what_was_not_finite_before_makes_nobody_sick_until_it_changes() -> None:
+    """Edges of bins, bounds, a placeholder for what is not known yet."""
+    assert CPU.world(3, changed) == [({}, {0: 1, 1: 1, 2: 1})] * 3
+
+
 def islands(over: Transport) -> set[int]:
     tensors = replica(over.rank)
     if over.rank == 2:
@@ -71,9 +88,10 @@ def test_a_worker_ails_as_a_whole() -> None:
 def test_a_mean_of_nobody_is_refused_in_one_line() -> None:
     def all_ail(over: Transport) -> tuple[str, str]:
         found = ailing([torch.full((2,), NAN)], over)
-        return none_sound(found, over.size), none_sound(dict(list(found.items())[1:]), over.size)
+        names = ["weight"].__getitem__
+        return none_sound(found, over.size, names), none_sound(dict(list(found.items())[1:]), over.size, names)
 
     for said, of_one_less in CPU.world(2, all_ail):
-        assert said.startswith("none of the 2 workers has a sound model (worker 0 holds NaN)")
+        assert said.startswith("none of the 2 workers has a sound model (weight of worker 0 holds NaN)")
         assert "\n" not in said
         assert of_one_less == ""
