@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.compute.link import cliques_of
-from lightning_decentral.gossip.compute.travel import Travel, having, pack_states
+from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, Travel, agreed, kinds, none_has, pack_states
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.assembly import assembled
@@ -104,13 +104,21 @@ class Rounds:
         """Of those that travel. Collective."""
         along, states = self.plan.topology, self.plan.states.items()
         mixers = [self._mixer(travel.along(along), travel.combine, travel.codec) for _, travel in states]
-        return [StateMixer(optimizer, name, m, self.pack_state) for (name, _), m in zip(states, mixers, strict=True)]
+        named = zip(states, mixers, strict=True)
+        return [StateMixer(optimizer, name, mixer, self.pack_state, self._everyone) for (name, _), mixer in named]
 
     def pack(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
         return self.plan.member.pack(parameters, self.plan.bucket_bytes)
 
-    def pack_state(self, optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        return pack_states(optimizer, name, parameters, self.plan.bucket_bytes, self.plan.island.devices)
+    def pack_state(self, optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int]) -> list[Bucket]:
+        return pack_states(optimizer, name, chosen, self.plan.bucket_bytes, self.plan.island.devices)
+
+    def _everyone(self, row: list[int]) -> list[list[int]]:
+        """Each worker's. Collective; not over `roll`, where whoever has ended its epoch waits."""
+        assert self.plan.wire is not None
+        pending, rows = self.plan.wire.world.all_gather(torch.tensor(row, device=self.plan.root_device))
+        pending.wait()
+        return [row.tolist() for row in rows]
 
     def _mixer(self, topology: Topology, combine: Combine | ConsensusControl, codec: Codec) -> Mixer:
         plan = self.plan
@@ -123,44 +131,74 @@ class Rounds:
         return mixer
 
 
-PackState = Callable[[Optimizer, str, Sequence[nn.Parameter]], list[Bucket]]
-"""One state of these parameters, as their island packs parameters."""
+PackState = Callable[[Optimizer, str, Mapping[nn.Parameter, int]], list[Bucket]]
+"""One state of these parameters, as their island packs parameters; `travel.kinds` says of which type."""
 
 
-def whole_states(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+def whole_states(optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int]) -> list[Bucket]:
     """In buckets of the default size, in one part."""
-    return pack_states(optimizer, name, parameters, None, 1)
+    return pack_states(optimizer, name, chosen, None, 1)
 
 
 class StateMixer:
-    """One state of an optimizer, mixed beside the parameters; it is taken in when the optimizer has it.
+    """One state of an optimizer, mixed beside the parameters; it is taken in when any worker's optimizer has it.
+
+    Args:
+        everyone: hears from each worker what this one says.
 
     Attributes:
-        packs: of the parameters, by their places in the optimizer, those whose state was packed at a time.
+        packs: {place of a parameter in the optimizer: its state's kind}, packed at a time.
     """
 
-    def __init__(self, optimizer: Optimizer, name: str, mixer: Mixer, pack: PackState) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        mixer: Mixer,
+        pack: PackState,
+        everyone: Callable[[list[int]], list[list[int]]],
+    ) -> None:
         self.name, self.mixer = name, mixer
         self.buckets: list[Bucket] = []
-        self.packs: list[list[int]] = []
-        self._optimizer, self._pack = optimizer, pack
-        self._taken: set[nn.Parameter] = set()
+        self.packs: list[dict[int, int]] = []
+        self._optimizer, self._pack, self._everyone = optimizer, pack, everyone
+        self._known: set[nn.Parameter] = set()
+        self._trained = self._looks = 0
+        self._stepped = stepped = [False]  # since the last look; not `self`: a hook outlives what made it
+        optimizer.register_step_post_hook(lambda *_: stepped.__setitem__(0, True))
 
     def adopt(self, trained: set[nn.Parameter]) -> None:
-        """Take in the states of these parameters that are new. Errors as `having`."""
-        parameters = parameters_of(self._optimizer)
-        if trained <= self._taken:
-            return
-        there = set(having(self._optimizer, self.name, [p for p in parameters if p in trained]))
-        self._take([place for place, p in enumerate(parameters) if p in there - self._taken])
+        """Take in the states of these parameters that are new, the same on all workers. Collective.
 
-    def _take(self, places: list[int]) -> None:
-        if not places:
+        Raises:
+            ValueError: as `travel.kinds`; or no worker's optimizer keeps such a state.
+        """
+        if trained <= self._known:
+            return
+        stepped, self._stepped[0] = self._stepped[0], False
+        if len(trained) != self._trained:
+            self._trained, self._looks = len(trained), 0
+        self._looks += 1
+        if self._looks & (self._looks - 1):  # the 1st, 2nd, 4th, ... time: what is never updated stays unknown
+            return
+        parameters, groups = parameters_of(self._optimizer), self._optimizer.param_groups
+        group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        new = [place for place, p in enumerate(parameters) if p in trained and p not in self._known]
+        mine = kinds(self._optimizer, self.name, [parameters[place] for place in new], stepped)
+        found = agreed(self._everyone(mine), [group_of[parameters[place]] for place in new])
+        chosen = {place: kind for place, kind in zip(new, found, strict=True) if kind > LACKING}
+        if LACKING in found and not (chosen or self.packs):
+            raise none_has(self._optimizer, self.name, parameters)
+        self._known.update(parameters[place] for place, kind in zip(new, found, strict=True) if kind != UNKNOWN)
+        self._take(chosen)
+
+    def _take(self, chosen: Mapping[int, int]) -> None:
+        if not chosen:
             return
         parameters = parameters_of(self._optimizer)
-        new = [parameters[place] for place in places]
-        self._taken.update(new)
-        self.packs.append(places)
+        new = {parameters[place]: kind for place, kind in chosen.items()}
+        self._known.update(new)
+        self.packs.append(dict(chosen))
         buckets = self._pack(self._optimizer, self.name, new)
         self.buckets += buckets
         mixed = with_tail(buckets)
@@ -172,13 +210,21 @@ class StateMixer:
         self.mixer.drain()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"packs": [list(places) for places in self.packs], "mixer": self.mixer.state_dict()}
+        packs = [list(pack) for pack in self.packs], [list(pack.values()) for pack in self.packs]
+        looks = [self._trained, self._looks]
+        return {"packs": packs[0], "kinds": packs[1], "looks": looks, "mixer": self.mixer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; the optimizer has its states again."""
         # Packed as they were: a message in flight has the layout of its buckets.
-        for places in state["packs"]:
-            self._take(places)
+        for number, places in enumerate(state["packs"]):
+            if "kinds" in state:
+                saved = state["kinds"][number]
+            else:  # 0.2 took in what each had
+                parameters = parameters_of(self._optimizer)
+                saved = kinds(self._optimizer, self.name, [parameters[place] for place in places], stepped=False)
+            self._take(dict(zip(places, saved, strict=True)))
+        self._trained, self._looks = state.get("looks", (0, 0))
         self.mixer.load_state_dict(state["mixer"])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_decentral.gossip import Every, Gossip, Hypercube, Int8, Own, Ring, Topology, Travel
-from lightning_decentral.gossip.compute.travel import having
+from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds
 from lightning_decentral.gossip.rounds import StateMixer, whole_states
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
@@ -42,12 +42,17 @@ def mixers_of(transport: Transport, topology: Topology, travel: Travel, delay: i
         exchange = PeerExchange(topology, Own(), over, torch.device("cpu"), codec)
         return Mixer([], travel.combine, overlapped(exchange, torch.device("cpu"), delay), delay)
 
+    def everyone(row: list[int]) -> list[list[int]]:
+        pending, rows = transport.all_gather(torch.tensor(row))
+        pending.wait()
+        return [row.tolist() for row in rows]
+
     plain = Travel().codec
     beside = partial(mixer, travel.along(topology), travel.codec, transport)
     # Parameters don't travel here: one transport carries one exchange.
     alone = partial(Mixer, [], Gossip(), MatrixExchange(Ring(), Own(), 1), delay)
     assert plain.encodes is False
-    states = partial(StateMixer, name="momentum_buffer", mixer=beside(), pack=whole_states)
+    states = partial(StateMixer, name="momentum_buffer", mixer=beside(), pack=whole_states, everyone=everyone)
     return Mixers(lambda: Making(lambda: [alone()], pack, lambda optimizer: [states(optimizer)]))
 
 
@@ -161,11 +166,13 @@ def constant(x0: Tensor, travel: Travel, transport: Transport) -> Tensor:
 def test_a_state_that_an_optimizer_lacks_is_one_line(make: Any, said: str) -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer: Optimizer = make([parameter])
-    assert having(optimizer, "momentum_buffer", [nn.Parameter(torch.ones(2))]) == []  # not updated yet
+    alone = Mixer([], Gossip(), MatrixExchange(Ring(), Own(), 1), 1)
+    state = StateMixer(optimizer, "momentum_buffer", alone, whole_states, lambda row: [row])
     parameter.grad = torch.ones(3)
+    state.adopt({parameter})  # no update: a loss scaler has skipped it
     optimizer.step()
     with pytest.raises(ValueError, match=said) as raised:
-        having(optimizer, "momentum_buffer", [parameter])
+        state.adopt({parameter})
     assert "\n" not in str(raised.value)
 
 
@@ -175,16 +182,50 @@ def test_a_state_of_another_shape_is_refused() -> None:
     parameter.grad = torch.ones(3)
     optimizer.step()
     with pytest.raises(ValueError, match=r"state 'step' has the shape \(\) for a parameter of shape \(3,\)"):
-        having(optimizer, "step", [parameter])
+        kinds(optimizer, "step", [parameter], stepped=True)
 
 
 def test_of_muon_the_hidden_matrices_have_the_momentum() -> None:
     matrix, vector = nn.Parameter(torch.eye(3)), nn.Parameter(torch.ones(3))
     optimizer = Muon([{"params": [matrix]}, {"params": [vector], "hidden": False}])
+    assert kinds(optimizer, "momentum_buffer", [matrix, vector], stepped=False) == [UNKNOWN, UNKNOWN]
     for parameter in (matrix, vector):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert having(optimizer, "momentum_buffer", [matrix, vector]) == [matrix]
+    assert kinds(optimizer, "momentum_buffer", [matrix, vector], stepped=True) == [2, LACKING]
+
+
+def test_workers_agree_on_whose_state_travels() -> None:
+    """One used the first expert and the other the second, neither the third; a group without such a state; one that
+    nobody has updated."""
+    rows = [[2, UNKNOWN, UNKNOWN, LACKING, UNKNOWN], [UNKNOWN, 2, UNKNOWN, UNKNOWN, UNKNOWN]]
+    assert agreed(rows, [0, 0, 0, 1, 2]) == [2, 2, 2, LACKING, UNKNOWN]
+
+
+def experts(skipped: bool, transport: Transport) -> list[float]:
+    """Momenta of two experts after two steps; worker 0 uses the first in the first step, worker 1 the second or, where
+    its loss scaler skips it, none."""
+    pair = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    optimizer = SGD(pair, lr=0.1, momentum=0.5)
+    mixers = mixers_of(transport, Hypercube(), Travel(), 0)
+    mixers.adopt(optimizer)
+    for step in range(2):
+        for place, parameter in enumerate(pair):
+            used = step == 1 or place == transport.rank
+            parameter.grad = torch.full((1,), (1.0, -100.0)[place]) if used else None
+        if step or not (skipped and transport.rank):
+            optimizer.step()
+        mixers.step(optimizer)
+    mixers.settle()
+    return [float(optimizer.state[parameter]["momentum_buffer"]) for parameter in pair]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(("skipped", "expected"), [(False, (1.125, -112.5)), (True, (1.125, -100.0))])
+def test_a_state_is_mixed_with_the_same_parameters_state(skipped: bool, expected: tuple[float, float]) -> None:
+    """After the first round each has half of what one had, as another's zero; who has none begins with its gradient."""
+    for first, second in CPU.world(2, partial(experts, skipped)):
+        assert (first, second) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("travel", "topology", "delay", "said"), [

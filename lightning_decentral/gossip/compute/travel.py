@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +29,9 @@ class Travel:
     The mean of the workers' states is kept; each one's own part of it still is its own gradients'. For states that are
     linear in the gradient (`momentum_buffer`, `exp_avg`). A mean square (`exp_avg_sq`) that a coarse codec rounds may
     turn negative, and its root NaN.
+
+    All workers take in the same states, once any has one: a worker that hasn't updated a parameter yet (an expert that
+    it didn't use, a step that its loss scaler skipped) sends zeros.
 
     Args:
         codec: how it is encoded; `Int8()` takes a quarter of the bytes.
@@ -62,56 +66,111 @@ class Travel:
 
 
 class StateBucket(Bucket):
-    """A bucket over `optimizer.state[p][name]` for the parameters p of `owners`, whichever tensors these are now."""
+    """A bucket over `optimizer.state[p][name]` for the parameters p of `owners`, whichever tensors these are now.
+
+    Zeros stand for what the optimizer doesn't have yet: of an expert that this worker hasn't used, say.
+    """
 
     def __init__(
         self, tensors: Sequence[Tensor], owners: Mapping[int, nn.Parameter], optimizer: Optimizer, name: str, parts: int
     ) -> None:
         self._owners, self._optimizer, self._name = [owners[id(t)] for t in tensors], optimizer, name
+        self._type = tensors[0].dtype
         super().__init__(cast(Sequence[nn.Parameter], tensors), parts)
 
     def adopt(self) -> None:
         # An optimizer may have put other tensors there, in another dictionary, as `load_state_dict` does.
-        self._look()
+        pairs = zip(self._now(), self._owners, strict=True)
+        now = [zeros(owner, self._type) if state is None else state for state, owner in pairs]
+        self.parameters = tuple(cast(list[nn.Parameter], now))
         super().adopt()
 
     def release(self) -> None:
-        self._look()
+        # Not all of them where a learning rate finder has put an empty optimizer back.
+        self.parameters = tuple(cast(nn.Parameter, state) for state in self._now() if state is not None)
         super().release()
 
-    def _look(self) -> None:
-        self.parameters = tuple(self._optimizer.state[owner][self._name] for owner in self._owners)
+    def _now(self) -> list[Tensor | None]:
+        return [_state(self._optimizer, self._name, owner) for owner in self._owners]
 
 
-def having(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Of these parameters, those for which the optimizer has the state by now.
+def zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> Tensor | None:
+    found = optimizer.state.get(parameter, {}).get(name)
+    return found if isinstance(found, Tensor) else None
+
+
+UNKNOWN, LACKING = 0, 1
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+
+def kinds(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter], stepped: bool) -> list[int]:
+    """Of each: `UNKNOWN` before its first update, `LACKING` where that made no such state, else its place in `TYPES`,
+    from 2 on.
+
+    Args:
+        stepped: the optimizer has taken a step with the gradients as they are; a loss scaler may have skipped it.
 
     Raises:
-        ValueError: it is of another shape; or the optimizer has updated some and keeps no such state.
+        ValueError: a state of another shape or type than parameters have.
     """
-    states = optimizer.state
-    found = [p for p in parameters if isinstance(states.get(p, {}).get(name), Tensor)]
-    for parameter in found:
-        shape = tuple(states[parameter][name].shape)
-        if shape != tuple(parameter.shape):
+    found = []
+    for parameter in parameters:
+        state, of = _state(optimizer, name, parameter), type(optimizer).__name__
+        if state is None:
+            updated = optimizer.state.get(parameter) or (stepped and parameter.grad is not None)
+            found.append(LACKING if updated else UNKNOWN)
+            continue
+        if state.shape != parameter.shape:
             raise ValueError(
-                f"{type(optimizer).__name__}'s state {name!r} has the shape {shape} for a parameter of shape "
+                f"{of}'s state {name!r} has the shape {tuple(state.shape)} for a parameter of shape "
                 f"{tuple(parameter.shape)}: only states of their parameter's shape can travel, leave it out of states"
             )
-    if not found and any(p.grad is not None or states.get(p) for p in parameters):
-        kept = sorted({key for p in parameters for key in states.get(p, {})})
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps no state {name!r} that could travel: "
-            + (f"name one of {', '.join(kept)}, or leave it out of states" if kept else "leave it out of states")
-        )
+        if state.dtype not in TYPES:
+            raise ValueError(
+                f"{of}'s state {name!r} is of {state.dtype}, which can't be averaged: leave it out of states"
+            )
+        found.append(2 + TYPES.index(state.dtype))
     return found
 
 
+def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
+    """By parameter, of what each worker says (`kinds`): the state that any has; else, in a group where one travels, as
+    that; else whether any lacks it.
+
+    Workers may have updated different ones: an expert is used here and not there, a loss scaler skips a step.
+
+    Args:
+        rows: [workers, parameters].
+        groups: of each parameter, its optimizer's group.
+    """
+    most = [max(column) for column in zip(*rows, strict=True)]
+    travels = {group: kind for kind, group in zip(most, groups, strict=True) if kind > LACKING}
+    return [kind or travels.get(group, UNKNOWN) for kind, group in zip(most, groups, strict=True)]
+
+
+def none_has(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> ValueError:
+    """For an optimizer that has updated parameters and keeps no such state of any."""
+    kept = sorted({key for p in parameters for key in optimizer.state.get(p, {})})
+    remedy = f"name one of {', '.join(kept)}, or leave it out of states" if kept else "leave it out of states"
+    return ValueError(f"{type(optimizer).__name__} keeps no state {name!r} that could travel: {remedy}")
+
+
 def pack_states(
-    optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter], bucket_bytes: int | None, parts: int
+    optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int], bucket_bytes: int | None, parts: int
 ) -> list[Bucket]:
-    """Buckets over one state of these parameters, as `buckets.pack` packs the parameters themselves."""
-    tensors = {id(optimizer.state[p][name]): (optimizer.state[p][name], p) for p in parameters}
-    owners = {key: owner for key, (_, owner) in tensors.items()}
+    """Buckets over one state of these parameters, as `buckets.pack` packs the parameters themselves.
+
+    Args:
+        chosen: {parameter: its state's kind, 2 and on}.
+    """
+    tensors, owners = [], {}
+    for parameter, kind in chosen.items():
+        state = _state(optimizer, name, parameter)
+        tensors.append(zeros(parameter, TYPES[kind - 2]) if state is None else state)
+        owners[id(tensors[-1])] = parameter
     make = partial(StateBucket, owners=owners, optimizer=optimizer, name=name, parts=parts)
-    return pack([tensor for tensor, _ in tensors.values()], bucket_bytes, make)
+    return pack(cast(list[nn.Parameter], tensors), bucket_bytes, make)
