@@ -143,8 +143,7 @@ class Coordination(Uncoordinated):
 
     def _take_part(self, index: int) -> None:
         self._of.take_part(index)
-        if index == 0:  # as after an update of the first optimizer
-            self.tick()
+        self.tick()  # as after an update
 
     def close(self) -> None:
         """Lightning's own methods again. `agreed` stays: how the fit ended decides who may still meet."""
@@ -206,7 +205,7 @@ class LoopPatches:
     def _stop_if_agreed(self, _: object) -> None:
         if not self._stop.agreed:
             return
-        self._stop.left()
+        self._stop.left(self._roll.rounds())
         if self._stop.signum == signal.SIGINT:
             raise KeyboardInterrupt
         self._trainer._signal_connector.received_sigterm = True

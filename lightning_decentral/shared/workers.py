@@ -225,8 +225,7 @@ class WorkersStrategy(DDPStrategy):
             self.mean_model.apart = self.drifts  # not before: up to the first update all are equal
             with self._attendance.waiting:
                 self.advance(optimizer)
-                if optimizer is self.optimizers[0]:  # once a round, however many optimizers there are
-                    self._attendance.tick()
+                self._attendance.tick()
         return output
 
     # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------

@@ -45,6 +45,7 @@ def fit(
     step_seconds: float = 0.0,
     lengths: tuple[int, ...] = (),
     every: int = 1,
+    module: type[Net] = Net,
 ) -> None:
     # The second comes before the first in Lightning's order: checkpoints are last.
     callbacks = [OnExceptionCheckpoint(folder, "stopped"), Signalled(folder, signum, who, step_seconds)]
@@ -52,7 +53,24 @@ def fit(
     trainer = Trainer(
         **{**QUIET, "enable_checkpointing": True}, max_steps=100_000, devices=3, strategy=strategy, callbacks=callbacks
     )
-    trainer.fit(Net(), Batches(lengths=lengths) if lengths else SizedBatches(100_000))
+    trainer.fit(module(), Batches(lengths=lengths) if lengths else SizedBatches(100_000))
+
+
+class Second(Net):
+    """Of two optimizers the first is never stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.head)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        second: Any = self.optimizers()[1]  # type: ignore[index]
+        second.zero_grad()
+        self.manual_backward(self.loss(batch))
+        second.step()
 
 
 def ended(folder: Path) -> list[dict[str, Any]]:
@@ -76,6 +94,13 @@ def test_all_stop_after_the_same_step_and_save_their_mean(tmp_path: Path, signum
         torch.testing.assert_close(saved["state_dict"][key], mean)
     assert not torch.equal(ends[0]["own"]["head.weight"], ends[1]["own"]["head.weight"])
     assert saved["global_step"] == ends[0]["steps"]
+
+
+def test_all_stop_where_the_first_of_two_optimizers_rests(tmp_path: Path) -> None:
+    crew(3, fit, tmp_path, signal.SIGTERM, (1,), 0.01, (), 1, Second, seconds=30)
+    ends = ended(tmp_path)
+    assert [end["error"] for end in ends] == ["SIGTERMException"] * 3
+    assert len({end["steps"] for end in ends}) == 1
 
 
 def test_slow_steps_end_within_a_few(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class RollCall:
         take_part: runs one more round of the optimizer with that index, without an update.
         met: how many collective calls of Lightning this worker has entered.
         name: of this roll call in the store, another one for each fit.
-        left_after: the round after which others have stopped, who won't come to the end of this epoch.
+        left_after: each optimizer's round after which others have stopped, who won't come to the end of this epoch.
         behind: since when this worker's device hasn't come to where its host is: there the device waits for others.
 
     Attributes:
@@ -84,11 +84,11 @@ class RollCall:
         take_part: Callable[[int], None],
         met: Callable[[], int],
         name: str,
-        left_after: Callable[[], int | None] = lambda: None,
+        left_after: Callable[[], list[int] | None] = lambda: None,
         behind: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._over, self._store = over, store
-        self._rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
+        self.rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
         self._name, self._number, self._left_after, self._behind = name, 0, left_after, behind
         self._alert = False
         self.waiting_since: float | None = None
@@ -133,14 +133,14 @@ class RollCall:
         Raises:
             RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
         """
-        mine = self._rounds()
+        mine = self.rounds()
         self._store.set(self._key("ended"), "yes")
         # Done when all have come; until then somebody may need further rounds of this worker.
         gathering, rows = self._over.all_gather(torch.tensor(mine))
         pause = 0.001
         while not gathering.done():
             if (stop := self._left_after()) is not None:
-                self._catch_up([stop] * len(mine))
+                self._catch_up(stop)
                 return
             pause = 0.001 if self._answer() else min(2 * pause, 0.05)
             time.sleep(pause)
@@ -181,7 +181,7 @@ class RollCall:
         return None
 
     def _catch_up(self, rounds: list[int]) -> bool:
-        missing = [index for index, target in enumerate(rounds) for _ in range(self._rounds()[index], target)]
+        missing = [index for index, target in enumerate(rounds) for _ in range(self.rounds()[index], target)]
         for index in missing:
             self._take_part(index)
         return bool(missing)

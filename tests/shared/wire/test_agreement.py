@@ -43,7 +43,7 @@ class Store:
         return self.values[key].encode()
 
 
-def roll_call(store: Store, taken: list[int], ends: list[list[int]], left_after: int | None = None) -> RollCall:
+def roll_call(store: Store, taken: list[int], ends: list[list[int]], left_after: list[int] | None = None) -> RollCall:
     def take_part(index: int) -> None:
         taken[index] += 1
 
@@ -82,7 +82,7 @@ def test_a_worker_whose_device_waits_asks_though_its_host_went_on() -> None:
 
 def test_who_has_ended_comes_up_to_where_the_others_stopped_and_waits_no_longer() -> None:
     taken = [3]
-    roll = roll_call(Store(questions=0), taken, [[3], [9]], left_after=7)
+    roll = roll_call(Store(questions=0), taken, [[3], [9]], left_after=[7])
     roll.end_epoch()
     roll.close()
     assert taken == [7]

@@ -1,6 +1,6 @@
 """Stopping together: a signal that reached one worker stops all after the same round, and no step waits for it.
 
-    promise_i = rounds_i + 1;    stop = max_i promise_i
+    promise_i = rounds_i + 1;    stop = max_i promise_i      rounds_i: of all optimizers together
 
 Each worker's watching thread promises through the store that its worker won't go on past that round before all have
 promised; then everybody knows where all stop. A worker is held up only if it comes to its promise before the others
@@ -8,7 +8,7 @@ have made theirs: a few looks at the store.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_decentral.shared.wire.pending import PeerLost
@@ -59,7 +59,7 @@ class StopAgreement:
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
-        """Once per round, on every worker.
+        """Once per round of any optimizer, on every worker.
 
         Raises:
             PeerLost: another worker has made no promise.
@@ -89,14 +89,22 @@ class StopAgreement:
         self._known.set()
         return False
 
-    def left(self) -> None:
-        """This worker stops, and won't come to the end of its epoch."""
-        self._store.set("left", str(self._stop))
+    def left(self, rounds: Sequence[int]) -> None:
+        """This worker stops after these rounds of each optimizer, and won't come to the end of its epoch."""
+        self._store.set("left", ",".join(map(str, rounds)))
 
-    def left_after(self) -> int | None:
-        """The round after which others have stopped, while this worker waits at an epoch's end; None: they haven't."""
-        known: int | None = self._read("left", _round) if self._known.is_set() else None
-        return None if known is None else self._stop
+    def left_after(self) -> list[int] | None:
+        """Each optimizer's round after which others have stopped, while this worker waits at an epoch's end; None: they
+        haven't."""
+        known: list[int] | None = self._read("left", _rounds) if self._known.is_set() else None
+        return known
+
+
+def _rounds(written: bytes) -> list[int]:
+    numbers = list(map(int, written.split(b",")))
+    if min(numbers) < 0:
+        raise ValueError(f"not rounds: {numbers}")
+    return numbers
 
 
 def _round(written: bytes) -> int:
