@@ -122,16 +122,15 @@ class Run:
         self._block.emptied.update((id(cache), cache) for cache in caches)
         if others:
             raise ValueError(
-                f"block {self._block.name} writes into a {others[0]} that it is given, where its backward, which runs "
-                "it again, finds what it wrote: return it as a tensor, and pass no cache (use_cache=False)"
+                f"block {self._block.name} writes into a {others[0]} that it is given, which its backward needs as it "
+                "was: return what it writes as tensors, and pass no cache (use_cache=False)"
             )
 
     def _refuse_unreached(self) -> None:
         if self._objects.unreached:
             raise ValueError(
                 f"block {self._block.name} is given a {self._objects.unreached[0]} that holds tensors which need "
-                "gradients, and which aren't found there: pass tensors, or lists, tuples and dictionaries of them, and "
-                "no cache (use_cache=False)"
+                "gradients, and get none there: pass them in lists or dictionaries, and no cache (use_cache=False)"
             )
 
     def _refuse_opaque(self) -> None:
@@ -267,8 +266,8 @@ def _refuse_emptied(block: Spilling, given: Taken) -> None:
     again = [other for other in given.others if block.emptied.get(id(other), block) is other]
     if again:
         raise ValueError(
-            f"block {block.name} is given the same {type(again[0]).__name__} again, which spilling leaves as it was "
-            "before a training step, as what it would hold has no gradients: pass no cache (use_cache=False)"
+            f"block {block.name} is given the same {type(again[0]).__name__} again, which is as empty as it was "
+            "before the training step: pass no cache (use_cache=False)"
         )
 
 
