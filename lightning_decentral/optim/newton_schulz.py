@@ -72,7 +72,8 @@ def _lying(tensor: Tensor) -> Tensor:
 def _batches(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
     alike: dict[tuple[object, ...], list[Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.device, tensor.dtype, *_lying(tensor).shape), []).append(tensor)
+        if tensor.numel():  # without elements there is nothing to turn
+            alike.setdefault((tensor.device, tensor.dtype, *_lying(tensor).shape), []).append(tensor)
     for batch in alike.values():
         most = CACHE_BYTES if _on_cpu(batch[0]) else DEVICE_BYTES
         count = max(1, most // (batch[0].numel() * _working(batch[0], dtype).itemsize))

@@ -16,18 +16,24 @@ def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPla
 
     Raises:
         ValueError: on every worker, why there is no such cut.
+        RuntimeError: on the others, where the search failed on worker 0 with any other error.
     """
-    found: CutPlan | str = ""
+    found: CutPlan | str | tuple[str, str] = ""
     if rank == 0:
         before = worker_state.random_state()  # the search draws random numbers of the run's generators
         try:
             found = find()
         except ValueError as error:
             found = str(error)  # the others wait for an answer: the error travels as one
+        except Exception as error:
+            broadcast((type(error).__name__, str(error)))
+            raise
         worker_state.set_random_state(before)
     found = broadcast(found)
     if isinstance(found, str):
         raise ValueError(found)
+    if isinstance(found, tuple):
+        raise RuntimeError(f"worker 0 found no cuts, it failed with {found[0]}: {found[1]}")
     return found
 
 

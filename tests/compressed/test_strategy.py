@@ -67,6 +67,34 @@ def test_plain_is_ddp(tmp_path: Path, settings: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+class Embeds(LightningModule):
+    """Rows that some workers and steps don't use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(8, 2, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = torch.tensor([batch_idx, batch_idx + 2 * self.global_rank + 1])
+        return (self.table(rows) - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_are_ddps(tmp_path: Path) -> None:
+    for name, strategy in (("ours", compressed(codec=Plain())), ("theirs", DDPStrategy(start_method="fork"))):
+        (tmp_path / name).mkdir()
+        trainer = {**QUIET, "max_steps": 4, "devices": 2, "strategy": strategy}
+        in_processes(fit_rows, Embeds(), trainer, tmp_path / name)
+    torch.testing.assert_close(recorded(tmp_path / "ours", 2), recorded(tmp_path / "theirs", 2))
+
+
+def fit_rows(module: LightningModule, trainer: dict[str, Any], folder: Path) -> None:
+    Trainer(**trainer, callbacks=[Record(folder)]).fit(module, SizedBatches(4))
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_replicas_are_equal_after_every_step(tmp_path: Path, settings: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torchmetrics import MeanMetric
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import AllReduce, Auto, FullyShard, Gossip, Hypercube, Island, simulate
@@ -212,12 +213,27 @@ def test_a_second_fit_goes_on_from_the_mean_in_a_plain_module(tmp_path: Path, is
     in_processes(fit_twice, island, seconds=100)
 
 
+class Measured(Net):
+    """With a metric, whose hash is another one behind each reset."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.reset()
+        self.mean.update(loss.detach())
+        return loss
+
+
 def fit_twice(island: Island) -> None:
     """In processes that outlive a fit: Lightning forks them for each."""
 
     class Checks(Callback):
         def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            assert type(pl_module) is Net, type(pl_module)
+            assert type(pl_module) is Measured, type(pl_module)
+            assert pl_module.mean.update_called
             assert {type(p) for p in pl_module.parameters()} == {nn.Parameter}
             assert pl_module.second.weight is pl_module.first.weight
             assert not pl_module.frozen.weight.requires_grad
@@ -225,7 +241,7 @@ def fit_twice(island: Island) -> None:
             assert not pl_module._state_dict_pre_hooks
             pl_module(torch.zeros(4, 8))
 
-    module = Net(dropout=0.0)
+    module = Measured()
     for _ in range(2):
         before = {k: v.clone() for k, v in module.state_dict().items()}
         run(Path(), module, {"island": island}, {}, [Checks()])

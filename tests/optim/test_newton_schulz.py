@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_decentral.optim import newton_schulz
+from lightning_decentral.optim import Muon, newton_schulz
 from lightning_decentral.optim.newton_schulz import orthogonalize
 
 SHAPES = [(5, 5), (3, 8), (8, 3), (3, 8), (16, 3, 3, 3), (8, 3), (27, 16)]
@@ -71,6 +71,16 @@ def test_filters_keep_their_memory_format() -> None:
     results = found([plain])[0], found([last])[0]
     assert torch.equal(*results)
     assert results[1].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (3, 0, 2)], ids=str)
+def test_matrices_without_elements_are_passed_over(shape: tuple[int, ...]) -> None:
+    alone, beside = found([torch.ones(3, 4)]), found([torch.zeros(shape), torch.ones(3, 4)])
+    assert beside[0].shape == shape
+    assert torch.equal(beside[1], alone[0])
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
+    Muon([parameter]).step()
 
 
 def test_zero_stays_zero() -> None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import SpilledStrategy
 from lightning_decentral.spilled import strategy as strategy_module
@@ -32,6 +34,49 @@ def test_training_is_that_without_spilling(name: str, settings: dict[str, Any]) 
     assert same_states(spilled, fit(recipe(name), batches(name), **settings))
     assert len(strategy.plans["training"].shards) > 1
     assert set(strategy.plans) == {"training", "validation"}
+
+
+class Causal(LightningModule):
+    """A language model of transformers with its own settings, which pass a cache from block to block."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        config = transformers.AutoConfig.for_model(name, vocab_size=16, **SHAPES[name])
+        assert config.use_cache
+        torch.manual_seed(0)
+        self.network = transformers.AutoModelForCausalLM.from_config(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result = self.network(input_ids=batch[0], labels=batch[0])
+        assert isinstance(self.trainer.strategy, SpilledStrategy) == (result.past_key_values.get_seq_length() == 0)
+        return cast(Tensor, result.loss)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """The second half with the cache of the first."""
+        first, second = batch[0].chunk(2, dim=1)
+        cache = self.network(input_ids=first).past_key_values
+        self.log("logits", self.network(input_ids=second, past_key_values=cache).logits.abs().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen2": {**SMALL, "num_key_value_heads": 1},
+    "gpt_neox": SMALL,
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_models_that_pass_a_cache_train_as_without_spilling(name: str) -> None:
+    """What a first run of a block wrote into the cache would hide its keys and values from their gradients."""
+    torch.manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.randint(0, 16, (8, 8))), batch_size=2)
+    runs = [fit(Causal(name), loader, strategy, max_steps=4) for strategy in (SpilledStrategy(), "auto")]
+    assert same_states(*runs)
 
 
 class Thawing(Callback):

@@ -160,11 +160,107 @@ class Wraps(Chain):
         return hidden.square().mean()
 
 
+class Board:
+    """A place where blocks leave what they computed for each other."""
+
+    def __init__(self, *written: Tensor) -> None:
+        self.written = list(written)
+
+
+class Writes(nn.Linear):
+    def forward(self, x: Tensor, board: Any = None) -> Tensor:
+        y = super().forward(x)
+        board.written.append(y)
+        return y
+
+
+class Reads(nn.Linear):
+    def forward(self, x: Tensor, board: Any = None) -> Tensor:
+        return super().forward(x + board.written[0])
+
+
+class Counts(nn.Linear):
+    def forward(self, x: Tensor, board: Any = None) -> Tensor:
+        board["written"] = board["written"] + 1
+        return super().forward(x)
+
+
+class Adds(nn.Linear):
+    """Writes in place to what it is given within an object."""
+
+    def forward(self, x: Tensor, board: Any = None) -> Tensor:
+        board.written[0].add_(1)
+        return super().forward(x)
+
+
+class Boards(Chain):
+    block: type[nn.Linear] = Writes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.block(WIDTH, WIDTH) for _ in range(2)])  # type: ignore[assignment]
+
+    def board(self, x: Tensor) -> Any:
+        return Board()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        board, x = self.board(batch[0]), batch[0]
+        for layer in self.layers:
+            x = layer(x, board=board)
+        return x.square().mean()
+
+
+class BoardIsRead(Boards):
+    block = Reads
+
+    def board(self, x: Tensor) -> Any:
+        return Board(x.clone().requires_grad_())
+
+
+class BoardIsADictionary(Boards):
+    block = Counts
+
+    def board(self, x: Tensor) -> Any:
+        return {"written": 0}
+
+
+class BoardInPlace(Boards):
+    block = Adds
+
+    def board(self, x: Tensor) -> Any:
+        return Board(torch.zeros(1))
+
+
+class KeysAndValues(Board):
+    def update(self, x: Tensor) -> Tensor:
+        self.written.append(x)
+        return torch.cat(self.written)
+
+    def get_seq_length(self) -> int:
+        return len(self.written)
+
+
+class OneCacheForAll(Boards):
+    """Goes on in each step with the cache of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KeysAndValues()
+
+    def board(self, x: Tensor) -> Any:
+        return self.cache
+
+
 @pytest.mark.parametrize(("module", "options", "message"), [
     (InPlace, {}, "block layers.0 changes its input in place"),
     (Remembers, {}, "block layers.2 gives another result when its backward runs it again: keep"),
     (Caches, {}, r"block layers.2 gives another result .*again \(.*use_cache=False"),
     (Wraps, {}, "block layers.0 returns a SimpleNamespace, in which gradients aren't found"),
+    (Boards, {}, r"block layers.0 writes into a Board that it is given, .*use_cache=False"),
+    (BoardInPlace, {}, r"block layers.0 writes into a Board that it is given, .*use_cache=False"),
+    (BoardIsADictionary, {}, r"block layers.0 writes into a dict that it is given, .*use_cache=False"),
+    (BoardIsRead, {}, r"block layers.0 is given a Board that holds tensors which need gradients, .*use_cache=False"),
+    (OneCacheForAll, {}, r"block layers.0 is given the same KeysAndValues again, .*use_cache=False"),
     (Regularized, {}, r"parameter layers.1.weight is used outside .*resident=\['layers.1.weight'\]"),
     (Manual, {}, "Manual optimizes manually"),
     (Compiled, {}, "layers.1 is compiled"),

@@ -17,8 +17,10 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        # A view: in-place operations behind a boundary stay errors where they were.
-        return x.view_as(x)
+        # The same memory and version: what a block that begins in place must not change stays an error. No view, of
+        # which autograd allows no change in place: where others read x, too, the gradient that goes by is seen as a
+        # leak.
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

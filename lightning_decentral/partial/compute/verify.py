@@ -98,8 +98,14 @@ def _check_order(met: list[int], boundaries: list[str]) -> None:
 
 def _judged(root: nn.Module, cutter: Cutter, index: int, boundaries: list[str], run: Run, plain: Gradients) -> Judged:
     factors = [2.0 if j == index else 1.0 for j in range(len(boundaries))]
-    doubled = gradients(root, run, cutter.at(None, factors))
-    left = gradients(root, run, cutter.at(index))
+    try:
+        doubled = gradients(root, run, cutter.at(None, factors))
+        left = gradients(root, run, cutter.at(index))
+    except torch.OutOfMemoryError:  # a RuntimeError, too, but no fault of the cut
+        raise
+    except RuntimeError as error:  # the plain step before worked
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"no cut at {boundaries[index]}: the step fails with it ({reason}): cut elsewhere") from error
     floor = FLOOR * float(torch.stack([g.double().norm() for g in plain.values() if g is not None]).norm())
     return Judged(boundaries[index], {n: verdict(plain[n], doubled[n], left[n], floor) for n in plain})
 

@@ -30,7 +30,7 @@ class ContributorBucket(GradientBucket):
         pack(self.gradients, self.parameters, self.flat)
         self.flat.mul_(weight)
 
-    def land(self, used: Sequence[bool]) -> None:
+    def land(self, used: Sequence[int]) -> None:
         """Wait; then into `.grad` of every parameter for which some worker had a gradient."""
         if self.pending is not None:
             self.pending.wait()  # on a device the stream does

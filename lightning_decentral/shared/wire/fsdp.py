@@ -48,11 +48,12 @@ class Sharded:
     over: Transport
     device: torch.device
     compute: torch.dtype | None = None
-    _before: dict[nn.Module, tuple[type, set[str], dict[str, set[int]]]] = field(init=False)
+    _before: list[tuple[nn.Module, tuple[type, set[str], dict[str, set[int]]]]] = field(init=False)
 
     def __post_init__(self) -> None:
         mesh = _mesh(self.over, self.device.type)
-        self._before = {m: (type(m), set(m.__dict__), _hook_ids(m)) for m in self.module.modules()}
+        # No dictionary: torchmetrics hashes a metric with its state, which changes.
+        self._before = [(m, (type(m), set(m.__dict__), _hook_ids(m))) for m in self.module.modules()]
         # Autocast takes a weight that is bf16 already as it is, so that no copy is kept until the backward. Inputs are
         # left to it.
         reduce = torch.float32 if self.compute else None
@@ -61,7 +62,7 @@ class Sharded:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.module, mesh=mesh, mp_policy=policy)
         self.root._get_fsdp_state()._lazy_init()  # its hooks are all there from here on
-        self._added = {m: _hook_ids(m) for m in self._before}
+        self._added = [_hook_ids(m) for m, _ in self._before]
 
     @property
     def root(self) -> FSDPModule:
@@ -80,14 +81,14 @@ class Sharded:
         """Whole parameters, on the host, in a plain module. Collective."""
         self.reshard()
         whole: dict[int, nn.Parameter] = {}  # by identity: what was tied is tied again
-        for part in self._before:
+        for part, _ in self._before:
             for name, parameter in part.named_parameters(recurse=False):
                 if id(parameter) not in whole:
                     full = full_tensor(parameter).cpu()  # one device may have less room than all had for the shards
                     whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 part._parameters[name] = whole[id(parameter)]
-        for part, before in self._before.items():
-            _restore(part, *before, self._added[part])
+        for (part, before), added in zip(self._before, self._added, strict=True):
+            _restore(part, *before, added)
 
 
 def _mesh(over: Transport, device: str) -> DeviceMesh:

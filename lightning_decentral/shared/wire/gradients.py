@@ -1,7 +1,7 @@
 """Gradient averaging in buckets: who has a gradient, packed and launched when complete, as DDP's reducer does.
 
     message = [g_p for p in parameters]     0 where this worker has no gradient
-    flag_p  = 1 where it has one, else 0    summed over the workers: how many have
+    flag_p  = 1 where it has one, else 0    summed over the workers: how many have, a sparse one as `SPARSE`
 
 What a mean divides by and over whom it goes is left to those who use it: `GradientAverage` (all devices of an island,
 while the backward runs), `replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each segment's
@@ -23,6 +23,8 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
+SPARSE = 2**15
+"""The flag of a sparse gradient: more than there are workers."""
 
 
 @torch.no_grad()
@@ -44,21 +46,21 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
-    """flags <- 1 where there is a gradient, else 0."""
+    """flags <- 1 where there is a gradient, `SPARSE` where it is sparse, else 0."""
     flags.fill_(1)  # not a tensor from a list, which a device would wait for
     for index, gradient in enumerate(gradients):
-        if gradient is None:
-            flags[index] = 0
+        if gradient is None or gradient.is_sparse:
+            flags[index] = 0 if gradient is None else SPARSE
     return flags
 
 
-def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[bool]:
-    """Of which some worker has a gradient, from the sum of the flags."""
+def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[int]:
+    """Of which some worker has a gradient, from the sum of the flags: 0 if none has, `SPARSE` if one is sparse."""
     # Only who lacks one waits for the others, and reads what may lie on a device.
     if all(gradient is not None for gradient in gradients):
-        return [True] * len(gradients)
+        return [SPARSE if gradient is not None and gradient.is_sparse else 1 for gradient in gradients]
     pending.wait()
-    return [bool(workers) for workers in flags.tolist()]
+    return [SPARSE if workers >= SPARSE else min(workers, 1) for workers in flags.tolist()]
 
 
 class GradientBucket:
@@ -88,18 +90,21 @@ class GradientBucket:
         self._views = parts(flat, self.parameters)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             # A gradient has the strides of its parameter, which fused optimizers ask for.
-            if parameter.grad is not None and parameter.is_contiguous():
+            if parameter.grad is not None and not parameter.grad.is_sparse and parameter.is_contiguous():
                 parameter.grad = view
 
     @torch.no_grad()
-    def store(self, means: Tensor, used: Sequence[bool]) -> None:
-        """.grad <- its mean, where some worker has a gradient."""
+    def store(self, means: Tensor, used: Sequence[int]) -> None:
+        """.grad <- its mean, where some worker has a gradient; sparse where one is, for optimizers that ask for it."""
         rows, self._views = self._views or parts(means, self.parameters), []
         for parameter, mean, some in zip(self.parameters, rows, used, strict=True):
             if parameter.grad is mean:
                 continue  # it is a view
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad.copy_(mean)
+            own = parameter.grad
+            if own is not None and not own.is_sparse:
+                own.copy_(mean)
+            elif some == SPARSE:  # an embedding's rows, unless this worker's own says otherwise
+                parameter.grad = mean.to_sparse(1 if own is None else own.sparse_dim())
             elif some:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
 

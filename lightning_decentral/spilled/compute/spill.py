@@ -9,14 +9,16 @@ Autograd sees the host's parameters: gradients are added up, and hooks called, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
+from lightning_decentral.spilled.compute.given_objects import GivenObjects
 from lightning_decentral.spilled.compute.prefetch import Loader
 from lightning_decentral.spilled.compute.recompute import Moment, Taken
 from lightning_decentral.spilled.compute.transfer import Leaving, PendingCopies
@@ -27,12 +29,17 @@ PLAIN = (bool, int, float, str, type(None))  # what a block may return beside te
 
 @dataclass(frozen=True)
 class Spilling:
-    """One block of a module: what is called, and the places of its parameters."""
+    """One block of a module: what is called, and the places of its parameters.
+
+    Attributes:
+        emptied: by identity, caches that it wrote to, and that were put back as they were.
+    """
 
     index: int
     name: str
     module: nn.Module
     places: tuple[ParameterPlace, ...]
+    emptied: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary, compare=False)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -44,11 +51,12 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = Taken((args, kwargs))
+        _refuse_emptied(block, given)
         run = Run(block, loader, given)
         hosts = [loader.hosts[name] for name in block.parameters]
         inputs = given.drop()
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*hosts, *inputs)):
-            return run.once(inputs)
+            return run.once(*args, **kwargs)
         token = _Parameters.apply(run, *hosts)  # type: ignore[no-untyped-call]
         return run.reply(_Computed.apply(run, token, *inputs))  # type: ignore[no-untyped-call]
 
@@ -71,11 +79,11 @@ class Run:
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def once(self, inputs: Sequence[Tensor]) -> Any:
-        """The call, when no backward follows."""
+    def once(self, *args: Any, **kwargs: Any) -> Any:
+        """The call, when no backward follows: what it is given it may change."""
         copies = self._loader.enter(self._block.index)
         with placed(self._block.places, copies):
-            return self._call(inputs)
+            return self._block.module._call_impl(*args, **kwargs)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The call; its results' tensors."""
@@ -83,8 +91,12 @@ class Run:
         copies = loader.enter(self._block.index)
         self._keep(inputs)
         self._moment = Moment(self._block.module, loader.device)
+        args, kwargs = self._given.with_tensors(inputs)
+        self._objects = GivenObjects((args, kwargs), inputs)
+        self._refuse_unreached()
         with placed(self._block.places, copies):
-            self._answer = Taken(self._call(inputs))
+            self._answer = Taken(self._block.module._call_impl(*args, **kwargs))
+        self._put_back()
         self._refuse_opaque()
         self._refuse_changed(inputs, versions)
         self._moment.seal()
@@ -97,16 +109,29 @@ class Run:
         """What the block returned, with these tensors in it."""
         return self._answer.with_tensors(results)
 
-    def _call(self, inputs: Sequence[Tensor]) -> Any:
-        args, kwargs = self._given.with_tensors(inputs)
-        return self._block.module._call_impl(*args, **kwargs)
-
     def _keep(self, inputs: Sequence[Tensor]) -> None:
         """On the host; what isn't on the device stays where it is."""
         place = self._loader.device.place
         self._wanted = [tensor.requires_grad for tensor in inputs]
         self._elsewhere = {i: tensor.detach() for i, tensor in enumerate(inputs) if tensor.device != place}
         self._kept = self._loader.send([tensor for tensor in inputs if tensor.device == place])
+
+    def _put_back(self) -> None:
+        """What the call wrote into a cache has no graph: nobody else is to find it, and the device needn't hold it."""
+        caches, others = self._objects.put_back()
+        self._block.emptied.update((id(cache), cache) for cache in caches)
+        if others:
+            raise ValueError(
+                f"block {self._block.name} writes into a {others[0]} that it is given, which its backward needs as it "
+                "was: return what it writes as tensors, and pass no cache (use_cache=False)"
+            )
+
+    def _refuse_unreached(self) -> None:
+        if self._objects.unreached:
+            raise ValueError(
+                f"block {self._block.name} is given a {self._objects.unreached[0]} that holds tensors which need "
+                "gradients, and get none there: pass them in lists or dictionaries, and no cache (use_cache=False)"
+            )
 
     def _refuse_opaque(self) -> None:
         wrong = [other for other in self._answer.others if not isinstance(other, PLAIN)]
@@ -160,8 +185,9 @@ class Run:
     def _again(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The results' tensors, with a graph."""
         try:
-            with self._moment.again(), torch.enable_grad():
-                answer = Taken(self._call(inputs))
+            with self._moment.again(), self._objects.again(), torch.enable_grad():
+                args, kwargs = self._given.with_tensors(inputs)
+                answer = Taken(self._block.module._call_impl(*args, **kwargs))
         except torch.OutOfMemoryError:  # a RuntimeError, too, but none of the block's making
             raise
         except RuntimeError as error:
@@ -233,6 +259,16 @@ class Resident(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, ctx.device.send([gradient]).land()[0]
+
+
+def _refuse_emptied(block: Spilling, given: Taken) -> None:
+    """A cache isn't kept in a training step: whoever passes it again counts on what isn't there."""
+    again = [other for other in given.others if block.emptied.get(id(other), block) is other]
+    if again:
+        raise ValueError(
+            f"block {block.name} is given the same {type(again[0]).__name__} again, which is as empty as it was "
+            "before the training step: pass no cache (use_cache=False)"
+        )
 
 
 def _alike(seen: Sequence[Tensor], again: Sequence[Tensor]) -> bool:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_decentral.partial import Blocks, Parameters, SavedBytes
-from lightning_decentral.partial.compute.cut import Cutter
+from lightning_decentral.partial.compute.cut import Cutter, scale_gradient
 from lightning_decentral.partial.compute.search import CutPlan, search
 from lightning_decentral.partial.compute.verify import Verdict, gradients, judge
 from lightning_decentral.partial.plan.cost import memory_fraction
@@ -246,6 +246,64 @@ def test_a_head_of_zeros_hides_nothing_and_the_unused_belongs_to_the_top() -> No
     assert plan.segment_of["network.unused.weight"] == 2
     assert plan.judged[0].verdicts["network.unused.weight"] is Verdict.UNUSED
     assert [plan.segment_of[f"network.blocks.{i}.weight"] for i in range(3)] == [0, 1, 2]
+
+
+class Begins(nn.Module):
+    """Blocks that begin in place, or not; what goes into the third may go around it."""
+
+    def __init__(self, inplace: bool, around: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.ReLU(inplace), nn.Linear(8, 8)) for _ in range(4)])
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x) + x if self.around and index == 2 else block(x)
+        return x.square().mean()
+
+
+def test_blocks_may_begin_in_place() -> None:
+    plan = plan_of(Begins(True), "auto")
+    assert plan.boundaries == tuple(f"network.blocks.{i}" for i in (1, 2, 3))
+    for cut, factors in ((None, [3.0, 0.5, 2.0]), (1, [1.0, 1.0, 0.5])):
+        found = []
+        for inplace in (True, False):
+            module = Around(Begins(inplace))
+            cutter = Cutter(module, plan.boundaries)
+            found.append(gradients(module, lambda m=module: m.network(torch.ones(2, 8)), cutter.at(cut, factors)))
+        assert all(
+            (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+            for a, b in zip(found[0].values(), found[1].values(), strict=True)
+        )
+        assert [gradient is None for gradient in found[0].values()] == 4 * [cut is not None] + 4 * [False]
+
+
+def test_what_a_block_changes_in_place_and_goes_around_it_is_a_leak() -> None:
+    with pytest.raises(ValueError, match=r"no cut at network.blocks.2: gradient of network.blocks.0.1.weight"):
+        plan_of(Begins(True, around=True), ["network.blocks.2"])
+
+
+def test_what_must_not_be_changed_in_place_stays_an_error() -> None:
+    kept = torch.ones(2, requires_grad=True).tanh()  # its backward needs it
+    scale_gradient(kept, 2.0).relu_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+class Needs(nn.Linear):
+    """Asks for a gradient of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(x.square().sum(), x)
+        return super().forward(slope)
+
+
+def test_a_step_that_fails_with_a_cut_names_the_cut() -> None:
+    module = Experts()
+    module.blocks = nn.Sequential(nn.Linear(8, 8), Needs(8, 8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"no cut at network.blocks.1: the step fails with it .*: cut elsewhere"):
+        plan_of(module, ["network.blocks.1"])
 
 
 # ---- grad modes ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_decentral.shared.compute.buckets import chunked
-from lightning_decentral.shared.wire.gradients import GradientBucket, Launcher, flag, pack, parts, used
+from lightning_decentral.shared.wire.gradients import SPARSE, GradientBucket, Launcher, flag, pack, parts, used
 from lightning_decentral.shared.wire.pending import Together
 
 
@@ -34,6 +34,10 @@ def test_flags_say_who_has_a_gradient_and_are_read_where_one_is_missing() -> Non
     gradients = [torch.ones(1), None, None]
     assert flag(gradients, torch.empty(3)).tolist() == [1, 0, 0]
     assert used(gradients, torch.tensor([1, 2, 0]), Together([])) == [True, True, False]
+    sparse = torch.ones(1).to_sparse()
+    flags = flag([sparse, None, torch.ones(1)], torch.empty(3)) + flag([sparse, sparse, None], torch.empty(3))
+    assert used([None] * 3, flags, Together([])) == [SPARSE, SPARSE, 1]
+    assert used([sparse, torch.ones(1)], torch.empty(2), Together([])) == [SPARSE, 1]
     assert used([torch.ones(1)] * 2, torch.tensor([0, 0]), Together([])) == [True, True], "not read"
 
 
@@ -97,3 +101,14 @@ def test_a_mean_is_stored_where_some_worker_has_a_gradient() -> None:
     assert others.grad is not None
     assert others.grad.tolist() == [2, 3]
     assert nobodys.grad is None
+
+
+def test_a_mean_is_as_sparse_as_the_gradient_was() -> None:
+    own, others, dense = (nn.Parameter(torch.zeros(2, 2)) for _ in range(3))
+    own.grad, dense.grad = torch.tensor([[0.0, 0], [1, 1]]).to_sparse(1), torch.ones(2, 2)
+    GradientBucket([own, others, dense]).store(torch.tensor([0.0, 0, 3, 4] * 3), [SPARSE] * 3)
+    assert own.grad.is_sparse
+    assert others.grad is not None
+    assert others.grad.is_sparse
+    assert own.grad.indices().tolist() == others.grad.indices().tolist() == [[1]]
+    assert dense.grad.tolist() == [[0, 0], [3, 4]]

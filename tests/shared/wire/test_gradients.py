@@ -115,6 +115,30 @@ def test_gradients_are_views_of_what_travelled() -> None:
         assert twice
 
 
+def embedded(group: Any) -> list[Tensor | None]:
+    """Gradients of two steps' embeddings of which the second isn't used on device 1."""
+    transport = GlooTransport(group)
+    tables = [nn.Embedding(4, 2, sparse=True, _weight=torch.ones(4, 2)) for _ in range(2)]
+    average = GradientAverage(ExactMean(transport), transport, lambda call: call(), 2**20)
+    average.watch([table.weight for table in tables])
+    for _ in range(2):
+        average.begin()
+        rows = torch.tensor([transport.rank, 0])
+        sum(table(rows).sum() for table in tables[: 1 if transport.rank == 1 else 2]).backward()
+        average.finish()
+    return [table.weight.grad for table in tables]
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    """As SparseAdam asks for; of the mean the rows that some device has."""
+    for measured in world(SIZE, embedded):
+        assert all(gradient.is_sparse for gradient in measured)
+        used, sometimes = (gradient.coalesce() for gradient in measured)
+        assert used.indices().tolist() == [[0, 1, 2]]
+        torch.testing.assert_close(used.to_dense(), torch.tensor([[4.0], [1], [1], [0]]).expand(4, 2) * 2 / SIZE)
+        torch.testing.assert_close(sometimes.to_dense(), torch.tensor([[3.0], [0], [1], [0]]).expand(4, 2) * 2 / SIZE)
+
+
 def without_loss(group: Any) -> Tensor | None:
     """Device 1 has nothing to learn from in this step."""
     transport, x = GlooTransport(group), nn.Parameter(torch.ones(2))
