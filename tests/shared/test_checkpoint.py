@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.shared.checkpoint import replica as module
 from lightning_decentral.shared.checkpoint import store
+from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.worker_state import KEY, sealed
@@ -179,6 +180,14 @@ def test_what_does_not_fit_is_said_and_all_start_from_the_mean(tmp_path: Path, m
     with pytest.warns(UserWarning, match=f"{said}.*all workers start from the mean"):
         assert again.load(path, None)["state_dict"]["x"].item() == 3.0
     assert not again.resuming
+
+
+def test_a_file_that_does_not_say_its_precision_is_taken_in_any(tmp_path: Path) -> None:
+    path, worker = saved(tmp_path, Worker()), Worker()
+    worker.plan = lambda: {"codec": "Plain()", PRECISION: "bf16"}  # type: ignore[method-assign]
+    again = checkpoints(worker)
+    again.load(path, None)
+    assert again.resuming
 
 
 def test_a_damaged_plain_file_is_one_line(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from lightning_decentral.shared.checkpoint.saving import Worker, line, store_of
 from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 
+PRECISION = "parameter precision"
+"""Of a plan: the type of parameters, so of messages in flight. Files of 0.2 don't say theirs."""
+
 
 class Distrusted(ValueError):
     """A whole file holds more than tensors and plain values: functions that it names would be called to make it."""
@@ -108,6 +111,8 @@ class Reading:
         if mark.get("size") != size:
             return f"saved by {mark.get('size')} workers, resumed on {size}"
         saved = mark.get("plan", {})
+        if PRECISION in plan:
+            saved = {PRECISION: plan[PRECISION], **saved}
         # What either has: another method's plan has other keys, and its state would be misread.
         differing = [key for key in {**plan, **saved} if saved.get(key) != plan.get(key)]
         return next((f"saved with {key} {saved.get(key)}, this run has {plan.get(key)}" for key in differing), None)
