@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_decentral  # noqa: F401  # registers the strategies' names
 from lightning_decentral.recipes.loaders import Loaders
-from lightning_decentral.shared.errors import mendable, one_line, refuse_mistyped, refuse_unowned
+from lightning_decentral.shared.errors import mendable, one_line, refuse_missing, refuse_mistyped, refuse_unowned
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 EVERY_DEVICE = -1  # Lightning's word
@@ -76,7 +76,8 @@ def refuse_scripts_in_sweeps(trainer: Trainer) -> None:
 
 
 def refuse_mistaken(cfg: DictConfig) -> None:
-    """ValueError for values of a wrong type, and for what Lightning would refuse without a remedy."""
+    """ValueError for missing values and those of a wrong type, and for what Lightning would refuse without a remedy."""
+    refuse_missing(cfg)
     refuse_mistyped(cfg)
     if not (isinstance(cfg.seed, int) and 0 <= cfg.seed < 2**32):
         raise ValueError(f"seed must be a whole number from 0 up to 2**32 - 1, got {cfg.seed!r}: seed=0")

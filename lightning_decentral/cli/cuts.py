@@ -14,15 +14,19 @@ from lightning_decentral.cli.answers import answer
 from lightning_decentral.partial.compute.search import CutPlan, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
+from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.shared.application import Application
 
 
 def cut_plan(application: Application, overrides: Sequence[str]) -> CutPlan:
     """The cuts that a run with these words of the command line would find at its first batch, on this machine's CPU."""
     cfg = application.compose(["strategy=partial_backprop", *overrides])
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    if not isinstance(strategy, PartialBackpropStrategy):
+        other = application.choice(overrides, "strategy")
+        raise ValueError(f"cuts are those of strategy=partial_backprop: leave out strategy={other}")
     data = instantiate(cfg.data, _convert_="all")
     module = application.build_model(cfg, data.sizes)
-    strategy = instantiate(cfg.strategy, _convert_="all")
     refuse_unserved(module)
     data.prepare_data()
     data.setup("fit")

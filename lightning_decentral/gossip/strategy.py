@@ -25,6 +25,7 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
@@ -211,6 +212,9 @@ class GossipStrategy(ReplicaStrategy):
 
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
+        # By Lightning's word: a module is converted after its file is read. Under a mixed one parameters are float32.
+        precision, true, _ = str(self.precision_plugin.precision).partition("-true")
+        fixed |= {PRECISION: precision if true else "32"}
         fixed |= {"states": repr(self.states)} if self.states else {}
         fixed |= {"exact steps": f"{self.exact_steps:g}"} if self.exact_steps else {}
         fixed |= {"fragments": str(n)} if (n := len(self.topology.fragments)) > 1 else {}

@@ -20,12 +20,13 @@ class MomentumWarmup(LRScheduler):
     (docs/optimizers.md#momentum-that-rises). Beside a schedule of the learning rate, stepped as often.
 
     Args:
-        optimizer: with `momentum` in its groups, where it ends; groups without are left alone.
+        optimizer: with `momentum` in its groups, where it ends. Groups without are left alone, and so are those whose
+            momentum is the start or below: SGD's without momentum stay so.
         steps: until it is there.
         start: where it begins.
 
     Raises:
-        ValueError: no group has a momentum, start is not in [0, 1), or steps is below 1.
+        ValueError: no group has a momentum of the start or above, start is not in [0, 1), or steps is below 1.
 
     Source: the momentum of Muon's published runs rises from 0.85 to 0.95 over the first steps (Jordan et al.,
     github.com/KellerJordan/modded-nanogpt, 2024); here over all.
@@ -38,6 +39,12 @@ class MomentumWarmup(LRScheduler):
             raise ValueError(f"steps must be at least 1, got {steps}: give those of the training")
         if not any("momentum" in group for group in optimizer.param_groups):
             raise ValueError(f"{type(optimizer).__name__} has no momentum that could rise: take Muon or SGD")
+        largest = max(g.get(LAST, g["momentum"]) for g in optimizer.param_groups if "momentum" in g)
+        if largest < start:
+            raise ValueError(
+                f"the momentum of {type(optimizer).__name__} is {largest} and can't rise from start={start}: "
+                "give a lower start or a larger momentum"
+            )
         self.steps, self.start = steps, start
         super().__init__(optimizer)
 
@@ -51,4 +58,5 @@ class MomentumWarmup(LRScheduler):
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 last = group.setdefault(LAST, group["momentum"])
-                group["momentum"] = self.start + (last - self.start) * done
+                if last > self.start:
+                    group["momentum"] = self.start + (last - self.start) * done

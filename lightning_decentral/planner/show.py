@@ -1,5 +1,6 @@
 """Printing a plan: its table, what it says in words, units such as 200mbit."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -119,7 +120,8 @@ def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
 
 RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
 SPANS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "": 1.0}
+SIZES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1.0}
+SIZES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
 def bytes_per_second(text: str) -> float:
@@ -139,9 +141,10 @@ def size_bytes(text: str) -> float:
 
 def _number(text: str, units: dict[str, float], wanted: str) -> float:
     found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?)\s*([a-zA-Z]*)", text)
-    if not found or found[2] not in units or not float(found[1]):
+    value = float(found[1]) * units.get(found[2], 0.0) if found else 0.0
+    if not 0 < value < math.inf:
         raise ValueError(f"{text!r} isn't {wanted}")
-    return float(found[1]) * units[found[2]]
+    return value
 
 
 def shown_bytes(value: float) -> str:

@@ -80,6 +80,24 @@ def refuse_unowned(group: str, node: DictConfig) -> None:
         raise ValueError(f"no '{unknown[0]}' in {group}: {target} takes {', '.join(names[1:])}")
 
 
+def refuse_missing(cfg: DictConfig) -> None:
+    """ValueError for values that must be given, each by the word that gives it."""
+    # Asked before all work: an error in instantiating names the place of a node that is handed to another one.
+    if missing := list(_missing(cfg)):
+        words = " ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"{' and '.join(missing)} must be given: add {words} to the command")
+
+
+def _missing(node: Any, place: str = "") -> Iterator[str]:
+    for key in node:
+        where = f"{place}.{key}" if place else str(key)
+        if OmegaConf.is_missing(node, key):
+            yield where
+        # What is referred to is asked where it stands.
+        elif not OmegaConf.is_interpolation(node, key) and isinstance(node[key], DictConfig):
+            yield from _missing(node[key], where)
+
+
 def refuse_mistyped(node: Any, place: str = "") -> None:
     """ValueError for a value in a configuration, or below, that its target's annotations don't have: before all work.
 

@@ -27,5 +27,7 @@ def test_a_recipe(capsys: pytest.CaptureFixture[str], recipe: str, words: list[s
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"error: 7 cuts need 8 blocks, there are 3 .*give fewer cuts"):
         cli.main(["cuts", "recipe=vit", "strategy.cuts=7"])
+    with pytest.raises(SystemExit, match=r"^error: cuts are .* strategy=partial_backprop: leave out strategy=gossip$"):
+        cli.main(["cuts", "recipe=vit", "strategy=gossip"])
     with pytest.raises(SystemExit):
         cli.main(["coffee"])

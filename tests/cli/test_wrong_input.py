@@ -4,6 +4,7 @@ Commands and options are those that the parser has; a wrong word is wrong for th
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -23,7 +24,7 @@ from lightning_decentral.recipes import train
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.errors import mendable, one_line, refuse_mistyped
 from lightning_decentral.shared.plan.profile import Profile, write
-from tests.conf.groups import FILES, nodes
+from tests.conf.groups import CONF, FILES, nodes
 from tests.settings import links, model
 
 JOBS = "jobs: [{name: a, pieces: [1, 2]}, {name: b, pieces: [1]}]"
@@ -211,6 +212,35 @@ def test_what_lightning_would_refuse_late(words: str, line: str) -> None:
     cfg = RECIPES.compose(["recipe=vit", *words.split()])
     with pytest.raises(ValueError, match=line):
         train.refuse_mistaken(cfg)
+
+
+OWNERS = {"slicing": "token_pipeline", "partition": "token_pipeline", "depth": "partial_backprop", "topology": "gossip"}
+
+
+def left_out(tree: Any, place: str) -> Iterator[str]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from left_out(value, f"{place}.{key}")
+    elif tree == "???":
+        yield place
+
+
+def mandatory() -> Iterator[tuple[str, set[str]]]:
+    """(words that choose a file with values that must be given, the keys of these)"""
+    for file in FILES:
+        group = file.parent.relative_to(CONF).as_posix()
+        if keys := set(left_out(yaml.safe_load(file.read_text()), group.replace("/", "."))):
+            owner = OWNERS.get(file.parent.name)
+            yield f"strategy={owner} {group}={file.stem}" if owner else f"{group}={file.stem}", keys
+
+
+@pytest.mark.parametrize(("words", "keys"), list(mandatory()))
+def test_a_missing_value_is_named_by_the_word_that_gives_it(words: str, keys: set[str]) -> None:
+    with pytest.raises(ValueError, match="must be given: add ") as raised:
+        train.refuse_mistaken(RECIPES.compose(words.split()))
+    given = re.findall(r"(\S+)=\.\.\.", str(raised.value))
+    assert set(given) == keys
+    train.refuse_mistaken(RECIPES.compose([*words.split(), *(f"{key}=null" for key in given)]))
 
 
 @pytest.mark.parametrize(("words", "line"), [

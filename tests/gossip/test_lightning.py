@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lightning_decentral
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip import OnePeerExponential, Ring
+from lightning_decentral.gossip import OnePeerExponential, PushSum, Ring
 from tests.tiny import QUIET, Batches, Net, SizedBatches, in_processes
 
 SIZE = 3
@@ -278,6 +278,22 @@ def test_each_optimizer_has_rounds_of_its_own(tmp_path: Path) -> None:
     b = simulate(Auto(), Gossip(), lambda x, _: 2 * (x + ranks), torch.zeros(SIZE, 2), 3, 0.2)[-1]
     torch.testing.assert_close(torch.stack([row["own"]["a"] for row in rows]), a)
     torch.testing.assert_close(torch.stack([row["own"]["b"] for row in rows]), b)
+
+
+class Untrained(Net):
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_steps": 2, "combine": PushSum()}], ids=str)
+def test_without_an_optimizer_nothing_is_trained_or_mixed(tmp_path: Path, options: dict[str, Any]) -> None:
+    module = Untrained()
+    save = ModelCheckpoint(tmp_path, filename="untrained")
+    changes = {"max_steps": -1, "max_epochs": 1, "enable_checkpointing": True}
+    run(tmp_path, module, options=options, callbacks=[save], trainer_options=changes, size=2)
+    saved = torch.load(tmp_path / "untrained.ckpt", weights_only=True)["state_dict"]
+    for state in (saved, *(row["own"] for row in seen(tmp_path, 2))):
+        assert [name for name, p in module.named_parameters() if not torch.equal(state[name], p)] == []
 
 
 class Backbone(Net):

@@ -414,6 +414,23 @@ def test_what_does_not_fit_is_named_and_all_start_from_the_mean(tmp_path: Path, 
         assert said in capfd.readouterr().err
 
 
+def resume_in(path: Path, precision: Any) -> None:
+    settings = {**QUIET, "max_steps": 6, "precision": precision}
+    strategy = GossipStrategy(start_method="fork")
+    Trainer(**settings, devices=2, strategy=strategy).fit(Net(), SizedBatches(6), ckpt_path=path)
+
+
+@pytest.mark.parametrize(("precision", "said"), [
+    ("bf16-true", "saved with parameter precision 32, this run has bf16; all workers start from the mean"),
+    ("bf16-mixed", "every worker goes on from its own state"),
+])  # fmt: skip
+def test_parameters_of_another_type_start_from_the_mean(tmp_path: Path, capfd: Any, precision: str, said: str) -> None:
+    """Messages in flight and the rule's states have the parameters' type."""
+    in_processes(fit, tmp_path, 2, 4, {}, {}, {}, 4, None, False)
+    in_processes(resume_in, tmp_path / "at-step=4.ckpt", precision)
+    assert said in capfd.readouterr().err
+
+
 def test_another_topology_goes_on_where_no_state_is_of_a_link(tmp_path: Path, capfd: Any) -> None:
     difference = {"codec": DifferenceCompression(Int8()), "combine": Gossip(rate=0.5)}
     for number, (options, said) in enumerate((

@@ -63,6 +63,21 @@ def test_the_learning_rate_is_that_of_the_schedule_beside_it() -> None:
     assert not torch.equal(beside[1].weight, alone[1].weight), "another momentum, other steps"
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.8])
+def test_groups_that_ask_for_less_than_the_start_keep_it(momentum: float) -> None:
+    module = net()
+    groups = [{"params": module[0].parameters()}, {"params": module[1].parameters(), "momentum": momentum}]
+    optimizer = SGD(groups, lr=0.05, momentum=0.95)
+    scheduler, found = MomentumWarmup(optimizer, STEPS), []
+    for _ in range(STEPS + 2):
+        found.append([group["momentum"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    rising = [0.8 + 0.15 * min(1, t / STEPS) for t in range(STEPS + 2)]
+    assert [first for first, _ in found] == pytest.approx(rising)
+    assert [second for _, second in found] == [momentum] * (STEPS + 2)
+
+
 @pytest.mark.parametrize("make", [muon, sgd])
 def test_a_resumed_training_goes_on_bit_for_bit(make: Make) -> None:
     whole, first = net(), net()
@@ -86,6 +101,8 @@ def test_a_resumed_training_goes_on_bit_for_bit(make: Make) -> None:
     (sgd, (10, 1.0), "start must be in [0, 1), got 1.0: 0.8 is usual under gossip"),
     (sgd, (10, -0.1), "start must be in [0, 1), got -0.1"),
     (sgd, (0,), "steps must be at least 1, got 0: give those of the training"),
+    (lambda module: SGD(module.parameters(), lr=0.05, momentum=0.5), (10,),
+     "the momentum of SGD is 0.5 and can't rise from start=0.8: give a lower start or a larger momentum"),
     (lambda module: Adam(module.parameters()), (10,), "Adam has no momentum that could rise: take Muon or SGD"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(make: Make, arguments: tuple[Any, ...], message: str) -> None:

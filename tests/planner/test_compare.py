@@ -316,6 +316,8 @@ def test_it_says_where_prices_come_from() -> None:
     [
         (["--workers", "10", "--per-node", "4"], "--workers 10 isn't a multiple of --per-node 4"),
         (["--workers", "8", "--bandwidth", "fast"], "'fast' isn't a rate such as 200mbit"),
+        (["--workers", "8", "--bandwidth", "1e400mbit"], "'1e400mbit' isn't a rate such as 200mbit"),
+        (["--workers", "8", "--bandwidth", "1e308gbit"], "'1e308gbit' isn't a rate such as 200mbit"),
         (["--workers", "8", "--memory-bytes", "0GB"], "'0GB' isn't a size"),
         (["--workers", "8", "--also", "strategy=coffee"], "'strategy=coffee' can't be composed"),
         (["--workers", "8", "--also", "delay=4"], "must have one word strategy="),
@@ -362,6 +364,8 @@ def test_units() -> None:
     assert units.bytes_per_second("200mbit") == 25e6
     assert units.seconds("100us") == pytest.approx(1e-4)
     assert units.size_bytes("24GB") == 24e9
+    for size in (1.0, 999.6, 1e3, 255e3, 12.1e6, 999.9e6, 24e9, 1.5e12):
+        assert units.size_bytes(units.shown_bytes(size)) == pytest.approx(size, rel=5e-3), "what is printed is read"
     assert units.size_bytes("1000") == 1000
     assert [units.shown_bytes(size) for size in (0, 999, 12.3e6, 1.49e9)] == ["0", "999 B", "12.3 MB", "1.49 GB"]
 

@@ -3,7 +3,8 @@
 import shutil
 import warnings
 from contextlib import suppress
-from pathlib import Path
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.shared.checkpoint import replica as module
 from lightning_decentral.shared.checkpoint import store
+from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.worker_state import KEY, sealed
@@ -180,6 +182,14 @@ def test_what_does_not_fit_is_said_and_all_start_from_the_mean(tmp_path: Path, m
     assert not again.resuming
 
 
+def test_a_file_that_does_not_say_its_precision_is_taken_in_any(tmp_path: Path) -> None:
+    path, worker = saved(tmp_path, Worker()), Worker()
+    worker.plan = lambda: {"codec": "Plain()", PRECISION: "bf16"}  # type: ignore[method-assign]
+    again = checkpoints(worker)
+    again.load(path, None)
+    assert again.resuming
+
+
 def test_a_damaged_plain_file_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(b"no checkpoint")
@@ -231,11 +241,50 @@ class Drawn:
     """An object that a checkpoint holds."""
 
 
-def test_only_tensors_and_plain_values_are_loaded_unless_asked_otherwise(tmp_path: Path) -> None:
-    path = saved(tmp_path, Worker(), hyper_parameters={"object": Drawn()})
-    with pytest.raises(ValueError, match="Weights only load failed"):
+def refusal(path: Path) -> str:
+    with pytest.raises(ValueError, match=r".") as refused:
         checkpoints(Worker()).load(path, None)
+    return str(refused.value)
+
+
+def test_only_tensors_and_plain_values_are_loaded_unless_asked_otherwise(tmp_path: Path) -> None:
+    odd = {"object": Drawn(), "time": timedelta(1), "place": PurePosixPath("x"), "set": {1, 2}}
+    path = saved(tmp_path, Worker(), hyper_parameters=odd)
+    names = f"{timedelta.__module__}.timedelta, {PurePosixPath.__module__}.PurePosixPath, {Drawn.__module__}.Drawn"
+    assert refusal(path) == (
+        f"the checkpoint {path} holds {names} beside tensors and plain values: if you trust the file pass "
+        "weights_only=False, or name these to torch.serialization.add_safe_globals"
+    )
     assert isinstance(checkpoints(Worker()).load(path, False)["hyper_parameters"]["object"], Drawn)
+    with torch.serialization.safe_globals([Drawn, timedelta, PurePosixPath]):
+        assert checkpoints(Worker()).load(path, None)["hyper_parameters"]["time"] == timedelta(1)
+
+
+def test_objects_are_named_in_a_file_of_an_older_format_and_where_the_file_cannot_be_opened(tmp_path: Path) -> None:
+    class Elsewhere(TorchCheckpointIO):
+        def load_checkpoint(self, path: Any, *_: Any, **options: Any) -> Any:
+            return super().load_checkpoint(tmp_path / "old.ckpt", **options)
+
+    path, worker = tmp_path / "old.ckpt", Worker()
+    torch.save({"time": timedelta(1)}, path, _use_new_zipfile_serialization=False)
+    assert "holds datetime.timedelta beside" in refusal(path)
+    worker.checkpoint_io = Elsewhere()
+    with pytest.raises(ValueError, match=r"shop:a.ckpt holds datetime.timedelta beside"):
+        checkpoints(worker).load("shop:a.ckpt", None)
+
+
+def test_a_name_that_damage_made_is_damage(tmp_path: Path) -> None:
+    path = saved(tmp_path, Worker())
+    path.write_bytes(path.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))
+    assert "damaged or of another kind" in refusal(path)
+
+
+def test_what_a_terminal_would_obey_is_not_said(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"c" + b"os\nsystem\x1b[1m\n.")
+    line = refusal(path)
+    assert "holds posix" in line or "os.system" in line, line
+    assert line.isprintable()
 
 
 def test_listings_find_the_plain_file_alone(tmp_path: Path) -> None:

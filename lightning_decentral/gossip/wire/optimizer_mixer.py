@@ -137,8 +137,8 @@ class OptimizerMixer:
             state.adopt(self._own)
 
     def step(self) -> None:
-        # Of the first group: schedules change all groups alike.
-        learning_rate = float(self.optimizer.param_groups[0].get("lr", 1.0))
+        # Of the first group: schedules change all groups alike. Without an optimizer there is none.
+        learning_rate = float(next(iter(self.optimizer.param_groups), {}).get("lr", 1.0))
         healed = self.mixer.healing.healed
         if self.mixer.steps < self._making.exact_steps:
             self.mixer.restart(self._making.mean)

@@ -1,12 +1,15 @@
 """Reading: a checkpoint that all workers can go on from alike, each from its own state or all from the mean."""
 
 import os
+import pickle
+import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -14,6 +17,13 @@ from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.saving import Worker, line, store_of
 from lightning_decentral.shared.compute import cuda, worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
+
+PRECISION = "parameter precision"
+"""Of a plan: the type of parameters, so of messages in flight. Files of 0.2 don't say theirs."""
+
+
+class Distrusted(ValueError):
+    """A whole file holds more than tensors and plain values: functions that it names would be called to make it."""
 
 
 class Reading:
@@ -36,7 +46,12 @@ class Reading:
         except (FileNotFoundError, IsADirectoryError, PermissionError):
             raise  # these name the file, and it isn't damaged
         except Exception as error:
-            raise ValueError(f"can't read the checkpoint {_said(path, line(error))}") from error
+            reason = line(error)
+            if isinstance(error, pickle.UnpicklingError) and not trusted:
+                if found := _objects(path, error):
+                    raise Distrusted(_distrusted(path, found)) from error
+                reason = "it can't be read as tensors and plain values"  # torch's own words are many lines
+            raise ValueError(f"can't read the checkpoint {_said(path, reason)}") from error
         if wrong:
             raise ValueError(f"can't read the checkpoint {_said(path, wrong)}")
         return checkpoint
@@ -44,11 +59,8 @@ class Reading:
     def _damage(self, checkpoint: dict[str, Any], path: str | Path) -> str | None:
         if not store_of(self._worker, path).sealed:
             return None
-        if zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
-            with zipfile.ZipFile(path) as parts:
-                # The digest is among them; of the tensors it says enough.
-                for name in (n for n in parts.namelist() if n.endswith("data.pkl")):
-                    parts.read(name)  # BadZipFile: another checksum
+        if zipfile.is_zipfile(path):
+            _check_sums(path)
         return worker_state.damage(checkpoint)
 
     def read_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -64,11 +76,12 @@ class Reading:
         except FileNotFoundError:
             missing = True
         except (OSError, ValueError) as error:
-            problem = line(error)
+            # Another checkpoint of this run holds the same objects.
+            problem = line(error) + ("" if isinstance(error, Distrusted) else _others(path))
         reports = self._worker.gather((problem, missing))
         problems = [p for p, _ in reports if p]
         if problems:
-            raise ValueError(f"{problems[0]}{_others(path)}")
+            raise ValueError(problems[0])
         if reports[0][1]:
             raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)}{_others(path)}")
         self._check_same(path, None if missing else checkpoint)
@@ -98,6 +111,8 @@ class Reading:
         if mark.get("size") != size:
             return f"saved by {mark.get('size')} workers, resumed on {size}"
         saved = mark.get("plan", {})
+        if PRECISION in plan:
+            saved = {PRECISION: plan[PRECISION], **saved}
         # What either has: another method's plan has other keys, and its state would be misread.
         differing = [key for key in {**plan, **saved} if saved.get(key) != plan.get(key)]
         return next((f"saved with {key} {saved.get(key)}, this run has {plan.get(key)}" for key in differing), None)
@@ -159,8 +174,45 @@ def _said(path: str | Path, reason: str) -> str:
     return f"{os.fspath(path)} ({reason}): it's damaged or of another kind"
 
 
+def _distrusted(path: str | Path, found: Iterable[str]) -> str:
+    return (
+        f"the checkpoint {os.fspath(path)} holds {', '.join(found)} beside tensors and plain values: if you trust the "
+        "file pass weights_only=False, or name these to torch.serialization.add_safe_globals"
+    )
+
+
+def _objects(path: str | Path, error: pickle.UnpicklingError) -> list[str]:
+    """What a file names beside tensors and plain values; nothing where it's damaged."""
+    try:
+        with fsspec.open(os.fspath(path), "rb") as stream:
+            if zipfile.is_zipfile(stream):
+                _check_sums(stream)
+            stream.seek(0)
+            # All of it: who reads of the first one alone can't tell whether to trust the rest.
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+    except zipfile.BadZipFile:
+        return []
+    except Exception:  # an older format, or an instruction that torch doesn't list
+        found = re.findall(r"GLOBAL (\S+)", str(error))
+    return [repr(name)[1:-1] for name in sorted(found)]  # a name may hold what a terminal obeys
+
+
+def _check_sums(file: Any) -> None:
+    """BadZipFile: another checksum of what isn't a tensor."""
+    if not torch.serialization.get_crc32_options():
+        return
+    with zipfile.ZipFile(file) as parts:
+        # The digest is among them; of the tensors it says enough.
+        for name in (n for n in parts.namelist() if n.endswith("data.pkl")):
+            parts.read(name)
+
+
 def _others(path: str | Path) -> str:
     """What can be taken in the place of a checkpoint that can't be read."""
     place = os.path.dirname(os.fspath(path))
-    names = [os.path.basename(f) for f in store.listed(place) if f.endswith(".ckpt") and f != os.fspath(path)]
+    try:
+        files = store.listed(place)
+    except Exception:  # whatever a remote place raises: the others wait for what this worker found
+        return ""
+    names = [os.path.basename(f) for f in files if f.endswith(".ckpt") and f != os.fspath(path)]
     return f"; {place} also has {', '.join(names[-3:])}" if names else "; there is no other one in its folder"
