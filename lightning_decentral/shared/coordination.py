@@ -103,11 +103,10 @@ class Coordination(Uncoordinated):
         self._of, self._met, self._open, self._calling = of, 0, True, False
         self._stop, self._presence, self._rank = stop, presence, wire.roll.rank
         self._backlog = Backlog(wire.world.queued)
-        after, behind = stop.left_after, self._backlog.since
         self.waiting = self._roll = RollCall(
-            wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, after, behind
+            wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
-        self._rescue = Rescue(presence, behind, abort_nccl, stop.patience_seconds)
+        self._rescue = Rescue(presence, self._backlog.since, abort_nccl, stop.patience_seconds)
         self.updating = self._steps = StepWatch(optimizers)
         self._loops = LoopPatches(trainer, stop, self._roll)
         self._waits = Waits(presence.notices, self._wait)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lightning_decentral
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip import OnePeerExponential, PushSum, Ring
+from lightning_decentral.gossip import Complete, OnePeerExponential, PushSum, Ring, Topology
 from tests.tiny import QUIET, Batches, Net, SizedBatches, in_processes
 
 SIZE = 3
@@ -604,6 +604,37 @@ def test_unequal_numbers_of_batches_do_not_hang(tmp_path: Path, delay: int, size
 class Uneven(Batches):
     def __len__(self) -> int:
         return self._lengths[self._rank]
+
+
+class Critic(Net):
+    """Three updates of the first optimizer for one of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.head)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        for optimizer in (first, first, first, second):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("delay", "topology"), [(0, Complete()), (0, Ring()), (1, Complete())], ids=str)
+def test_unequal_numbers_of_batches_with_two_optimizers(tmp_path: Path, delay: int, topology: Topology) -> None:
+    run(
+        tmp_path,
+        Critic(),
+        options={"delay": delay, "topology": topology},
+        trainer_options={"max_steps": -1, "max_epochs": 2},
+        batches=Batches(lengths=(5, 3, 7)),
+    )
+    assert [row["steps"] for row in seen(tmp_path)] == [40, 24, 56]
 
 
 @pytest.mark.sampled

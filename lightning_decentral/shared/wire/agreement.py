@@ -15,7 +15,8 @@ from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
 
 PATIENCE_SECONDS = 1.0
-ALERT_SECONDS = 0.02  # once it's known that somebody has ended, and must be asked for every further round
+ALERT_SECONDS = 0.02  # once it's known that somebody has ended, and must be told of every further round
+ENDED = "ended"
 
 
 def check_same_model(module: nn.Module, over: Transport) -> None:
@@ -58,9 +59,13 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device
 class RollCall:
     """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
 
-    A worker that has no batch left waits here until all have come. Another that waits long for a message says so in
-    the store; whoever waits here then takes part in its round, without an update. With equal numbers it costs one small
-    gather at an epoch's end.
+    A worker that has no batch left waits here until all have come. The others then say in the store where they are;
+    whoever waits here takes part, without updates, in the rounds to which all of these have come:
+
+        rounds_k <- min_j wanted_jk     k: optimizers;  j: workers whose epoch goes on
+
+    Not in one that only the fastest waits for: of several optimizers that round would wait for a worker who waits for
+    this one in another optimizer's. With equal numbers it costs one small gather at an epoch's end.
 
     Args:
         rounds: how many rounds this worker has taken, one number for each optimizer.
@@ -69,7 +74,6 @@ class RollCall:
         met: how many collective calls of Lightning this worker has entered.
         name: of this roll call in the store, another one for each fit.
         left_after: each optimizer's round after which others have stopped, who won't come to the end of this epoch.
-        behind: since when this worker's device hasn't come to where its host is: there the device waits for others.
 
     Attributes:
         waiting_since: by the monotonic clock; None where this worker's host waits for nobody.
@@ -85,17 +89,17 @@ class RollCall:
         met: Callable[[], int],
         name: str,
         left_after: Callable[[], list[int] | None] = lambda: None,
-        behind: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._over, self._store = over, store
         self.rounds, self._wanted, self._take_part, self._met = rounds, wanted, take_part, met
-        self._name, self._number, self._left_after, self._behind = name, 0, left_after, behind
+        self._name, self._number, self._left_after = name, 0, left_after
         self._alert = False
+        self._told, self._lock = "", threading.Lock()
         self.waiting_since: float | None = None
         self._closed = threading.Event()
         # A thread: whoever waits is blocked in a message, a collective call or, where the device waits in its place,
         # in whatever needs the device next, and can't say so itself.
-        self._watch = threading.Thread(target=self._say_when_waiting, name="lightning_decentral-roll-call", daemon=True)
+        self._watch = threading.Thread(target=self._say_where, name="lightning_decentral-roll-call", daemon=True)
         self._watch.start()
 
     def close(self) -> None:
@@ -109,20 +113,24 @@ class RollCall:
     def __exit__(self, *_: object) -> None:
         self.waiting_since = None
 
-    def _say_when_waiting(self) -> None:
+    def _say_where(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is worker 0, which whoever waits for it will say
             while not self._closed.wait(self._patience() / 2):
-                begun = [since for since in (self.waiting_since, self._behind()) if since is not None]
-                if begun and time.monotonic() - min(begun) > self._patience():
-                    self._ask()
+                self._alert = self._alert or self._store.check([self._key("ended")])
+                if self._alert:
+                    self._tell(",".join(map(str, [*self._wanted(), self._met()])))
 
     def _patience(self) -> float:
         return ALERT_SECONDS if self._alert else PATIENCE_SECONDS
 
-    def _ask(self) -> None:
-        if self._store.check([self._key("ended")]):  # else the other is only slow
-            self._alert = True
-            self._store.set(self._key("needed"), ",".join(map(str, [*self._wanted(), self._met()])))
+    def _tell(self, where: str) -> None:
+        with self._lock:
+            if where == self._told or self._told == ENDED:
+                return
+            self._told = where
+            self._store.set(self._key(f"at/{self._over.rank}"), where)
+            if where != ENDED:
+                self._store.set(self._key("needed"), "yes")
 
     def _key(self, what: str) -> str:
         return f"{self._name}/{what}/{self._number}"
@@ -134,6 +142,7 @@ class RollCall:
             RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
         """
         mine = self.rounds()
+        self._tell(ENDED)
         self._store.set(self._key("ended"), "yes")
         # Done when all have come; until then somebody may need further rounds of this worker.
         gathering, rows = self._over.all_gather(torch.tensor(mine))
@@ -147,7 +156,8 @@ class RollCall:
         gathering.wait()
         ends = torch.stack(rows).amax(dim=0).tolist()
         self._catch_up(ends)
-        self._number, self._alert = self._number + 1, False
+        with self._lock:
+            self._number, self._alert, self._told = self._number + 1, False, ""
         early = {rank: row.tolist() for rank, row in enumerate(rows) if row.tolist() != ends}
         if early and self._over.rank == 0:
             warnings.warn(f"unequal numbers of batches: {_sentence(early, ends)}", stacklevel=2)
@@ -159,26 +169,28 @@ class RollCall:
         return [bool(vote) for vote in votes]
 
     def _answer(self) -> bool:
-        """Take part in the rounds that another waits for; whether there were any."""
-        asked = self._asked()
-        if asked is None:
-            return False
-        *rounds, met = asked
-        if met > self._met():
+        """Take part in the rounds that others wait for; whether there were any."""
+        rows, all_known = self._asked()
+        if any(met > self._met() for *_, met in rows):
             raise RuntimeError(
                 f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
                 "sync_dist=True, ConsensusMonitor): give every worker the same number of batches, "
                 "or log with sync_dist=False"
             )
-        return self._catch_up(rounds)
+        return bool(rows) and all_known and self._catch_up([min(column) for column in zip(*rows, strict=True)][:-1])
 
-    def _asked(self) -> list[int] | None:
-        """What another waits for, if one does."""
-        key = self._key("needed")
+    def _asked(self) -> tuple[list[list[int]], bool]:
+        """(what each of the others whose epoch goes on wants, whether that is all of them)."""
+        rows = []
         with suppress(RuntimeError):  # worker 0 has passed and ended, and the store with it; or died: the gather knows
             # Checked first: `get` waits for a key that isn't there.
-            return list(map(int, self._store.get(key).decode().split(","))) if self._store.check([key]) else None
-        return None
+            if not self._store.check([self._key("needed")]):
+                return [], False
+            keys = [self._key(f"at/{rank}") for rank in range(self._over.size) if rank != self._over.rank]
+            known = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+            rows = [list(map(int, where.split(","))) for where in known if where != ENDED]
+            return rows, len(known) == len(keys)
+        return rows, False
 
     def _catch_up(self, rounds: list[int]) -> bool:
         missing = [index for index, target in enumerate(rounds) for _ in range(self.rounds()[index], target)]
