@@ -1,20 +1,22 @@
 """A stage's training step: gradients unscaled, averaged over replicas, summed where tied, given to Lightning."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.adapters import find
 from lightning_decentral.pipeline.compute.loss import deliver
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
+from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
-from lightning_decentral.pipeline.training_step import Logs, TrainingStep
+from lightning_decentral.pipeline.training_step import TrainingStep
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -136,6 +138,11 @@ class StageTraining:
         slices = self._plans.make(self._slicing, calls[0], self.pipe)
         self._planned()
         return slices
+
+
+def said(plan: Mapping[str, str]) -> None:
+    """Worker 0 says what is planned."""
+    rank_zero_info("\n".join(f"{name}: {value}" for name, value in plan.items()))
 
 
 def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

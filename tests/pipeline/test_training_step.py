@@ -14,8 +14,9 @@ from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, deliver, total, weighed
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.stage_training import finite, multiply
-from lightning_decentral.pipeline.training_step import Logs, TrainingStep, checksum, split
+from lightning_decentral.pipeline.training_step import TrainingStep, checksum, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from tests.pipeline.causal import batch, built
@@ -143,7 +144,7 @@ META = torch.device("meta")
 
 def step_of_one():
     """Of the only stage and one micro-batch."""
-    module = SimpleNamespace(training_step=lambda part: None)
+    module = SimpleNamespace(training_step=lambda part: None, named_buffers=list, buffers=list)
     model = SimpleNamespace(module=module, answer=lambda call, output: output)
     pipe = SimpleNamespace(model=model, place=StagePlace(0, 1, True, True), device=torch.device("cpu"))
     step = TrainingStep(pipe, module, Logs(module), 1, 1.0)
