@@ -45,6 +45,7 @@ class Ownership:
         )
         rows = [mine] if over is None else gather_objects(over, mine)
         self._keys = [set(keys) for _, keys, _ in rows]
+        assert set(self.state_keys) <= set().union(*self._keys), "every key of the state has a stage that holds it"
         self._cut = buffers - set.intersection(*(set(names) for _, _, names in rows))  # buffers that some stages lack
         holders = {name: [r for r, (names, *_) in enumerate(rows) if name in names] for name in self.order.values()}
         trained = [p for p in self.order if p.requires_grad and p in self.kept]
