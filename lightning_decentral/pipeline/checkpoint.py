@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire.ownership import (
     Ownership,
+    check_same_groups,
     joined_names,
     optimizer_own,
     optimizer_part,
     optimizer_whole,
+    settings_of,
 )
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.shared.checkpoint.saving import Worker
@@ -95,6 +97,8 @@ class PipelineCheckpoints(Checkpoints):
         assert self.layout is not None
         mine = self._part(checkpoint, self.layout)
         wire = self._join_groups()  # again, after the fit
+        if STATES in checkpoint and wire is not None:
+            check_same_groups(gather_objects(wire.roll, [settings_of(o) for o in self._stage.optimizers]))
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
         return self._joined(checkpoint, parts, mark, self.layout) if parts else {}
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,7 +19,7 @@ from lightning_decentral.pipeline.evaluation import StageEvaluation, evaluated
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
-from lightning_decentral.pipeline.refusals import refuse_unserved
+from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_unserved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, place_of
 from lightning_decentral.pipeline.stage_training import StageTraining, pipelined, said
 from lightning_decentral.pipeline.training_step import moved
@@ -190,11 +190,15 @@ class TokenPipelineStrategy(WorkersStrategy):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
-        average = lambda *of: self.bond.gradients(*of)  # noqa: E731  # the bond is made later
-        options = {"slicing": self.slicing, "planned": lambda: said(self.summary()), "average": average}
-        self._stage = StageTraining(module, pipe, holdings, self.plans, **options)
+        # The bond is made later.
+        options = {"planned": lambda: said(self.summary()), "average": lambda *of: self.bond.gradients(*of)}
+        self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, **options)
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with nothing_to_train(self.stage, self.num_stages):
+            super().setup_optimizers(trainer)
 
     def prepare(self, wire: Wire | None) -> None:
         stage, layout, self._updates = self._stage, self.layout, 0
@@ -269,8 +273,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.bond.release()
         self.bond, self.mean_model.apart = Bond(), False
         if self._stage is not None and not self.alone:
-            for parameter in self._module.parameters():
-                parameter.grad = None
+            self._module.zero_grad()
             self._stage.holdings.give_back(self.root_device)
         self._stage, self._norm, self._groups = None, None, None
 

@@ -108,6 +108,42 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
     return {"names": names, "settings": settings, "state": {flat[i]: values for i, values in state["state"].items()}}
 
 
+def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
+    """[group]: what it has beside its parameters, in words."""
+    own = {"params", "param_names"}
+    return [{key: _said(value) for key, value in g.items() if key not in own} for g in optimizer.param_groups]
+
+
+def _said(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
+
+
+def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) -> None:
+    """See that one file can hold the groups of all.
+
+    Args:
+        workers: of each, of each of its optimizers, `settings_of` it.
+
+    Raises:
+        ValueError: on all workers, their optimizers have come to other groups.
+    """
+    for rank, others in enumerate(workers):
+        for theirs, ours in zip(others, workers[0], strict=True):
+            if theirs != ours:
+                raise ValueError(
+                    f"the optimizer's groups differ between stages ({_difference(theirs, ours, rank)}), so no file can "
+                    "hold them: make the same groups on every stage, empty ones too, and change all alike"
+                )
+
+
+def _difference(theirs: Sequence[Mapping[str, str]], ours: Sequence[Mapping[str, str]], rank: int) -> str:
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} on worker {rank}, {len(ours)} on worker 0"
+    pairs = enumerate(zip(theirs, ours, strict=True))
+    group, key = next((g, key) for g, (a, b) in pairs for key in sorted({*a, *b}) if a.get(key) != b.get(key))
+    return f"group {group}: {key}={theirs[group].get(key)} on worker {rank}, {ours[group].get(key)} on worker 0"
+
+
 def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:
     """[group]: names of all stages' parameters of this group, in the order of the whole model."""
     place = {name: i for i, name in enumerate(order)}
