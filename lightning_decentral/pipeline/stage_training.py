@@ -88,8 +88,8 @@ class StageTraining:
         roll: Transport | None,
         args: Any,
         kwargs: Any,
-    ) -> Tensor:
-        """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward.
+    ) -> Tensor | dict[Any, Any]:
+        """The whole of forward and backward; the loss it returns hands the gradients to Lightning's own backward.
 
         Args:
             roll: all workers of all pipelines, which take equal slices.
@@ -112,7 +112,8 @@ class StageTraining:
         gradients = [p.grad for p in trained]
         _set(trained, before)
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
-        return deliver(outcome.loss.to(exact), gradients, trained)
+        loss = deliver(outcome.loss.to(exact), gradients, trained)
+        return {"loss": loss, **outcome.beside} if outcome.beside else loss
 
     def _run(
         self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any

@@ -214,7 +214,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return moved(self._module, batch, partial(super().batch_to_device, batch, device, dataloader_idx))
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
         with self._attendance.waiting:  # one stage for the others, all of the step

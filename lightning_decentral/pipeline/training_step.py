@@ -4,7 +4,7 @@ The step of the user runs once per micro-batch on every stage up to its call of 
 the last stage it runs again once the answer is there; what it returns goes back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -37,11 +37,13 @@ class Outcome(NamedTuple):
     Args:
         factor: gradients are to be multiplied by it.
         finite: every stage's gradients are finite.
+        beside: what the step returned with its loss; None for each value where this stage doesn't know it.
     """
 
     loss: Tensor
     factor: Tensor
     finite: Tensor
+    beside: dict[Any, Any]
 
 
 class TrainingStep:
@@ -85,7 +87,7 @@ class TrainingStep:
         once = Once(lambda call: model.answer(call, output), type(model.module).__name__)
         with answering(model, once), self._logs.recording(keep=True), TargetCount() as count:
             result = self._step(self._parts[microbatch])
-        loss = result["loss"] if isinstance(result, Mapping) else result
+        loss = self._logs.returned(result)
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {type(loss).__name__}: a token pipeline needs a loss in each")
         weight, loss = self._weight(count, loss), loss.reshape(())
@@ -135,8 +137,8 @@ class TrainingStep:
             )
         rows = rows_of(row, pipe.over)
         last, (_, signature, count) = rows[-1], told[-1].tolist()
-        logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
-        return Outcome(last[0], last[1], rows[:, 2].all())
+        beside = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
+        return Outcome(last[0], last[1], rows[:, 2].all(), beside)
 
     def _computed(self) -> Tensor:
         """[2 + values], on the last stage: loss, factor, and what was logged, as means over the micro-batches, weighted
