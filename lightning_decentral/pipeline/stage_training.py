@@ -38,13 +38,14 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
     """The model that is cut into stages, to be trained on devices like this one.
 
     Raises:
-        ValueError: it has no tokens to be sliced along.
+        ValueError: it has no tokens to be sliced along, and slices were asked for, by more than the default.
     """
     model = module.pipeline_stages() if isinstance(module, Staged) else find(module, device)
-    if not model.sliceable and slicing not in (None, Uniform(1)):
+    if not model.sliceable and slicing not in (None, Planned(), Uniform(1)):
         raise ValueError(
             f"{type(model.module).__name__} needs all of an input at once (attention in both directions, or no "
-            f"tokens at all), so it can't be cut into slices: leave slicing={slicing} out and use microbatches"
+            f"tokens at all), so it can't be cut into slices: leave slicing={slicing} out (on the command line "
+            "strategy/slicing=planned, the default) and use microbatches (strategy.microbatches=4)"
         )
     return model
 
@@ -53,7 +54,7 @@ class StageTraining:
     """What a worker holds while its stage is trained.
 
     Args:
-        slicing: where sequences are cut; None: planned, where the model has tokens.
+        slicing: where sequences are cut; None: planned. A model without tokens has one slice.
         planned: is told when a new plan is made.
         average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
 
@@ -75,7 +76,7 @@ class StageTraining:
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
         self._module, self._plans, self._average, self._planned = module, plans, average, planned
-        self._slicing = slicing or (Planned() if pipe.model.sliceable else Uniform(1))
+        self._slicing = (slicing or Planned()) if pipe.model.sliceable else Uniform(1)
         self._logs = Logs(module)
         self.spans: dict[Action, Span] = {}
         self.seconds = 0.0

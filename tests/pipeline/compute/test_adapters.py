@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_decentral.pipeline import Uniform
+from lightning_decentral.pipeline import Planned, Uniform
 from lightning_decentral.pipeline.compute.adapters import Chain, blocks_of
 from tests.pipeline.training import alone, distance, fit, forked, pipeline
 
@@ -96,12 +96,12 @@ class AtTheEnd(Callback):
 
 
 CASES = {
-    "vit, two micro-batches": (partial(Images, "vit"), 2, 2),
-    "vit, three stages": (partial(Images, "vit"), 3, 3),
-    "resnet": (partial(Images, "resnet", 16), 2, 1),
-    "pipeline_stages()": (Perceptron, 2, 3),
-    "modules in several blocks, two stages": (Shared, 2, 1),
-    "modules in several blocks, three stages": (Shared, 3, 2),
+    "vit, two micro-batches": (partial(Images, "vit"), 2, 2, Planned()),
+    "vit, three stages": (partial(Images, "vit"), 3, 3, None),
+    "resnet": (partial(Images, "resnet", 16), 2, 1, Uniform(1)),
+    "pipeline_stages()": (Perceptron, 2, 3, None),
+    "modules in several blocks, two stages": (Shared, 2, 1, None),
+    "modules in several blocks, three stages": (Shared, 3, 2, None),
 }
 
 
@@ -109,9 +109,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_one_process(tmp_path, case):
     """ResNet in one micro-batch: BatchNorm takes its statistics from each micro-batch by itself."""
-    make, devices, microbatches = CASES[case]
+    make, devices, microbatches, slicing = CASES[case]
     wanted, losses, metrics = fit(make(), alone(), tmp_path / "alone")
-    how = pipeline(devices, microbatches=microbatches, slicing=None)
+    how = pipeline(devices, microbatches=microbatches, slicing=slicing)
     found, found_losses, found_metrics = forked(make(), how, tmp_path / "pipeline")
     assert found_losses == pytest.approx(losses, rel=1e-10)
     floats = [name for name, tensor in wanted.items() if tensor.is_floating_point()]
@@ -122,7 +122,7 @@ def test_training_is_that_of_one_process(tmp_path, case):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_are_refused_and_it_is_said_why(tmp_path, name):
-    words = r"needs all of an input at once .*can't be cut into slices: leave slicing=Uniform\(n=4\) out"
+    words = r"can't be cut into slices: leave slicing=Uniform\(n=4\) out \(.*strategy/slicing=planned, the default\)"
     with pytest.raises(RuntimeError, match=words):
         forked(Images(name), pipeline(2, slicing=Uniform(4)), tmp_path)
 
