@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire.ownership import (
     Ownership,
+    check_same_groups,
     joined_names,
     optimizer_own,
     optimizer_part,
     optimizer_whole,
+    settings_of,
 )
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.shared.checkpoint.saving import Worker
@@ -80,6 +82,8 @@ class PipelineCheckpoints(Checkpoints):
         if self._worker.alone:
             rank_zero_warn(f"no checkpoint {os.fspath(filepath)}: after an exception the stages can't meet any more")
             return
+        # What is resumed goes on as this run does: a checkpoint has the last stage's for all.
+        self.layout.share_buffers(self._stage.root_device)
         apart = self._mean_model.apart and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
         mark = self._saving.mark(identity if apart else "", path)
@@ -93,6 +97,8 @@ class PipelineCheckpoints(Checkpoints):
         assert self.layout is not None
         mine = self._part(checkpoint, self.layout)
         wire = self._join_groups()  # again, after the fit
+        if STATES in checkpoint and wire is not None:
+            check_same_groups(gather_objects(wire.roll, [settings_of(o) for o in self._stage.optimizers]))
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
         return self._joined(checkpoint, parts, mark, self.layout) if parts else {}
 
@@ -118,9 +124,9 @@ class PipelineCheckpoints(Checkpoints):
     ) -> dict[str, Any]:
         stages = parts[: self._stage.num_stages]
         order = list(layout.order.values())
-        # Reversed: of what stands on several stages the first one's is taken.
-        union = {key: value for part in reversed(stages) for key, value in part["state_dict"].items()}
-        joined = {**checkpoint, "state_dict": {key: union[key] for key in layout.state_keys}}
+        # Of what stands on several stages the last one's is taken, which runs all of the user's step.
+        union = {key: value for part in stages for key, value in part["state_dict"].items()}
+        joined = {**checkpoint, "state_dict": {key: union[key] for key in dict.fromkeys([*layout.state_keys, *union])}}
         if STATES in checkpoint:
             states = zip(*(part["optimizers"] for part in stages), strict=True)
             joined[STATES] = [optimizer_whole(rows, order) for rows in states]

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 
+from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.pipeline.training_step import Logs
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.plan.timeline import Span, bubble, chrome_trace, makespan, write_chrome_trace
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.plan.schedule import Kind
 from lightning_decentral.pipeline.wire.channel import Edge, connect
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
@@ -42,6 +43,16 @@ class StageLayout:
     def pipelines_per_node(self) -> int:
         """1 where a pipeline has several nodes."""
         return max(1, self.per_node // self.stages)
+
+
+def place_of(counts: Sequence[int], stage: int) -> StagePlace:
+    """Where a stage stands.
+
+    Args:
+        counts: blocks of each stage.
+    """
+    first = sum(counts[:stage])
+    return StagePlace(first, first + counts[stage], stage == 0, stage == len(counts) - 1)
 
 
 class StageGroups:

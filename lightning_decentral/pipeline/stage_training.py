@@ -1,20 +1,22 @@
 """A stage's training step: gradients unscaled, averaged over replicas, summed where tied, given to Lightning."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.adapters import find
 from lightning_decentral.pipeline.compute.loss import deliver
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
+from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.plan.slicing import Planned, Slicing, Uniform
-from lightning_decentral.pipeline.training_step import Logs, TrainingStep
+from lightning_decentral.pipeline.training_step import TrainingStep
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
@@ -36,13 +38,14 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
     """The model that is cut into stages, to be trained on devices like this one.
 
     Raises:
-        ValueError: it has no tokens to be sliced along.
+        ValueError: it has no tokens to be sliced along, and slices were asked for, by more than the default.
     """
     model = module.pipeline_stages() if isinstance(module, Staged) else find(module, device)
-    if not model.sliceable and slicing not in (None, Uniform(1)):
+    if not model.sliceable and slicing not in (None, Planned(), Uniform(1)):
         raise ValueError(
             f"{type(model.module).__name__} needs all of an input at once (attention in both directions, or no "
-            f"tokens at all), so it can't be cut into slices: leave slicing={slicing} out and use microbatches"
+            f"tokens at all), so it can't be cut into slices: leave slicing={slicing} out (on the command line "
+            "strategy/slicing=planned, the default) and use microbatches (strategy.microbatches=4)"
         )
     return model
 
@@ -51,7 +54,7 @@ class StageTraining:
     """What a worker holds while its stage is trained.
 
     Args:
-        slicing: where sequences are cut; None: planned, where the model has tokens.
+        slicing: where sequences are cut; None: planned. A model without tokens has one slice.
         planned: is told when a new plan is made.
         average: what the optimizer is given for this stage's own gradients of parameters; collective over replicas.
 
@@ -73,7 +76,7 @@ class StageTraining:
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
         self._module, self._plans, self._average, self._planned = module, plans, average, planned
-        self._slicing = slicing or (Planned() if pipe.model.sliceable else Uniform(1))
+        self._slicing = (slicing or Planned()) if pipe.model.sliceable else Uniform(1)
         self._logs = Logs(module)
         self.spans: dict[Action, Span] = {}
         self.seconds = 0.0
@@ -86,8 +89,8 @@ class StageTraining:
         roll: Transport | None,
         args: Any,
         kwargs: Any,
-    ) -> Tensor:
-        """The whole of forward and backward; what it returns hands the gradients to Lightning's own backward.
+    ) -> Tensor | dict[Any, Any]:
+        """The whole of forward and backward; the loss it returns hands the gradients to Lightning's own backward.
 
         Args:
             roll: all workers of all pipelines, which take equal slices.
@@ -110,7 +113,8 @@ class StageTraining:
         gradients = [p.grad for p in trained]
         _set(trained, before)
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
-        return deliver(outcome.loss.to(exact), gradients, trained)
+        loss = deliver(outcome.loss.to(exact), gradients, trained)
+        return {"loss": loss, **outcome.beside} if outcome.beside else loss
 
     def _run(
         self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any
@@ -136,6 +140,11 @@ class StageTraining:
         slices = self._plans.make(self._slicing, calls[0], self.pipe)
         self._planned()
         return slices
+
+
+def said(plan: Mapping[str, str]) -> None:
+    """Worker 0 says what is planned."""
+    rank_zero_info("\n".join(f"{name}: {value}" for name, value in plan.items()))
 
 
 def _set(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

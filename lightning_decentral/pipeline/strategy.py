@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,14 +14,15 @@ from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
 from lightning_decentral.pipeline.clipping import GlobalNorm
 from lightning_decentral.pipeline.compute.activation_codec import Boundary, ExactActivations
 from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
-from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
+from lightning_decentral.pipeline.evaluation import StageEvaluation, evaluated
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
-from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout
-from lightning_decentral.pipeline.stage_training import StageTraining, pipelined
-from lightning_decentral.pipeline.training_step import evaluated, moved, refuse_unserved
+from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_unserved
+from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, place_of
+from lightning_decentral.pipeline.stage_training import StageTraining, pipelined, said
+from lightning_decentral.pipeline.training_step import moved
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
@@ -102,6 +102,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
+        self.evaluation = StageEvaluation(self)
         self._deferred = Deferred()
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
@@ -181,8 +182,7 @@ class TokenPipelineStrategy(WorkersStrategy):
     def _take_part(self, module: LightningModule) -> None:
         model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
-        stop = sum(counts[: self.stage + 1])
-        place = StagePlace(stop - counts[self.stage], stop, self.stage == 0, self.stage == self.num_stages - 1)
+        place = place_of(counts, self.stage)
         groups = None if self.num_stages == 1 else self._groups
         over, hosts, edges = (None, None, {}) if groups is None else (groups.over, groups.hosts, groups.edges)
         with materialized(module, self._deferred) as kept:
@@ -190,11 +190,15 @@ class TokenPipelineStrategy(WorkersStrategy):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
-        average = lambda *of: self.bond.gradients(*of)  # noqa: E731  # the bond is made later
-        options = {"slicing": self.slicing, "planned": self._say_plan, "average": average}
-        self._stage = StageTraining(module, pipe, holdings, self.plans, **options)
+        # The bond is made later.
+        options = {"planned": lambda: said(self.summary()), "average": lambda *of: self.bond.gradients(*of)}
+        self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, **options)
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with nothing_to_train(self.stage, self.num_stages):
+            super().setup_optimizers(trainer)
 
     def prepare(self, wire: Wire | None) -> None:
         stage, layout, self._updates = self._stage, self.layout, 0
@@ -210,14 +214,11 @@ class TokenPipelineStrategy(WorkersStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return moved(self._module, batch, partial(super().batch_to_device, batch, device, dataloader_idx))
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stage is not None
         roll = None if self.wire is None else self.wire.roll
         with self._attendance.waiting:  # one stage for the others, all of the step
             return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
-
-    def _say_plan(self) -> None:
-        rank_zero_info("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
 
     def advance(self, optimizer: Optimizer) -> None:
         self._updates += 1
@@ -272,8 +273,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.bond.release()
         self.bond, self.mean_model.apart = Bond(), False
         if self._stage is not None and not self.alone:
-            for parameter in self._module.parameters():
-                parameter.grad = None
+            self._module.zero_grad()
             self._stage.holdings.give_back(self.root_device)
         self._stage, self._norm, self._groups = None, None, None
 

@@ -4,101 +4,31 @@ The step of the user runs once per micro-batch on every stage up to its call of 
 the last stage it runs again once the answer is there; what it returns goes back.
 """
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
 from lightning_decentral.pipeline.compute.model import Call
 from lightning_decentral.pipeline.compute.padding import part_of, remember, tensors_in
+from lightning_decentral.pipeline.compute.repeatable import put_back
+from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
-from lightning_decentral.pipeline.plan.slicing import Uniform
-from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.timeline import Span
-from lightning_decentral.shared.wire.objects import gather_objects
 
 FIXED, LOGGED = 3, 120
 MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks of the user's that move a batch."""
 Step = Callable[[Any], Any]
-
-
-class Logged(NamedTuple):
-    """One call of `self.log`."""
-
-    name: str
-    options: dict[str, Any]
-
-
-class Logs:
-    """What the user's step logs, kept until every stage can log it."""
-
-    def __init__(self, module: LightningModule) -> None:
-        self._module: Any = module
-        self._known: dict[int, list[Logged]] = {}
-        self._calls: list[Logged] = []
-        self.values: list[list[Tensor]] = []
-        """Of each micro-batch, scalars, which no host reads here."""
-
-    def begin(self) -> None:
-        self._calls, self.values = [], []
-
-    def recording(self, keep: bool) -> "_Recording":
-        """Within, `self.log` of the module keeps, or drops, what it is given."""
-        if keep:
-            self._calls, self.values = [], [*self.values, []]
-        return _Recording(self._module, self._take if keep else _drop)
-
-    def _take(self, name: str, value: Any, **options: Any) -> None:
-        if isinstance(value, Metric):
-            raise ValueError(
-                f"self.log({name!r}, ...) got a {type(value).__name__} in training_step, which only the last stage of "
-                "a pipeline updates: log its value instead"
-            )
-        self._calls.append(Logged(name, options))
-        # A copy: the user may go on to change it.
-        self.values[-1].append(torch.as_tensor(value).detach().clone().reshape(()))
-
-    @property
-    def signature(self) -> int:
-        """The same for the same names and options."""
-        # Not `hash`, which differs between processes.
-        return zlib.crc32(repr(self._calls).encode())
-
-    def publish(self, signature: int, values: Sequence[Tensor], pipe: StageRunner) -> None:
-        """Log on every stage what the last one was given. Collective where the names are new."""
-        if signature not in self._known:
-            rows = [self._calls] if pipe.over is None else gather_objects(pipe.over, self._calls)
-            self._known[signature] = rows[-1]
-        for (name, options), value in zip(self._known[signature], values, strict=True):
-            self._module.log(name, value, **options)
-
-
-def _drop(name: str, value: Any, **_: Any) -> None:
-    pass
-
-
-class _Recording:
-    def __init__(self, module: Any, take: Callable[..., None]) -> None:
-        self._module, self._take = module, take
-
-    def __enter__(self) -> None:
-        self._module.log = self._take
-
-    def __exit__(self, *_: object) -> None:
-        del self._module.log  # the class's own again
 
 
 class Outcome(NamedTuple):
@@ -107,11 +37,13 @@ class Outcome(NamedTuple):
     Args:
         factor: gradients are to be multiplied by it.
         finite: every stage's gradients are finite.
+        beside: what the step returned with its loss; None for each value where this stage doesn't know it.
     """
 
     loss: Tensor
     factor: Tensor
     finite: Tensor
+    beside: dict[Any, Any]
 
 
 class TrainingStep:
@@ -135,10 +67,11 @@ class TrainingStep:
         """Cut the batch into micro-batches and see what the step asks of the model for each."""
         self._parts, self._rest = split(batch, self._microbatches), rest
         self._logs.begin()
-        # The last stage runs the step again in `_close`, where it must draw the same numbers.
+        # The last stage runs the step again in `_close`, where it must draw the same numbers and count nothing twice.
         devices = [self._pipe.device] if self._pipe.device.type == "cuda" else []  # not all that this host has
         drawing = torch.random.fork_rng(devices, enabled=self._pipe.place.last)
-        with drawing, self._logs.recording(keep=False), torch.no_grad():
+        beside = put_back(self._module, all_but=self._pipe.model.module) if self._pipe.place.last else nullcontext()
+        with drawing, beside, self._logs.recording(keep=False), torch.no_grad():
             self.calls = [called(self._pipe.model, lambda part=part: self._step(part)) for part in self._parts]  # type: ignore[misc]
         self._inputs = [AsyncRead(call.inputs.detach()) for call in self.calls]  # on their way before the step begins
 
@@ -154,7 +87,7 @@ class TrainingStep:
         once = Once(lambda call: model.answer(call, output), type(model.module).__name__)
         with answering(model, once), self._logs.recording(keep=True), TargetCount() as count:
             result = self._step(self._parts[microbatch])
-        loss = result["loss"] if isinstance(result, Mapping) else result
+        loss = self._logs.returned(result)
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {type(loss).__name__}: a token pipeline needs a loss in each")
         weight, loss = self._weight(count, loss), loss.reshape(())
@@ -204,8 +137,8 @@ class TrainingStep:
             )
         rows = rows_of(row, pipe.over)
         last, (_, signature, count) = rows[-1], told[-1].tolist()
-        logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
-        return Outcome(last[0], last[1], rows[:, 2].all())
+        beside = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
+        return Outcome(last[0], last[1], rows[:, 2].all(), beside)
 
     def _computed(self) -> Tensor:
         """[2 + values], on the last stage: loss, factor, and what was logged, as means over the micro-batches, weighted
@@ -266,31 +199,3 @@ def checksum(inputs: Sequence[Tensor]) -> float:
         # Weighed by place: the same tokens in another order are another batch.
         result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
     return result
-
-
-def refuse_unserved(module: LightningModule) -> None:
-    """ValueError for what needs the backward, or the whole model, in one place."""
-    if not module.automatic_optimization:
-        raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
-    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(module.trainer)):
-        raise ValueError(
-            "ModelPruning chooses from the whole model, and a stage has a part of it: prune before or after the fit, "
-            "or use strategy='compressed'"
-        )
-
-
-def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -> Any:
-    """What a validation, test or predict step of the user's returns, its model calls answered by the pipeline.
-
-    The same step with the same answers on every stage, so that whatever it logs or gathers is whole. It may call the
-    model any number of times.
-    """
-
-    def answer(call: Call) -> Any:
-        length = pipe.model.length(call)
-        # Nothing is measured for an evaluation: with 2 P equal slices the bubble is below a third.
-        slices = Uniform(min(length, 2 * pipe.size)).slices(length, plans.situation(pipe.size))
-        return pipe.model.answer(call, pipe.evaluate(call, slices))
-
-    with answering(pipe.model, answer):
-        return step()

@@ -14,12 +14,13 @@ from lightning_decentral.pipeline.compute.causal.trial import adapted
 from lightning_decentral.pipeline.compute.intercept import Once, answering, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, deliver, total, weighed
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
+from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.stage_training import finite, multiply
-from lightning_decentral.pipeline.training_step import Logs, TrainingStep, checksum, split
+from lightning_decentral.pipeline.training_step import TrainingStep, checksum, split
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
-from tests.pipeline.causal import batch, built
-from tests.pipeline.training import Language
+from tests.pipeline.causal import batch, built, token_mean
+from tests.pipeline.training import Language, alone, fit, forked, pipeline
 
 
 def test_a_batch_is_cut_whatever_it_is_made_of():
@@ -143,7 +144,7 @@ META = torch.device("meta")
 
 def step_of_one():
     """Of the only stage and one micro-batch."""
-    module = SimpleNamespace(training_step=lambda part: None)
+    module = SimpleNamespace(training_step=lambda part: None, named_buffers=list, buffers=list)
     model = SimpleNamespace(module=module, answer=lambda call, output: output)
     pipe = SimpleNamespace(model=model, place=StagePlace(0, 1, True, True), device=torch.device("cpu"))
     step = TrainingStep(pipe, module, Logs(module), 1, 1.0)
@@ -205,3 +206,52 @@ def test_what_a_step_logs_is_what_it_was_then():
         with pytest.raises(RuntimeError):
             module.log("three", torch.ones(3))
     assert float(logs.values[0][0]) == 1.0
+
+
+@pytest.mark.quick
+def test_options_may_be_given_by_position():
+    module = Language("llama")
+    logs = Logs(module)
+    for keep in (True, False):
+        with logs.recording(keep=keep):
+            module.log("loss", torch.tensor(3.0), True, on_epoch=True)
+            module.log(name="other", value=2.0)
+    logged = []
+    module.log = lambda name, value, **options: logged.append((name, float(value), options))
+    logs.publish(logs.signature, [row[0] for row in zip(*logs.values, strict=True)], SimpleNamespace(over=None))
+    assert logged == [("loss", 3.0, {"prog_bar": True, "on_epoch": True}), ("other", 2.0, {})]
+
+
+class Outputs(Language):
+    """Its step returns more than a loss; every stage keeps what its hook is given."""
+
+    def __init__(self, folder):
+        super().__init__("llama")
+        self._folder, self._rows = folder, []
+
+    def training_step(self, batch, batch_idx):
+        ids, mask, labels = batch
+        logits = self.model(input_ids=ids, attention_mask=mask).logits
+        return {"loss": token_mean(logits, labels), "rows": ids.shape[0], "logits": logits}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self._rows.append(outputs)
+
+    def on_train_end(self):
+        self._folder.mkdir(exist_ok=True)
+        torch.save(self._rows, self._folder / f"{self.global_rank}.pt")
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_what_stands_beside_a_loss_is_known_where_the_step_ends(tmp_path, microbatches):
+    fit(Outputs(tmp_path / "alone"), alone(), tmp_path / "alone", max_steps=2)
+    how = pipeline(2, microbatches=microbatches)
+    forked(Outputs(tmp_path / "p"), how, tmp_path / "p", max_steps=2)
+    wanted, first, last = (torch.load(tmp_path / name) for name in ("alone/0.pt", "p/0.pt", "p/1.pt"))
+    assert all({**row, "loss": 0} == {"loss": 0, "rows": None, "logits": None} for row in first)
+    for theirs, ours, there in zip(wanted, last, first, strict=True):
+        assert float(ours["loss"]) == float(there["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-9)
+        rows, logits = (ours["rows"], ours["logits"]) if microbatches > 1 else ([ours["rows"]], [ours["logits"]])
+        assert rows == [3 // microbatches] * microbatches
+        assert not any(part.requires_grad for part in logits)
+        assert torch.allclose(torch.cat(logits), theirs["logits"], rtol=1e-9)

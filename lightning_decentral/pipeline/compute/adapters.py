@@ -1,5 +1,6 @@
 """Model adapters: any model that is a sequence of blocks, cut between blocks and never along tokens."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,27 @@ class Chain(Pipelined):
         return [weighed(size) for size in sizes], NOTHING, NOTHING
 
     def keep(self, place: StagePlace) -> None:
-        parents = {child: (parent, name) for parent in self.module.modules() for name, child in parent.named_children()}
-        for i, block in enumerate(self._blocks):
-            if not place.first_block <= i < place.stop_block:
-                for parent, name in (parents[part] for part in block.parts):
-                    self._replace(parent, {name: nn.Identity()})
+        if len(self._own(place)) < len(self._blocks):
+            self._refuse_shared_statistics()
+        own = {part for block in self._own(place) for whole in block.parts for part in whole.modules()}
+        others = {part for block in self._blocks for part in block.parts} - own
+        for parent in list(self.module.modules()):
+            # Not `named_children`, which names a module once that stands in several places.
+            left = {name: nn.Identity() for name, child in parent._modules.items() if child in others}
+            if left:
+                self._replace(parent, left)
+
+    def _own(self, place: StagePlace) -> list[Block]:
+        return self._blocks[place.first_block : place.stop_block]
+
+    def _refuse_shared_statistics(self) -> None:
+        each = [{part for whole in block.parts for part in whole.modules()} for block in self._blocks]
+        for part, times in Counter(part for parts in each for part in parts).items():
+            if times > 1 and isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+                raise ValueError(
+                    f"several blocks of the Chain share one {type(part).__name__}, whose running statistics would be "
+                    "other ones on each stage: give each block its own, or set track_running_stats=False"
+                )
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         given = [*args, *(value for value in kwargs.values() if value is not None)]
@@ -79,7 +96,7 @@ class Chain(Pipelined):
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
         output = call.inputs if hidden is None else hidden
-        for block in self._blocks[place.first_block : place.stop_block]:
+        for block in self._own(place):
             output = block.run(output)
         return output
 

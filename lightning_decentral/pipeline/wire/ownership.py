@@ -33,15 +33,21 @@ class Ownership:
         self.state_keys = list(module.state_dict())
         """Names of the whole model's state."""
         self._shapes = {parameter: parameter.shape for parameter in self.order}  # what others hold will be empty
+        buffers = {name for name, _ in module.named_buffers()}
         inside = set(model.module.parameters())
         model.keep(place)
         self.kept = set(module.parameters())
         for parameter in self.order.keys() - self.kept:
             parameter.data = parameter.data.new_empty(0)  # gives up the memory; `give_back` fills the same object
-        mine = [self.order[p] for p in self.order if p in self.kept], list(module.state_dict())
+        mine = (
+            *([self.order[p] for p in self.order if p in self.kept], list(module.state_dict())),
+            [name for name, _ in module.named_buffers()],
+        )
         rows = [mine] if over is None else gather_objects(over, mine)
-        self._keys = [set(keys) for _, keys in rows]
-        holders = {name: [r for r, (names, _) in enumerate(rows) if name in names] for name in self.order.values()}
+        self._keys = [set(keys) for _, keys, _ in rows]
+        assert set(self.state_keys) <= set().union(*self._keys), "every key of the state has a stage that holds it"
+        self._cut = buffers - set.intersection(*(set(names) for _, _, names in rows))  # buffers that some stages lack
+        holders = {name: [r for r, (names, *_) in enumerate(rows) if name in names] for name in self.order.values()}
         trained = [p for p in self.order if p.requires_grad and p in self.kept]
         self.tied = {p: holders[self.order[p]] for p in trained if p in inside and len(holders[self.order[p]]) > 1}
         """Parameters of the model that stand on several stages, and on which."""
@@ -50,20 +56,48 @@ class Ownership:
         self.counted = [p for p in trained if holders[self.order[p]][0] == (0 if over is None else over.rank)]
         """Those that a sum over the stages takes from this one."""
 
+    @torch.no_grad()
+    def share_buffers(self, device: torch.device) -> None:
+        """Every stage gets the last one's buffers, but for those of other stages' blocks. Collective.
+
+        What a step of the user's does after its call of the model, it does on the last stage alone.
+        """
+        if self._over is None:
+            return
+        own = {name: buffer for name, buffer in self._module.named_buffers() if name not in self._cut}
+        forms = gather_objects(self._over, {name: (tuple(b.shape), b.dtype) for name, b in own.items()})
+        for name, form in forms[-1].items():
+            fits = forms[self._over.rank].get(name) == form  # not one that a step has made, or given its size
+            values = own[name] if fits else torch.empty(form[0], dtype=form[1], device=device)
+            values = values.to(device).contiguous()
+            self._over.broadcast(values, self._over.size - 1).wait()
+            if not fits:
+                path, _, leaf = name.rpartition(".")
+                self._module.get_submodule(path)._buffers[leaf] = values
+            elif values is not own[name]:
+                own[name].copy_(values)
+
     def give_back(self, device: torch.device) -> None:
         """Make the module whole again on every stage, on the CPU. Collective."""
+        self.share_buffers(device)
         self._model.restore()
         self._module.cpu()  # and one tensor after the other: a device need only have room for its own stage
+        over, self._over = self._over, None  # its group ends with the fit
+        if over is None:
+            return
         whole: Mapping[str, Tensor] = self._module.state_dict(keep_vars=True)
-        mine = 0 if self._over is None else self._over.rank
         for name, tensor in whole.items():
-            owner = next((r for r, keys in enumerate(self._keys) if name in keys), mine)
-            if self._over is not None and any(name not in keys for keys in self._keys):
-                shape = self._shapes.get(tensor, tensor.shape)  # type: ignore[call-overload]
-                values = tensor.detach() if owner == mine else tensor.detach().new_empty(shape)
-                values = values.to(device).contiguous()
-                self._over.broadcast(values, owner).wait()
-                tensor.data = values.cpu()
+            holders = [r for r, keys in enumerate(self._keys) if name in keys]
+            # Parameters that all have, too: a step may have written to one on the last stage alone.
+            if 0 < len(holders) < over.size or isinstance(tensor, nn.Parameter):
+                self._fill(tensor, holders[-1], device, over)
+
+    def _fill(self, tensor: Tensor, owner: int, device: torch.device, over: Transport) -> None:
+        shape = self._shapes.get(tensor, tensor.shape)  # type: ignore[call-overload]
+        values = tensor.detach() if owner == over.rank else tensor.detach().new_empty(shape)
+        values = values.to(device).contiguous()
+        over.broadcast(values, owner).wait()
+        tensor.data = values.cpu()
 
 
 def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:
@@ -72,6 +106,42 @@ def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Paramet
     flat = [name for group in names for name in group]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
     return {"names": names, "settings": settings, "state": {flat[i]: values for i, values in state["state"].items()}}
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
+    """[group]: what it has beside its parameters, in words."""
+    own = {"params", "param_names"}
+    return [{key: _said(value) for key, value in g.items() if key not in own} for g in optimizer.param_groups]
+
+
+def _said(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
+
+
+def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) -> None:
+    """See that one file can hold the groups of all.
+
+    Args:
+        workers: of each, of each of its optimizers, `settings_of` it.
+
+    Raises:
+        ValueError: on all workers, their optimizers have come to other groups.
+    """
+    for rank, others in enumerate(workers):
+        for theirs, ours in zip(others, workers[0], strict=True):
+            if theirs != ours:
+                raise ValueError(
+                    f"the optimizer's groups differ between stages ({_difference(theirs, ours, rank)}), so no file can "
+                    "hold them: make the same groups on every stage, empty ones too, and change all alike"
+                )
+
+
+def _difference(theirs: Sequence[Mapping[str, str]], ours: Sequence[Mapping[str, str]], rank: int) -> str:
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} on worker {rank}, {len(ours)} on worker 0"
+    pairs = enumerate(zip(theirs, ours, strict=True))
+    group, key = next((g, key) for g, (a, b) in pairs for key in sorted({*a, *b}) if a.get(key) != b.get(key))
+    return f"group {group}: {key}={theirs[group].get(key)} on worker {rank}, {ours[group].get(key)} on worker 0"
 
 
 def joined_names(parts: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -192,13 +193,14 @@ class StageRunner:
         if self.over is None:
             return
         for parameter, stages in tied.items():
-            (other,) = [r for r in stages if r != self.rank]
             mine = _gradient(parameter)
-            theirs = torch.empty_like(mine)
-            kept, landing = self.over.exchange([Message(other, mine, TIED)], [Message(other, theirs, TIED)])
+            rows = {r: mine if r == self.rank else torch.empty_like(mine) for r in stages}
+            sends = [Message(r, mine, TIED) for r in stages if r != self.rank]
+            kept, landing = self.over.exchange(sends, [Message(m.peer, rows[m.peer], TIED) for m in sends])
             for pending in (*landing, *kept):
                 pending.wait()
-            parameter.grad = mine + theirs  # a + b and b + a are the same bits: both holders make the same update
+            # In one order, to the same bits: all holders make the same update.
+            parameter.grad = reduce(torch.add, [rows[r] for r in stages])
         for parameter in outside:
             parameter.grad = self.total(_gradient(parameter))
 

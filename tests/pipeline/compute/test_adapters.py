@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_decentral.pipeline import Uniform
+from lightning_decentral.pipeline import Planned, Uniform
 from lightning_decentral.pipeline.compute.adapters import Chain, blocks_of
 from tests.pipeline.training import alone, distance, fit, forked, pipeline
 
@@ -77,11 +77,31 @@ class Perceptron(Images):
         return Chain(self.model, blocks_of(list(self.model)))
 
 
+class Shared(Perceptron):
+    """One linear map in three blocks, one activation everywhere, once inside of another block."""
+
+    def __init__(self):
+        super().__init__()
+        linear, tanh = nn.Linear(16, 16), nn.Tanh()
+        blocks = [linear, tanh, linear, tanh, nn.Linear(16, 16), nn.Sequential(tanh, linear)]
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), *blocks, nn.Linear(16, 3)).double()
+
+
+class AtTheEnd(Callback):
+    def __init__(self, folder):
+        self._folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self._folder / "end.ckpt")
+
+
 CASES = {
-    "vit, two micro-batches": (partial(Images, "vit"), 2, 2),
-    "vit, three stages": (partial(Images, "vit"), 3, 3),
-    "resnet": (partial(Images, "resnet", 16), 2, 1),
-    "pipeline_stages()": (Perceptron, 2, 3),
+    "vit, two micro-batches": (partial(Images, "vit"), 2, 2, Planned()),
+    "vit, three stages": (partial(Images, "vit"), 3, 3, None),
+    "resnet": (partial(Images, "resnet", 16), 2, 1, Uniform(1)),
+    "pipeline_stages()": (Perceptron, 2, 3, None),
+    "modules in several blocks, two stages": (Shared, 2, 1, None),
+    "modules in several blocks, three stages": (Shared, 3, 2, None),
 }
 
 
@@ -89,9 +109,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_one_process(tmp_path, case):
     """ResNet in one micro-batch: BatchNorm takes its statistics from each micro-batch by itself."""
-    make, devices, microbatches = CASES[case]
+    make, devices, microbatches, slicing = CASES[case]
     wanted, losses, metrics = fit(make(), alone(), tmp_path / "alone")
-    how = pipeline(devices, microbatches=microbatches, slicing=None)
+    how = pipeline(devices, microbatches=microbatches, slicing=slicing)
     found, found_losses, found_metrics = forked(make(), how, tmp_path / "pipeline")
     assert found_losses == pytest.approx(losses, rel=1e-10)
     floats = [name for name, tensor in wanted.items() if tensor.is_floating_point()]
@@ -102,7 +122,7 @@ def test_training_is_that_of_one_process(tmp_path, case):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_are_refused_and_it_is_said_why(tmp_path, name):
-    words = r"needs all of an input at once .*can't be cut into slices: leave slicing=Uniform\(n=4\) out"
+    words = r"can't be cut into slices: leave slicing=Uniform\(n=4\) out \(.*strategy/slicing=planned, the default\)"
     with pytest.raises(RuntimeError, match=words):
         forked(Images(name), pipeline(2, slicing=Uniform(4)), tmp_path)
 
@@ -117,3 +137,25 @@ def test_an_unknown_model_says_what_is_known(tmp_path):
         RuntimeError, match=r"found none: it knows transformers' causal language models.*return a Chain from a method"
     ):
         forked(Unknown(), pipeline(2), tmp_path)
+
+
+def test_what_blocks_share_is_saved_and_given_back(tmp_path):
+    wanted, *_ = fit(Shared(), alone(), tmp_path / "alone")
+    found, *_ = forked(Shared(), pipeline(3, slicing=None), tmp_path, callbacks=[AtTheEnd(tmp_path)])
+    assert distance(found, wanted) < 1e-8
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert list(saved["state_dict"]) == list(Shared().state_dict())
+    assert all(torch.equal(saved["state_dict"][name], tensor) for name, tensor in found.items())
+    assert sum(len(group["params"]) for group in saved["optimizer_states"][0]["param_groups"]) == 8
+
+
+class Normed(Perceptron):
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(16)
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), norm, nn.Linear(16, 16), norm, nn.Linear(16, 3))
+
+
+def test_running_statistics_of_several_blocks_are_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="several blocks of the Chain share one BatchNorm1d, whose running stat"):
+        forked(Normed(), pipeline(2, slicing=None), tmp_path)

@@ -1,0 +1,113 @@
+"""What the user's step logs on the last stage of a pipeline, logged on all."""
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.memory import recursive_detach
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner
+from lightning_decentral.shared.wire.objects import gather_objects
+
+CALL = inspect.signature(LightningModule.log)
+
+
+class Logged(NamedTuple):
+    """One call of `self.log`."""
+
+    name: str
+    options: dict[str, Any]
+
+
+class Logs:
+    """What the user's step logs, kept until every stage can log it."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module: Any = module
+        self._known: dict[int, tuple[list[Logged], list[Any]]] = {}
+        self._calls: list[Logged] = []
+        self._beside: list[dict[Any, Any]] = []
+        self.values: list[list[Tensor]] = []
+        """Of each micro-batch, scalars, which no host reads here."""
+
+    def begin(self) -> None:
+        self._calls, self.values, self._beside = [], [], []
+
+    def recording(self, keep: bool) -> "_Recording":
+        """Within, `self.log` of the module keeps, or drops, what it is given."""
+        if keep:
+            self._calls, self.values = [], [*self.values, []]
+        return _Recording(self._module, self._take if keep else _drop)
+
+    def returned(self, result: Any) -> Any:
+        """The loss of what the step returned for a micro-batch; what stands beside it is kept."""
+        if not isinstance(result, Mapping):
+            return result
+        # Detached: a graph would hold the micro-batch's activations.
+        self._beside.append({k: recursive_detach(value) for k, value in result.items() if k != "loss"})
+        return result["loss"]
+
+    def _take(self, *args: Any, **kwargs: Any) -> None:
+        name, value, options = _read(*args, **kwargs)
+        if isinstance(value, Metric):
+            raise ValueError(
+                f"self.log({name!r}, ...) got a {type(value).__name__} in training_step, which only the last stage of "
+                "a pipeline updates: log its value instead"
+            )
+        self._calls.append(Logged(name, options))
+        # A copy: the user may go on to change it.
+        self.values[-1].append(torch.as_tensor(value).detach().clone().reshape(()))
+
+    @property
+    def signature(self) -> int:
+        """The same for the same names and options."""
+        # Not `hash`, which differs between processes.
+        return zlib.crc32(repr((self._calls, self._keys)).encode())
+
+    @property
+    def _keys(self) -> list[Any]:
+        return list(self._beside[-1]) if self._beside else []
+
+    def publish(self, signature: int, values: Sequence[Tensor], pipe: StageRunner) -> dict[Any, Any]:
+        """Log on every stage what the last one was given. Collective where the names are new.
+
+        Returns:
+            What the step returned beside its loss, on the last stage; of several micro-batches a list. Elsewhere each
+            value is None.
+        """
+        if signature not in self._known:
+            mine = self._calls, self._keys
+            self._known[signature] = mine if pipe.over is None else gather_objects(pipe.over, mine)[-1]
+        calls, keys = self._known[signature]
+        for (name, options), value in zip(calls, values, strict=True):
+            self._module.log(name, value, **options)
+        rows, self._beside = self._beside, []  # the next step needs the memory
+        if len(rows) > 1:
+            return {key: [row.get(key) for row in rows] for key in keys}
+        return rows[0] if rows else dict.fromkeys(keys)
+
+
+def _read(*args: Any, **kwargs: Any) -> tuple[str, Any, dict[str, Any]]:
+    """(name, value, options) of a call of `self.log`, whatever is given by position."""
+    given = CALL.bind(None, *args, **kwargs).arguments
+    return given["name"], given["value"], {k: v for k, v in given.items() if k not in ("self", "name", "value")}
+
+
+def _drop(*_: Any, **__: Any) -> None:
+    pass
+
+
+class _Recording:
+    def __init__(self, module: Any, take: Callable[..., None]) -> None:
+        self._module, self._take = module, take
+
+    def __enter__(self) -> None:
+        self._module.log = self._take
+
+    def __exit__(self, *_: object) -> None:
+        del self._module.log  # the class's own again

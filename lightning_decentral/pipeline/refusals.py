@@ -1,0 +1,49 @@
+"""What a pipeline can't train, said in one line before it begins. Short: no step needs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+
+from lightning_decentral.shared.evaluation import callbacks_of
+
+COPIES = "keeps a copy of the whole model, and a stage has a part of it: average checkpoints after the fit"
+CALLBACKS: dict[type[Callback], str] = {
+    ModelPruning: "chooses from the whole model, and a stage has a part of it: prune before or after the fit",
+    WeightAveraging: COPIES,
+    StochasticWeightAveraging: COPIES,
+    BaseFinetuning: "adds groups to the optimizer of a stage that has the layers, and to no other, so no checkpoint "
+    "can be put together: give the optimizer all parameters, freeze before the fit, and unfreeze before a second fit "
+    "from its checkpoint",
+}
+"""Of Lightning, with what is wrong and what to do."""
+
+
+def refuse_unserved(module: LightningModule) -> None:
+    """ValueError for what needs the backward, or the whole model, in one place."""
+    if not module.automatic_optimization:
+        raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
+    for callback in callbacks_of(module.trainer):
+        for kind, why in CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"{type(callback).__name__} {why}, or use strategy='compressed'")
+
+
+@contextmanager
+def nothing_to_train(stage: int, stages: int) -> Iterator[None]:
+    """Around `configure_optimizers`, whose ValueError of torch's would say neither.
+
+    Raises:
+        ValueError: the optimizer was given no parameter of this stage.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise ValueError(
+            f"configure_optimizers finds nothing to train on stage {stage} of {stages} (the first is 0): give the "
+            "optimizer self.parameters(), of which those with requires_grad=False stay as they are, or cut the model "
+            "so that each stage has something to train (fewer stages, partition=Counted(...))"
+        ) from error
