@@ -95,7 +95,8 @@ class Chain(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        output = call.inputs if hidden is None else hidden
+        # The batch is the user's: a block that writes to what it is given would change it, and be recomputed from that.
+        output = call.inputs.clone() if hidden is None else hidden
         for block in self._own(place):
             output = block.run(output)
         return output

@@ -7,8 +7,9 @@ out; keys and values of other slices come and go through `KVCache`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,39 @@ from lightning_decentral.pipeline.compute.model import Call, Pipelined, StagePla
 from lightning_decentral.pipeline.compute.weight_grad import AtOnce, WeightGradients
 
 Compute = Callable[[Tensor | None], Tensor]
+
+
+class Incoming:
+    """The gradient of a hidden state that comes from another stage."""
+
+    def __init__(self) -> None:
+        self.found: Tensor | None = None
+        self._zeros: Callable[[], Tensor] | None = None
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """It, differentiable and no leaf: a block may write to it, as to what a block before it made."""
+        self._zeros = partial(torch.zeros, hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        anchor = torch.zeros((), requires_grad=True)
+        came: Tensor = _Come.apply(hidden.detach(), anchor, self)  # type: ignore[no-untyped-call]
+        return came
+
+    def grad(self) -> Tensor | None:
+        """After the backward; None where nothing came in."""
+        # Zeros where nothing asked for it: the stage before waits for a message.
+        return self._zeros() if self.found is None and self._zeros else self.found
+
+
+class _Come(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, incoming: Incoming) -> Tensor:
+        ctx.incoming = incoming
+        ctx.mark_dirty(tensor)  # so it is returned as itself, not as a view, which couldn't be written to
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.incoming.found = grad.contiguous()  # it is sent
+        return None, None, None
 
 
 class Activations(ABC):
@@ -50,14 +84,15 @@ class Recompute(Activations):
     repeats: ClassVar[bool] = True
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
+        # A copy each time: a block that writes to what came in mustn't do so to what the backward begins with.
+        copied = lambda hidden: compute(None if hidden is None else hidden.clone())  # noqa: E731
         # Reentrant, the first stage would get no gradients: nothing that comes in asks for one.
-        output: Tensor = checkpoint(compute, hidden, use_reentrant=False)
+        output: Tensor = checkpoint(copied, hidden, use_reentrant=False)
         return output
 
 
-@dataclass
-class _Kept:
-    hidden: Tensor | None
+class _Kept(NamedTuple):
+    incoming: Incoming
     output: Tensor
 
 
@@ -92,8 +127,9 @@ class Stage:
     def forward(self, microbatch: int, index: int, hidden: Tensor | None) -> Tensor:
         """Take one chunk forward; `hidden` is None on the first stage. What it comes to, detached."""
         call, memory, (start, stop) = self.calls[microbatch], self._memories[microbatch], self.bounds[index]
+        incoming = Incoming()
         if hidden is not None and torch.is_grad_enabled():
-            hidden.requires_grad_()
+            hidden = incoming.of(hidden)
 
         def compute(hidden: Tensor | None) -> Tensor:
             with self._weights.during((microbatch, index)):
@@ -101,7 +137,7 @@ class Stage:
 
         output = self._activations.run(compute, hidden)
         if output.requires_grad:
-            self._kept[microbatch, index] = _Kept(hidden, output)
+            self._kept[microbatch, index] = _Kept(incoming, output)
         if self.place.last:
             self.outputs.setdefault(microbatch, []).append(output.detach())
         return output.detach()
@@ -115,11 +151,7 @@ class Stage:
         if kept is None:  # nothing here or before it is trained
             return None
         torch.autograd.backward([kept.output], [grad])
-        if self.place.first:
-            return None
-        assert kept.hidden is not None
-        # Zeros where nothing asked for its gradient: the stage before waits for a message.
-        return torch.zeros_like(kept.hidden) if kept.hidden.grad is None else kept.hidden.grad
+        return kept.incoming.grad()
 
     def weights(self, microbatch: int, index: int) -> None:
         """The second half of a backward, where it's split: gradients of weights are added to `.grad`."""

@@ -9,7 +9,16 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_decentral.pipeline import Planned, Uniform
+from lightning_decentral.pipeline import (
+    Counted,
+    Keep,
+    OneForwardOneBackward,
+    Planned,
+    Recompute,
+    TeraPipe,
+    Uniform,
+    ZeroBubble,
+)
 from lightning_decentral.pipeline.compute.adapters import Chain, blocks_of
 from tests.pipeline.training import alone, distance, fit, forked, pipeline
 
@@ -87,6 +96,22 @@ class Shared(Perceptron):
         self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), *blocks, nn.Linear(16, 3)).double()
 
 
+class Doubled(nn.Module):
+    """Writes to what it is given; twice would be something else."""
+
+    def forward(self, x):
+        return x.mul_(2)
+
+
+class InPlace(Perceptron):
+    """The first block of every stage writes to what comes in."""
+
+    def __init__(self):
+        super().__init__()
+        parts = [Doubled(), nn.Linear(16, 16), Doubled(), nn.ReLU(True), nn.Linear(16, 16), Doubled(), nn.Linear(16, 3)]
+        self.model = nn.Sequential(nn.Sequential(Doubled(), nn.Flatten(), nn.Linear(64, 16)), *parts).double()
+
+
 class AtTheEnd(Callback):
     def __init__(self, folder):
         self._folder = folder
@@ -137,6 +162,20 @@ def test_an_unknown_model_says_what_is_known(tmp_path):
         RuntimeError, match=r"found none: it knows transformers' causal language models.*return a Chain from a method"
     ):
         forked(Unknown(), pipeline(2), tmp_path)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("activations", [Keep(), Recompute()])
+@pytest.mark.parametrize(
+    "schedule", [OneForwardOneBackward(), TeraPipe(), ZeroBubble()], ids=lambda s: type(s).__name__
+)
+def test_blocks_may_write_to_what_comes_in(tmp_path, schedule, activations):
+    wanted, losses, _ = fit(InPlace(), alone(), tmp_path / "alone", max_steps=2)
+    how = {"partition": Counted((1, 2, 5)), "microbatches": 2, "slicing": None}
+    how = pipeline(3, schedule=schedule, activations=activations, **how)
+    found, found_losses, _ = forked(InPlace(), how, tmp_path / "p", max_steps=2)
+    assert found_losses == pytest.approx(losses, rel=1e-10)
+    assert distance(found, wanted) < 1e-8
 
 
 def test_what_blocks_share_is_saved_and_given_back(tmp_path):
