@@ -422,13 +422,17 @@ def resume_in(path: Path, precision: Any) -> None:
 
 @pytest.mark.parametrize(("precision", "said"), [
     ("bf16-true", "saved with parameter precision 32, this run has bf16; all workers start from the mean"),
-    ("bf16-mixed", "every worker goes on from its own state"),
+    ("bf16-mixed", None),
 ])  # fmt: skip
-def test_parameters_of_another_type_start_from_the_mean(tmp_path: Path, capfd: Any, precision: str, said: str) -> None:
-    """Messages in flight and the rule's states have the parameters' type."""
+def test_parameters_of_another_type_start_from_the_mean(
+    tmp_path: Path, capfd: Any, precision: str, said: str | None
+) -> None:
+    """Messages in flight and the rule's states have the parameters' type, which a mixed precision leaves as it is."""
     in_processes(fit, tmp_path, 2, 4, {}, {}, {}, 4, None, False)
     in_processes(resume_in, tmp_path / "at-step=4.ckpt", precision)
-    assert said in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert (said or "") in printed
+    assert ("start from the mean" in printed) == (said is not None)
 
 
 def test_another_topology_goes_on_where_no_state_is_of_a_link(tmp_path: Path, capfd: Any) -> None:
