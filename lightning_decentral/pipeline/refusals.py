@@ -13,9 +13,9 @@ CALLBACKS: dict[type[Callback], str] = {
     ModelPruning: "chooses from the whole model, and a stage has a part of it: prune before or after the fit",
     WeightAveraging: COPIES,
     StochasticWeightAveraging: COPIES,
-    BaseFinetuning: "adds groups to the optimizer of a stage that has the layers, and to no other, so no checkpoint "
-    "can be put together: give the optimizer all parameters, freeze before the fit, and unfreeze before a second fit "
-    "from its checkpoint",
+    BaseFinetuning: "adds groups to the optimizer of the stage that has the layers, and to no other, so no file can "
+    "hold them: freeze before the fit, and give the optimizer all parameters. Unfreeze before a second fit from its "
+    "checkpoint",
 }
 """Of Lightning, with what is wrong and what to do."""
 
@@ -43,7 +43,7 @@ def nothing_to_train(stage: int, stages: int) -> Iterator[None]:
         if "empty parameter list" not in str(error):
             raise
         raise ValueError(
-            f"configure_optimizers finds nothing to train on stage {stage} of {stages} (the first is 0): give the "
-            "optimizer self.parameters(), of which those with requires_grad=False stay as they are, or cut the model "
-            "so that each stage has something to train (fewer stages, partition=Counted(...))"
+            f"configure_optimizers finds nothing to train on stage {stage} of {stages}, counted from 0: give the "
+            "optimizer self.parameters(), of which those with requires_grad=False stay as they are. Or cut the model "
+            "so that each stage has something to train: fewer stages, or partition=Counted(...)"
         ) from error

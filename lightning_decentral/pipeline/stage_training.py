@@ -44,8 +44,8 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
     if not model.sliceable and slicing not in (None, Planned(), Uniform(1)):
         raise ValueError(
             f"{type(model.module).__name__} needs all of an input at once (attention in both directions, or no "
-            f"tokens at all), so it can't be cut into slices: leave slicing={slicing} out (on the command line "
-            "strategy/slicing=planned, the default) and use microbatches (strategy.microbatches=4)"
+            f"tokens at all), so it can't be cut into slices: leave slicing={slicing} out and use "
+            "microbatches. On the command line: strategy/slicing=planned, the default, and strategy.microbatches=4"
         )
     return model
 
