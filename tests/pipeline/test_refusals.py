@@ -30,7 +30,7 @@ class Averaging(EMAWeightAveraging):
     (ModelPruning("l1_unstructured"), "ModelPruning chooses from the whole model.*: prune before or after the fit"),
     (Averaging(), "Averaging keeps a copy of the whole model.*: average checkpoints after the fit"),
     (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging keeps a copy of the whole model.*: average checkpo"),
-    (BackboneFinetuning(), "BackboneFinetuning adds groups to the optimizer of a stage.*: give the optimizer all para"),
+    (BackboneFinetuning(), "BackboneFinetuning adds groups to the optimizer of the stage.*: freeze before the fit"),
 ], ids=lambda of: type(of).__name__)  # fmt: skip
 def test_callbacks_that_need_the_whole_model(callback: Callback, words: str) -> None:
     module: Any = SimpleNamespace(automatic_optimization=True, trainer=SimpleNamespace(callbacks=[callback]))
@@ -59,7 +59,7 @@ class Lower(Language):
 
 
 def test_a_stage_without_anything_to_train_is_named(tmp_path: Path) -> None:
-    words = r"ValueError: configure_optimizers finds nothing to train on stage 0 of 2 .*: give the optimizer self"
+    words = r"ValueError: configure_optimizers finds nothing to train on stage 0 of 2, .*: give the optimizer self"
     with pytest.raises(RuntimeError, match=words):
         forked(Lower(every=False), pipeline(2, slicing=Uniform(1)), tmp_path)
 
