@@ -138,10 +138,12 @@ def publish(page: Path, found: Sequence[Found], some: bool) -> None:
     path = RESULTS / f"faults-{slug()}.json"
     command = f"`{shlex.join(['python', 'benchmarks/faults.py', *sys.argv[1:]])}`"
     about = f"{command}, {sentence()}; raw results in `benchmarks/results/{path.name}`."
+    hardware = description()
     if some:
-        found = merged(raw(path)[1], found, rows())
-        about = f"{about_of(page.read_text())} Later, rows of {command}."
-    path.write_text(json.dumps({"hardware": description(), "rows": [asdict(one) for one in found]}, indent=1) + "\n")
+        processor, (hardware, before) = hardware["processor"], raw(path)  # that of most rows
+        found = merged(before, found, rows())
+        about = f"{about_of(page.read_text())} Later, rows of {command}, processor {processor}."
+    path.write_text(json.dumps({"hardware": hardware, "rows": [asdict(one) for one in found]}, indent=1) + "\n")
     page.write_text(written(page.read_text(), found, about))
 
 
