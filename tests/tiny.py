@@ -187,6 +187,25 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class TwoOptimizers(Net):
+    """Manual optimization: the first of the first layer, the second of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.head)]
+
+    def update(self, batch: Any, *order: int) -> None:
+        """One step of each of these, in order."""
+        every: Any = self.optimizers()
+        for place in order:
+            every[place].zero_grad()
+            self.manual_backward(self.loss(batch))
+            every[place].step()
+
+
 class Batches:
     """`length` batches a worker and epoch that depend on (worker, epoch, index) alone; resumable within an epoch.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import lightning_decentral
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import Complete, OnePeerExponential, PushSum, Ring, Topology
-from tests.tiny import QUIET, Batches, Net, SizedBatches, in_processes
+from tests.tiny import QUIET, Batches, Net, SizedBatches, TwoOptimizers, in_processes
 
 SIZE = 3
 
@@ -606,22 +606,11 @@ class Uneven(Batches):
         return self._lengths[self._rank]
 
 
-class Critic(Net):
+class Critic(TwoOptimizers):
     """Three updates of the first optimizer for one of the second."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.head)]
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc]
-        for optimizer in (first, first, first, second):
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
+        self.update(batch, 0, 0, 0, 1)
 
 
 @pytest.mark.sampled

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import Every, Ring
 from tests.crew import crew
-from tests.tiny import QUIET, Batches, Net, SizedBatches
+from tests.tiny import QUIET, Batches, Net, SizedBatches, TwoOptimizers
 
 
 class Signalled(Callback):
@@ -56,21 +56,11 @@ def fit(
     trainer.fit(module(), Batches(lengths=lengths) if lengths else SizedBatches(100_000))
 
 
-class Second(Net):
-    """Of two optimizers the first is never stepped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.head)]
+class Second(TwoOptimizers):
+    """The first is never stepped."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        second: Any = self.optimizers()[1]  # type: ignore[index]
-        second.zero_grad()
-        self.manual_backward(self.loss(batch))
-        second.step()
+        self.update(batch, 1)
 
 
 def ended(folder: Path) -> list[dict[str, Any]]:

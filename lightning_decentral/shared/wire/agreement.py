@@ -116,7 +116,10 @@ class RollCall:
     def _say_where(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is worker 0, which whoever waits for it will say
             while not self._closed.wait(self._patience() / 2):
-                self._alert = self._alert or self._store.check([self._key("ended")])
+                number = self._number
+                ended = self._alert or self._store.check([self._key("ended")])
+                with self._lock:
+                    self._alert = ended and number == self._number  # the roll may have been called meanwhile
                 if self._alert:
                     self._tell(",".join(map(str, [*self._wanted(), self._met()])))
 
