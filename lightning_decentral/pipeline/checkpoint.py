@@ -98,7 +98,8 @@ class PipelineCheckpoints(Checkpoints):
         mine = self._part(checkpoint, self.layout)
         wire = self._join_groups()  # again, after the fit
         if STATES in checkpoint and wire is not None:
-            check_same_groups(gather_objects(wire.roll, [settings_of(o) for o in self._stage.optimizers]))
+            every = gather_objects(wire.roll, [settings_of(o) for o in self._stage.optimizers])
+            check_same_groups(every[: self._stage.num_stages])  # the others' pipelines may have rates of their own
         parts = [mine] if wire is None else collect_objects(wire.roll, mine)
         return self._joined(checkpoint, parts, mark, self.layout) if parts else {}
 
