@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.refusals import StepWatch
-from lightning_decentral.shared.wire.agreement import RollCall
+from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
 from lightning_decentral.shared.wire.meeting.rescue import Rescue
@@ -43,14 +43,6 @@ class Rounds(Protocol):
 
     def take_part(self, index: int) -> None:
         """Run one round of the optimizer with that index, without an update."""
-
-
-def uneven(worker: int, steps: int) -> RuntimeError:
-    """Of a worker whose epoch has ended, under a method in which all take the same updates."""
-    return RuntimeError(
-        f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
-        "updates: give every worker the same number of batches (drop_last=True, limit_train_batches)"
-    )
 
 
 class Uncoordinated:
@@ -269,7 +261,10 @@ class LoopPatches:
         """At an epoch's end: all stop if one does, and validate if one does."""
         if self._epoch_ended:
             return
-        self._roll.end_epoch()
+        try:
+            self._roll.end_epoch()
+        except Uneven as error:
+            raise error.of_early_end() if self._trainer.should_stop else error
         self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early

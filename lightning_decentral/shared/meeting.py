@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
-from lightning_decentral.shared.wire.meeting.notices import Notices, Presence, new_board
+from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
 from lightning_decentral.shared.wire.meeting.rescue import Rescue
 from lightning_decentral.shared.wire.meeting.stopping import StopAgreement
-from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection
+from lightning_decentral.shared.wire.transport import Wire, abort_nccl, connected, own_connection, prefixed
 
 GOODBYE_SECONDS = 10.0
 """Worker 0, and the store with it, stays so long for the others to end, too."""
@@ -151,9 +151,10 @@ class Attendance:
             self._make_world(Meeting(*place, self.timeout, _hosted(), (of.num_nodes, of.num_processes)))
         else:
             _init_dist_connection(environment, of.process_group_backend, **self._settings)
-        board = new_board()
         if connected():
-            self._store = own_connection(board)
+            board = own_connection("notices")
+            # The store counts its meetings, not the process, which may have met others before (a pool's, an actor's).
+            self._store = prefixed(board, str(board.add(f"meetings/{rank}", 1)))
             self._notices = Notices(self._store, rank, size, _hosted())
             self._presence = Presence(self._notices, self.phase)
 

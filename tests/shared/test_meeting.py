@@ -165,7 +165,7 @@ def test_nccl_has_few_blocks_for_messages_unless_the_user_says_how_many(
         monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
     place: Any = SimpleNamespace(global_rank=lambda: 0, world_size=lambda: 1)
     of: Any = SimpleNamespace(cluster_environment=place, root_device=torch.device("cuda"), process_group_backend="nccl")
-    with mock.patch.object(meeting, "_init_dist_connection"), mock.patch.object(meeting, "new_board"):
+    with mock.patch.object(meeting, "_init_dist_connection"):
         Attendance(of, timedelta(minutes=5)).come()
     assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == found
 

@@ -56,6 +56,31 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device
         tensor.detach().copy_(values)
 
 
+class Uneven(RuntimeError):
+    """An epoch that ended on one worker while another goes on, which needs it."""
+
+    def __init__(self, worker: int, text: str) -> None:
+        super().__init__(f"worker {worker} ended its epoch {text}")
+        self._worker = worker
+
+    def of_early_end(self) -> RuntimeError:
+        """The same, of a worker that has more batches."""
+        return RuntimeError(
+            f"worker {self._worker} alone stops early (trainer.should_stop) while another goes on and needs it: stop on "
+            "all workers, as EarlyStopping does (trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, "
+            "all=False))"
+        )
+
+
+def uneven(worker: int, steps: int) -> Uneven:
+    """Of a worker whose epoch has ended, under a method in which all take the same updates."""
+    return Uneven(
+        worker,
+        f"after {steps} steps while another goes on, and all must take the same updates: give every worker the same "
+        "number of batches (drop_last=True, limit_train_batches)",
+    )
+
+
 class RollCall:
     """The end of an epoch with unequal numbers of batches: nobody hangs and all take the same number of rounds.
 
@@ -175,10 +200,10 @@ class RollCall:
         """Take part in the rounds that others wait for; whether there were any."""
         rows, all_known = self._asked()
         if any(met > self._met() for *_, met in rows):
-            raise RuntimeError(
-                f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
-                "sync_dist=True, ConsensusMonitor): give every worker the same number of batches, "
-                "or log with sync_dist=False"
+            raise Uneven(
+                self._over.rank,
+                "while another waits for all workers within it (validation, sync_dist=True, ConsensusMonitor): give "
+                "every worker the same number of batches, or log with sync_dist=False",
             )
         return bool(rows) and all_known and self._catch_up([min(column) for column in zip(*rows, strict=True)][:-1])
 

@@ -27,15 +27,6 @@ LINGER_SECONDS = 1.5
 """Worker 0 takes the store with it: the others get so long to read why."""
 LONGEST_REASON = 500
 
-_boards = 0  # of this process, whichever package its Trainers are of; equal on all workers, which take part in all
-
-
-def new_board() -> str:
-    """Where the keys of one meeting stand in the store."""
-    global _boards
-    _boards += 1
-    return f"notices/{_boards}"
-
 
 @dataclass(frozen=True)
 class Ending:

@@ -20,6 +20,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ COMPLETE = "complete"
 LINGER_SECONDS = 2.0
 """Worker 0 takes the store with it: where nobody will train, the others get so long to find out why."""
 
-_met = 0  # meetings of this process: a second one at the same store has other keys
+_met: Counter[str] = Counter()
+"""Meetings of this process by place: a second one at the same store has other keys. By place, as a process that serves
+one training after another (a pool's, an actor's) may have met others than the processes it meets now."""
 
 
 class MeetingFailed(ConnectionError):
@@ -88,13 +91,12 @@ class Meeting:
             MeetingFailed: one line: who is missing, or who else is at this port.
             ValueError: a worker was told of other nodes or devices; the same line on all.
         """
-        global _met
-        _met += 1
+        _met[self.place] += 1
         end = time.monotonic() + self.timeout.total_seconds()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             reached = self._reach()
-            met = prefixed(reached, f"lightning_decentral/{attempt}/{_met}")
+            met = prefixed(reached, f"lightning_decentral/{attempt}/{_met[self.place]}")
             return self._all_here(prefixed(reached, self._token(met, end)), end)
         except (MeetingFailed, ValueError):
             time.sleep(LINGER_SECONDS if self._serves else 0.0)
