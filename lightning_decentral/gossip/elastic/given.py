@@ -18,17 +18,21 @@ from lightning_decentral.shared.plan.compared import model_difference, settings_
 from lightning_decentral.shared.plan.described import described
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
-OF_ONE_MEMBER = ("elastic.", "precision_plugin.device")
-"""Parts of names: places, weights and kinds of devices are each worker's own. `dead_after` is the lobby's."""
+OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
+"""Places, weights, numbers and kinds of devices are each worker's own. `dead_after` is the lobby's."""
 
 
 def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
     """What all members must have alike."""
     found = {**of_method(strategy, strategy.precision_plugin), **of_trainer(trainer), **of_callbacks(trainer)}
     found |= of_optimizers(strategy.optimizers, strategy.own)
-    alike = {name: text for name, text in found.items() if not any(part in name for part in OF_ONE_MEMBER)}
+    alike = {name: text for name, text in found.items() if not _is_own(name)}
     plan = described(strategy.elastic.workers, "elastic.workers")
     return {**versions(), **alike, **plan, **described(strategy.elastic.asynchronous, "elastic.asynchronous")}
+
+
+def _is_own(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{own}.") for own in OF_ONE_MEMBER)
 
 
 class Given:
