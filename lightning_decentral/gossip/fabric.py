@@ -84,7 +84,7 @@ class FabricGossipStrategy(FabricWorkers):
         self.member = IslandMember(self.wire, 1, self.meet)
 
     def _making(self) -> Making:
-        rounds = Rounds(self, self.lightning_module)
+        rounds = Rounds(self, self.lightning_module, self.model_layout)
         return Making(rounds.mixers, rounds.pack)
 
     # ---- a round after each update ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -15,10 +16,11 @@ from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
 
@@ -99,10 +101,15 @@ class _Mixing(Bond):
     def __init__(self, how: GossipReplicas, group: Group, device: torch.device, per_node: int) -> None:
         self._device, self._over = device, group()
         self._optimizers: list[Optimizer] = []
-        self._mixers = Mixers(lambda: Making(lambda: [how.mixer(group, device, per_node)], pack))
+        self._layout = ModelLayout()
+        packed = self._layout.packing(pack)
+        self._mixers = Mixers(lambda: Making(lambda: [how.mixer(group, device, per_node)], packed))
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
+        parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        refuse_shared(nn.ParameterList(parameters))
+        self._layout.note(parameters)
         for optimizer in optimizers:
             self._mixers.adopt(optimizer)
 

@@ -1,7 +1,7 @@
 """Rounds of a gossip run: the mixers of its optimizers, for each fragment of the model and each state that travels."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing, parameters_of
 from lightning_decentral.shared.compute.buckets import Bucket, with_tail
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -91,10 +92,12 @@ class Rounds:
 
     Args:
         module: whose parameters are mixed.
+        layout: of them when the workers were compared.
     """
 
     plan: Planned
     module: nn.Module
+    layout: ModelLayout = field(default_factory=ModelLayout)
 
     def mixers(self) -> list[Mixer]:
         """Of one optimizer, one for each fragment. Collective."""
@@ -108,9 +111,11 @@ class Rounds:
         return [StateMixer(optimizer, name, mixer, self.pack_state, self._everyone) for (name, _), mixer in named]
 
     def pack(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        self.layout.restore(parameters)
         return self.plan.member.pack(parameters, self.plan.bucket_bytes)
 
     def pack_state(self, optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int]) -> list[Bucket]:
+        self.layout.restore(chosen)
         return pack_states(optimizer, name, chosen, self.plan.bucket_bytes, self.plan.island.devices)
 
     def _everyone(self, row: list[int]) -> list[list[int]]:

@@ -160,7 +160,8 @@ class GossipStrategy(ReplicaStrategy):
             self._mixers.adopt(optimizer)
 
     def _making(self) -> Making:
-        rounds, exact = Rounds(self, self._module), exact_steps_of(self.exact_steps, self._module, self.broadcast)
+        rounds = Rounds(self, self._module, self.model_layout)
+        exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
         return Making(rounds.mixers, rounds.pack, rounds.of_states, exact, self._mean_of_flat)
 
     def _mean_of_flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """What all workers must have been given alike, collected from strategy, trainer and callbacks, and when it is compared.
 
-Nothing is listed that has to be the same: every argument of a constructor is, but for what is named here.
+Nothing is listed that has to be the same: every argument of a constructor is, but for what is named here. One place for
+all who compare: Trainers of a fixed number of workers (`SameSettings`), Fabric, elastic workers as they join.
 """
 
 from collections import Counter
@@ -34,7 +35,7 @@ OF_ONE_WORKER = (
 """Arguments of a Trainer that may differ: nobody waits for another because of them. Nodes are counted as workers."""
 OF_LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-    *("process_group_backend", "start_method"),
+    *("process_group_backend", "start_method", "precision"),
 )
 """Arguments of a strategy from its Trainer, or how processes start; where it matters, what came of them is compared."""
 PLACES = ("dirpath", "filename", "verbose", "auto_insert_metric_name", "enable_version_counter", "log_rank_zero_only")
@@ -91,17 +92,17 @@ class SameSettings:
 
     def optimizers(self) -> None:
         """When they exist."""
-        made = self._worker.optimizers
-        found = {
-            "optimizers": f"[{', '.join(type(optimizer).__qualname__ for optimizer in made)}]",
-            "parameters of the optimizers": str([sum(len(g["params"]) for g in o.param_groups) for o in made]),
-        }
-        self._compare({name: text for name, text in found.items() if name not in self._worker.own}, "the optimizers")
+        self._compare(of_optimizers(self._worker.optimizers, self._worker.own), "the optimizers")
 
     def _compare(self, mine: dict[str, str], when: str) -> None:
-        if connected():
-            over = everyone()
-            check_same_settings(mine, over.store, over.rank, over.size, self._worker._timeout or PATIENCE, when)
+        compare(mine, self._worker._timeout or PATIENCE, when)
+
+
+def compare(mine: dict[str, str], timeout: timedelta, when: str) -> None:
+    """With what the others of a fixed number of workers have; errors as `check_same_settings`. Collective."""
+    if connected():
+        over = everyone()
+        check_same_settings(mine, over.store, over.rank, over.size, timeout, when)
 
 
 def versions() -> dict[str, str]:
@@ -114,15 +115,33 @@ def versions() -> dict[str, str]:
 
 
 def of_strategy(strategy: Any) -> dict[str, str]:
-    """{argument: what it is, argument.part: ...}."""
+    """Of a Trainer's, among a fixed number of workers."""
+    return {**of_method(strategy, strategy.precision_plugin), **of_place(strategy)}
+
+
+def of_method(strategy: Any, precision: Any) -> dict[str, str]:
+    """{argument: what it is, argument.part: ...}, wherever the worker runs; of Fabric's strategies, too."""
     parts = constructed(strategy, own_bases(type(strategy)), skip=(*strategy.own, *OF_LIGHTNING))
     found = {"strategy": type(strategy).__qualname__}
     for name, part in parts.items():
         found |= described(part, name)
-    found |= described(strategy.precision_plugin, "precision_plugin")
+    return found | described(precision, "precision_plugin")
+
+
+def of_optimizers(optimizers: Sequence[Optimizer], own: Sequence[str] = ()) -> dict[str, str]:
+    """Without those of these facts that are each worker's own."""
+    found = {
+        "optimizers": f"[{', '.join(type(optimizer).__qualname__ for optimizer in optimizers)}]",
+        "parameters of the optimizers": str([sum(len(g["params"]) for g in o.param_groups) for o in optimizers]),
+    }
+    return {name: text for name, text in found.items() if name not in own}
+
+
+def of_place(strategy: Any) -> dict[str, str]:
+    """Where one of a fixed number of workers runs."""
     layout = {"devices": strategy.num_processes, "nodes": strategy.num_nodes, "workers": strategy.world_size}
     backend = {"process_group_backend": strategy.process_group_backend, "device": strategy.root_device.type}
-    return found | {name: str(value) for name, value in (layout | backend).items()}
+    return {name: str(value) for name, value in (layout | backend).items()}
 
 
 def of_trainer(trainer: Trainer) -> dict[str, str]:

@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 import lightning_decentral
 from lightning_decentral import GossipStrategy
-from lightning_decentral.gossip import Complete, OnePeerExponential, PushSum, Ring, Topology
+from lightning_decentral.gossip import (
+    Combine,
+    Complete,
+    Every,
+    OnePeerExponential,
+    OuterNesterov,
+    PushSum,
+    QuasiGlobalMomentum,
+    Ring,
+    Topology,
+)
 from tests.tiny import QUIET, Batches, Net, SizedBatches, TwoOptimizers, in_processes
 
 SIZE = 3
@@ -518,6 +528,37 @@ def test_workers_with_different_models_are_told_which_tensor(tmp_path: Path) -> 
         RuntimeError, match=r"worker 1 has extra.weight \(2, 2\) torch.float32 where worker 0 has no extra.weight"
     ):
         run(tmp_path, DifferentModel())
+
+
+class Reordered(LightningModule):
+    """Its gradients are zero, so whatever moves it is wrong; all workers change its memory format before the first
+    step, and worker 1 once more while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.global_rank == 1:
+            self.conv.to(memory_format=torch.channels_last)
+        return 0 * self.conv.weight.square().sum()
+
+    def on_fit_start(self) -> None:
+        self.conv.to(memory_format=torch.channels_last)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "combine", [QuasiGlobalMomentum(), OuterNesterov(lr=0.7)], ids=lambda rule: type(rule).__name__
+)
+def test_another_memory_format_after_set_up_moves_nothing(tmp_path: Path, combine: Combine) -> None:
+    module = Reordered()
+    expected = module.conv.weight.detach().clone()
+    topology = Every(2, Complete()) if isinstance(combine, OuterNesterov) else Ring()
+    found = run(tmp_path, module, options={"combine": combine, "topology": topology}, size=2)
+    torch.testing.assert_close(found["state"]["conv.weight"].contiguous(), expected)
 
 
 class WithSyncBatchNorm(Net):

@@ -1,7 +1,7 @@
 """States of an optimizer that travel beside the parameters: how each does, and the buckets that hold one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -18,6 +18,7 @@ from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout import Place
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -75,8 +76,15 @@ class StateBucket(Bucket):
         self, tensors: Sequence[Tensor], owners: Mapping[int, nn.Parameter], optimizer: Optimizer, name: str, parts: int
     ) -> None:
         self._owners, self._optimizer, self._name = [owners[id(t)] for t in tensors], optimizer, name
-        self._type = tensors[0].dtype
+        self._type, self._owner_of = tensors[0].dtype, owners
         super().__init__(cast(Sequence[nn.Parameter], tensors), parts)
+
+    def lies(self, parameter: nn.Parameter) -> Place:
+        # As its parameter: an optimizer may have made it of a gradient, which lies otherwise on every worker.
+        return replace(Place.of(self._owner_of[id(parameter)]), dtype=self._type)
+
+    def check(self, parameter: nn.Parameter, place: Place) -> None:
+        """The optimizer's own."""
 
     def adopt(self) -> None:
         # An optimizer may have put other tensors there, in another dictionary, as `load_state_dict` does.

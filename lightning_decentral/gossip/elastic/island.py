@@ -17,21 +17,26 @@ from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.shared.compute.gathered import of_each
 from lightning_decentral.shared.plan.elastic.dealing import Indices
 from lightning_decentral.shared.plan.elastic.view import view_of
-from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, Refuses, nothing
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_objects
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-def member_of(elastic: Elastic, seconds: float, wire: Wire | None, batches: int) -> ElasticMember:
+def member_of(
+    elastic: Elastic, seconds: float, wire: Wire | None, batches: int, refuses: Refuses = nothing
+) -> ElasticMember:
     """This device's part of a member.
 
     Args:
         batches: that its devices take in a step: one each, or one for all.
         wire: among the devices of the member; None: it is the only one.
+        refuses: as `ElasticWorker`'s.
     """
     if wire is None:
-        return ElasticMember(elastic, seconds)
-    return (Leading if wire.roll.rank == 0 else Following)(elastic, seconds, wire.roll, batches)
+        return ElasticMember(elastic, seconds, refuses=refuses)
+    if wire.roll.rank:
+        return Following(elastic, seconds, wire.roll, batches)
+    return Leading(elastic, seconds, wire.roll, batches, refuses)
 
 
 class DeviceMember(ElasticMember, ABC):
@@ -61,9 +66,11 @@ class DeviceMember(ElasticMember, ABC):
 class Leading(DeviceMember):
     """The first device's: the member, which tells the others."""
 
-    def __init__(self, elastic: Elastic, seconds: float, over: Transport, batches: int) -> None:
+    def __init__(
+        self, elastic: Elastic, seconds: float, over: Transport, batches: int, refuses: Refuses = nothing
+    ) -> None:
         self._over, self._told, self._batches = over, 0, batches
-        super().__init__(elastic, seconds, batches)
+        super().__init__(elastic, seconds, batches, refuses)
         self._tell(lambda: self.worker.name)
 
     def _tell(self, call: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ from lightning_decentral.shared.plan.elastic.view import Times, View, view_of, w
 from lightning_decentral.shared.plan.elastic.watch import Watch, came_and_went
 from lightning_decentral.shared.wire.elastic.frames import own_address
 from lightning_decentral.shared.wire.elastic.starter import title
-from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, Refuses, nothing
 
 
 class ElasticMember:
@@ -46,10 +46,11 @@ class ElasticMember:
     leads = True
     """Whether this device talks to other members."""
 
-    def __init__(self, elastic: Elastic, seconds: float, batches: int = 1) -> None:
+    def __init__(self, elastic: Elastic, seconds: float, batches: int = 1, refuses: Refuses = nothing) -> None:
         self._hold(elastic, seconds, batches)
         host = elastic.host or own_address(elastic.lobby)
-        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), title(os.environ), self._weight)
+        named = title(os.environ), self._weight, refuses
+        self.worker = ElasticWorker(elastic.lobby, host, Times(elastic.dead_after), *named)
 
     def _hold(self, elastic: Elastic, seconds: float, batches: int) -> None:
         """What it knows."""
@@ -73,7 +74,7 @@ class ElasticMember:
 
         Raises:
             TimeoutError: nobody came.
-            ValueError: the lobby was told another least number of workers.
+            ValueError: the run's workers were given other things, or the lobby another least number of workers.
         """
         try:
             value = self.worker.healed(self._seconds)

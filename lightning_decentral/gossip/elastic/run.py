@@ -21,6 +21,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
 from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
 from lightning_decentral.gossip.elastic.elastic import Elastic
+from lightning_decentral.gossip.elastic.given import Given, settings_of
 from lightning_decentral.gossip.elastic.holding import Holding
 from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
@@ -48,7 +49,9 @@ from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
+from lightning_decentral.shared.compute import layout
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -85,6 +88,8 @@ class ElasticRun(WatchedProcess):
         self._member: ElasticMember | None = None
         self._exchange: ElasticExchange | None = None
         self._planned = 0
+        self._described: dict[str, str] = {}
+        self._given = Given({}, {})
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
@@ -112,8 +117,15 @@ class ElasticRun(WatchedProcess):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
+        if fitting:
+            layout.refuse_shared(module)
         if fitting and not self._module.automatic_optimization:
             raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
+
+    def place(self, fitting: bool) -> None:
+        self._described = layout.described(self._module) if fitting else {}
+        super().place(fitting)
+        self.model_layout = ModelLayout(self._module.parameters())
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""
@@ -126,7 +138,8 @@ class ElasticRun(WatchedProcess):
         if self._planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
         lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
-        self._member = member_of(lobby, seconds, self.wire, self.batches)
+        self._given = Given(settings_of(self, trainer), self._described)
+        self._member = member_of(lobby, seconds, self.wire, self.batches, self._given.refuses)
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
         self._held = self.holding(self._member)
@@ -154,13 +167,15 @@ class ElasticRun(WatchedProcess):
         if not self._member.leads:
             return {}
         rule = self._mixers.state_dict(lambda of: of.mixer.kept())
-        return {"trainer": copied(whole), "rule": copied(rule), **self._member.given()}
+        own = {"trainer": copied(whole), "rule": copied(rule), "given": self._given.sent()}
+        return {**own, **self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
 
     def _making(self) -> Making:
-        return Making(self._made, partial(self._held.pack, bucket_bytes=self.bucket_bytes))
+        pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
+        return Making(self._made, self.model_layout.packing(pack))
 
     def _made(self) -> list[Mixer]:
         assert self._exchange is not None

@@ -49,7 +49,7 @@ class StageBucket(Bucket):
     """The same on the first stage's host, in the order of the other's messages."""
 
     def __init__(self, over: Transport, stage: int, elements: int, dtype: torch.dtype) -> None:
-        self.parameters, self._offsets, self._grain = (), [], elements
+        self.parameters, self._offsets, self.places, self._grain = (), [], [], elements
         self._over, self._stage = over, stage
         self.held = self.flat = torch.zeros(elements, dtype=dtype)
 

@@ -17,6 +17,7 @@ from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, 
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
+from lightning_decentral.shared.compute.layout import orders, refuse_reordered
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -90,11 +91,9 @@ class OptimizerMixer:
         states: Sequence[Beside] = (),
     ) -> None:
         self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
-        self.buckets: list[Bucket] = []
-        self.packs: list[list[int]] = []
+        self.buckets, self.packs = list[Bucket](), list[list[int]]()
         self._making, self._taken, self._fragment = making, taken, fragment
-        self._own: set[nn.Parameter] = set()
-        self._seen: list[nn.Parameter] = []
+        self._own, self._seen = set[nn.Parameter](), list[nn.Parameter]()
 
     def adopt(self) -> None:
         """Take in what the optimizer got since the last look (gradual unfreezing adds groups)."""
@@ -185,10 +184,11 @@ class OptimizerMixer:
 
     def state_dict(self) -> dict[str, Any]:
         beside = {state.name: state.state_dict() for state in self.states}
-        return self.mixer.state_dict() | ({"beside": beside} if beside else {})
+        return self.mixer.state_dict() | {"orders": orders(self.buckets)} | ({"beside": beside} if beside else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Errors as `Mixer.load_state_dict`."""
+        refuse_reordered(state, self.buckets)
         self.mixer.load_state_dict(state)
         for own in self.states:
             own.load_state_dict(state["beside"][own.name])

@@ -2,7 +2,7 @@
 
 A message of many small tensors costs one latency each; a flat bucket costs one. The parameters stay what they are to
 everyone else: the same `Parameter` objects with the same shape, stride, dtype, gradient and hooks, whose storage now
-lies in a bucket.
+lies in a bucket. Their strides stay as they were then: a place in a message or a rule's state is one number's for good.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.layout import Place
 
 ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
 MOST_BUCKET_BYTES = 256 * 2**20
@@ -53,6 +54,7 @@ class Bucket:
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._grain = step * parts
         whole = -(-max(1, sum(sizes)) // self._grain) * self._grain
+        self.places = [self.lies(p) for p in parameters]
         self.held = self.flat = self.room(whole, parameters[0])
         self.adopt()
 
@@ -64,6 +66,14 @@ class Bucket:
         """How many of them the bucket holds."""
         return parameter.numel()
 
+    def lies(self, parameter: nn.Parameter) -> Place:
+        """How the bucket holds it."""
+        return Place.of(parameter)
+
+    def check(self, parameter: nn.Parameter, place: Place) -> None:
+        """Of one that the user's code gave another memory."""
+        place.check(parameter)
+
     @property
     def bytes(self) -> int:
         """Bytes of one message of this bucket, padding included."""
@@ -72,25 +82,31 @@ class Bucket:
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         """Where the real parameters that are matrices lie."""
-        pairs = zip(self.parameters, self._offsets, strict=True)
-        matrices = [(p, offset) for p, offset in pairs if p.dim() > 1 and not p.is_complex()]
-        return tuple(Matrix(offset, rows := _slowest(p), p.numel() // rows) for p, offset in matrices)
+        pairs = zip(self.places, self._offsets, strict=True)
+        matrices = [(p, offset) for p, offset in pairs if len(p.shape) > 1 and not p.dtype.is_complex]
+        return tuple(Matrix(offset, rows := _slowest(p), p.shape.numel() // rows) for p, offset in matrices)
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Make every parameter a view of the bucket, keeping its value; those that are already cost a pointer
-        comparison."""
-        for parameter, offset in zip(self.parameters, self._offsets, strict=True):
-            if parameter.data_ptr() == self.held.data_ptr() + offset * self.held.element_size():
+        """Make every parameter a view of the bucket, keeping its value; one that is costs two comparisons."""
+        begins, each = self.held.data_ptr(), self.held.element_size()
+        moved: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        for parameter, offset, place in zip(self.parameters, self._offsets, self.places, strict=True):
+            if parameter.data_ptr() == begins + offset * each and parameter.stride() == place.strides:
                 continue
-            view = _view_like(self.held, offset, parameter)
-            view.copy_(parameter)
+            self.check(parameter, place)
+            # Transposed in place, or exchanged with another of the bucket: what is read mustn't be written before.
+            inside = parameter.untyped_storage().data_ptr() == begins
+            value = parameter.detach().clone() if inside else parameter
+            moved.append((parameter, value, _view(self.held, offset, place)))
+        for parameter, value, view in moved:
+            view.copy_(value)
             parameter.data = view
 
     def views(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """(address of a parameter, what stands at its place in another flat tensor), in its shape."""
-        pairs = zip(self.parameters, self._offsets, strict=True)
-        return [(p.data_ptr(), _view_like(flat, offset, p)) for p, offset in pairs]
+        rows = zip(self.parameters, self._offsets, self.places, strict=True)
+        return [(p.data_ptr(), _view(flat, offset, place)) for p, offset, place in rows]
 
     def border(self, least: int, most: int) -> int | None:
         """An aligned place with `least` to `most` elements behind it, where a parameter begins or, if none does,
@@ -222,17 +238,15 @@ def _on_device(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def _slowest(parameter: Tensor) -> int:
-    """Size of the dimension with the largest stride in a dense copy: neighbours in memory stay in one row."""
-    dense = torch.empty_like(parameter, device="meta")
-    return max(zip(dense.stride(), dense.size(), strict=True))[1]
+def _slowest(place: Place) -> int:
+    """Size of the dimension with the largest stride: neighbours in memory stay in one row."""
+    return max(zip(place.strides, place.shape, strict=True))[1]
 
 
-def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A view of `flat` with the shape and memory format of `parameter` (channels_last stays channels_last)."""
-    rows = flat[offset : offset + parameter.numel()]
-    dense = torch.empty_like(parameter, device="meta")  # preserve_format: the strides that a dense copy would have
-    return rows.as_strided(parameter.size(), dense.stride(), rows.storage_offset())
+def _view(flat: Tensor, offset: int, place: Place) -> Tensor:
+    """A view of `flat` with the shape and strides of a parameter (channels_last stays channels_last)."""
+    rows = flat[offset : offset + place.shape.numel()]
+    return rows.as_strided(place.shape, place.strides, rows.storage_offset())
 
 
 def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:

@@ -20,21 +20,20 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import Unchecked
-from lightning_decentral.shared.plan.described import constructed, described
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
-from lightning_decentral.shared.settings import versions
+from lightning_decentral.shared.settings import compare, of_method, of_optimizers, of_place, versions
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
-from lightning_decentral.shared.wire.meeting.settings import check_same_settings
 from lightning_decentral.shared.wire.objects import gather_world
-from lightning_decentral.shared.wire.transport import Transport, Wire, connected, everyone
+from lightning_decentral.shared.wire.transport import Transport, Wire
 
 MEAN_STANDS = "the mean of the workers stands in the model's place"
 
@@ -57,6 +56,7 @@ class FabricWorkers(DDPStrategy):
 
     root_device = property(own_device)
     gradient_check = Unchecked()
+    own: ClassVar[Sequence[str]] = ()  # what may differ between workers
     drifts: ClassVar[bool]  # whether workers may differ between steps
 
     def __init__(
@@ -78,7 +78,7 @@ class FabricWorkers(DDPStrategy):
         super().__init__(*parts, **settings, start_method=start_method)
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.steps = 0
+        self.steps, self.model_layout = 0, ModelLayout()
         self.health = ReplicaHealth(self)
         self.mean_model = MeanModel(self.health.mean)
         self._shown = False
@@ -147,28 +147,22 @@ class FabricWorkers(DDPStrategy):
         self._set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         self._attendance.come()
-        if connected():
-            self._agree()
+        compare({**versions(), **of_method(self, self.precision), **of_place(self)}, self._attendance.timeout, "set-up")
         self._attendance.join_groups()
         self._attendance.ready = True
-
-    def _agree(self) -> None:
-        mro, over = type(self).__mro__, everyone()
-        given = {**versions(), "strategy": type(self).__qualname__, "precision": type(self.precision).__qualname__}
-        for name, part in constructed(self, mro[: mro.index(FabricWorkers)]).items():
-            given |= described(part, name)
-        place = over.store, over.rank, over.size, self._attendance.timeout
-        check_same_settings(given, *place, "set-up")
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """The module itself: equal on all workers from here on, worker 0's."""
         refuse_sharded(module)
         refuse_sync_batch_norm(type(self), module, asked=False)
+        if self.drifts:
+            refuse_shared(module)
         if self.wire is not None:
             with self._telling():
                 check_same_model(module, self.wire.roll)
                 start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
                 self.health.look(module.buffers())
+        self.model_layout.note(module.parameters())
         self.modules.append(module)
         return module
 
@@ -176,6 +170,7 @@ class FabricWorkers(DDPStrategy):
         self.optimizers.append(optimizer)
         if self.wire is not None:
             with self._telling():
+                compare(of_optimizers([optimizer]), self._attendance.timeout, "the optimizers")
                 self.adopt(optimizer)
         return optimizer
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
+from lightning_decentral.shared.compute.layout import described, once
+from lightning_decentral.shared.plan.compared import Given, model_difference
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -20,28 +21,20 @@ ENDED = "ended"
 
 
 def check_same_model(module: nn.Module, over: Transport) -> None:
-    """Every worker has the same parameters and buffers by name, shape and dtype, and trains the same ones.
+    """Every worker has the same parameters and buffers by name, shape, dtype and strides, and trains the same ones.
 
     Raises:
         ValueError: on every worker, naming the first difference.
     """
-    if any(map(is_lazy, module.parameters())):
-        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
-    frozen = {n: "" if p.requires_grad else " (frozen)" for n, p in module.named_parameters()}
-    mine = [
-        (n, tuple(t.shape), f"{t.dtype}{frozen.get(n, '')}")
-        for n, t in (*module.named_parameters(), *module.named_buffers())
-    ]
-    rows = gather_objects(over, mine)
+    check_same_layout(described(module), over)
+
+
+def check_same_layout(mine: Given, over: Transport) -> None:
+    """The same of what `layout` says of tensors. Collective."""
+    rows = gather_objects(over, [*mine.items()])
     for rank, row in enumerate(rows):
-        if row == rows[0]:
-            continue
-        ours, theirs = ({n: f"{n} {s} {d}" for n, s, d in r} for r in (rows[0], row))
-        name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
-        raise ValueError(
-            f"worker {rank} has {theirs.get(name, f'no {name}')} where worker 0 has {ours.get(name, f'no {name}')}: "
-            "every worker must build the same model"
-        )
+        if line := model_difference(dict(row), dict(rows[0]), f"worker {rank}", "worker 0"):
+            raise ValueError(line)
 
 
 def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device: torch.device) -> None:
@@ -53,7 +46,8 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device
     for tensor in tensors:
         values = tensor.detach().to(device).contiguous()
         over.broadcast(values).wait()
-        tensor.detach().copy_(values)
+        mine = once(tensor.detach())
+        mine.copy_(values[tuple(slice(size) for size in mine.shape)])
 
 
 class Uneven(RuntimeError):

@@ -70,6 +70,36 @@ def test_replaced_storage_is_adopted_again(module: Mixed) -> None:
     assert bool((module.conv.weight == 0).all())
 
 
+def test_strides_stay_as_they_were(module: Mixed) -> None:
+    """Of a rule's state, and of what is under way, each place is one number's."""
+    (bucket, *_) = pack(module.parameters())
+    before, values = bucket.flat.clone(), copy.deepcopy(module.state_dict())
+    module.conv.to(memory_format=torch.contiguous_format)
+    with pytest.warns(UserWarning, match=r"got strides .* after set-up"):
+        bucket.adopt()
+    assert torch.equal(bucket.flat, before)
+    assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(values[k], v) for k, v in module.state_dict().items())
+
+
+def test_what_is_transposed_or_exchanged_within_the_bucket_keeps_its_numbers() -> None:
+    one, other = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    (bucket,) = pack([one, other])
+    expected = other.detach().clone(), one.detach().t().clone()
+    one.data, other.data = other.data, one.data.t()
+    with pytest.warns(UserWarning, match="got strides"):
+        bucket.adopt()
+    assert all(map(torch.equal, expected, (one, other)))
+    assert torch.equal(bucket.flat.view(2, -1)[:, :16], torch.stack([one.flatten(), other.flatten()]))
+
+
+def test_another_type_is_refused(module: Mixed) -> None:
+    (bucket, *_) = pack(module.parameters())
+    module.conv.double()
+    with pytest.raises(ValueError, match=r"became shape .*torch.float64 after set-up"):
+        bucket.adopt()
+
+
 def test_released_parameters_have_a_storage_of_their_own(module: Mixed) -> None:
     buckets = pack(module.parameters())
     expected = copy.deepcopy(module.state_dict())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Bucket, Matrix
+from lightning_decentral.shared.compute.layout import Place
 from lightning_decentral.shared.wire.fsdp import is_sharded, like, local, rows_of
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -115,6 +116,9 @@ class WholeBucket(Bucket):
 
     def room(self, elements: int, like: Tensor) -> Tensor:
         return self._wholes.room(elements, like.dtype)
+
+    def lies(self, parameter: nn.Parameter) -> Place:
+        return Place.row_major(parameter)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

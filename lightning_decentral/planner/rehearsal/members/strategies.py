@@ -32,6 +32,7 @@ from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.members.partial import Cutting
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -119,9 +120,9 @@ class Gossiping(Member):
     def __init__(self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> None:
         self._plan, self._place, self._optimizer = placed(strategy, place), place, optimizer
         check(self._plan)
-        asked = strategy.exact_steps
+        asked, layout = strategy.exact_steps, ModelLayout(module.parameters())
         exact = int(asked) if asked >= 1 else round(asked * place.steps)
-        rounds, over_all = Rounds(self._plan, module), partial(mean, over=place.wire.world)
+        rounds, over_all = Rounds(self._plan, module, layout), partial(mean, over=place.wire.world)
         in_island: Callable[..., Any] = self._plan.member.mean_of_buckets
         making = Making(rounds.mixers, rounds.pack, rounds.of_states, exact, lambda flats: in_island(flats, over_all))
         self._mixers = Mixers(lambda: making)

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,14 @@ from lightning_decentral.shared.wire.elastic.healing import Donor, fetched
 from lightning_decentral.shared.wire.elastic.membership import Membership
 from lightning_decentral.shared.wire.elastic.mesh import Mesh
 
+Refuses = Callable[[Any], str]
+"""Why what a member gives can't be taken; empty: it can."""
+
+
+def nothing(value: Any) -> str:
+    """Everything is taken."""
+    return ""
+
 
 class ElasticWorker:
     """One start of one worker: a name that nobody else has or had.
@@ -32,16 +41,27 @@ class ElasticWorker:
         times: until the lobby says others.
         title: what its name begins with.
         weight: of its batches, in its name.
+        refuses: what it would be given, before anybody counts on it.
     """
 
-    def __init__(self, lobby: str, host: str, times: Times | None = None, title: str = "", weight: int = 1) -> None:
+    def __init__(
+        self,
+        lobby: str,
+        host: str,
+        times: Times | None = None,
+        title: str = "",
+        weight: int = 1,
+        refuses: Refuses = nothing,
+    ) -> None:
         self._donor = Donor(self._given)
+        self._refuses, self._refused = refuses, ""
         changed = threading.Condition()
         self.assembly = Assembly("", place_of)
         served: dict[str, Callable[[socket.socket], None]] = {
             "heal": self._heal,
             "beat": self._met,
             "meet": self.assembly.serve,
+            "refuse": self._hear_of_refused,
         }
         self.mesh = Mesh(host, "", served, changed)
         name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)
@@ -51,9 +71,15 @@ class ElasticWorker:
         self.membership.start()
 
     def healed(self, seconds: float) -> Any:
-        """What its donor gave; None: it begins the run with its own. TimeoutError after `seconds`."""
+        """What its donor gave; None: it begins the run with its own. TimeoutError after `seconds`, ValueError where it
+        refuses what it would be given."""
         with self.membership.changed:
-            if not self.membership.changed.wait_for(lambda: bool(self.membership.state.mine.origin), seconds):
+            came = self.membership.changed.wait_for(
+                lambda: bool(self.membership.state.mine.origin or self._refused), seconds
+            )
+            if self._refused:
+                raise ValueError(self._refused)
+            if not came:
                 raise TimeoutError(self.membership.state.paused or "no member has healed this worker")
         return self._value
 
@@ -101,6 +127,9 @@ class ElasticWorker:
     def _heal(self, connection: socket.socket) -> None:
         self._donor.serve(connection)
 
+    def _hear_of_refused(self, connection: socket.socket) -> None:
+        warnings.warn(f"a worker can't join, {receive(connection)}", stacklevel=2)
+
     def _met(self, connection: socket.socket) -> None:
         found = beat(receive(connection))
         self.membership.step(lambda state, now: state.met(found, now))
@@ -115,10 +144,22 @@ class ElasticWorker:
         except (OSError, ValueError, KeyError, TypeError):
             self.membership.step(lambda state, now: state.failed(donor, now))
             return
+        refused = self._refuses(value)
+        if refused:
+            _say_refused(place, f"{self.name}: {refused}")
         with self.membership.changed:
-            if self.membership.state.mine.donor == donor:
+            if refused:
+                self._refused = refused
+                self.membership.changed.notify_all()
+            elif self.membership.state.mine.donor == donor:
                 self._value = value
                 self.membership.step(lambda state, now: state.fetched(donor, origin, round, now))
+
+
+def _say_refused(place: str, why: str) -> None:
+    """To whoever waits there for more workers."""
+    with suppress(OSError), connected(place, "refuse", 1.0) as connection:
+        connection.sendall(frame(why))
 
 
 def _ask(to: str, said: Beat) -> None:

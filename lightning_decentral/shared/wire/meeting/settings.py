@@ -11,6 +11,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from lightning_decentral.shared.plan.compared import settings_difference
+
 LONGEST_PAUSE = 0.05
 GOODBYE_SECONDS = 10.0
 """So long worker 0, whose process keeps the store, lets the others read why all stop."""
@@ -82,14 +84,7 @@ def _difference(rank: int, text: str, mine: Mapping[str, str]) -> str:
         first = dict(json.loads(text))
     except (ValueError, TypeError):
         return f"worker {rank} can't read what worker 0 wrote: give every worker the same version"
-    for name in (*first, *mine):
-        if first.get(name) != mine.get(name):
-            return f"worker {rank} has {_has(name, mine)}, worker 0 has {_has(name, first)}: give every worker the same"
-    return ""
-
-
-def _has(name: str, settings: Mapping[str, str]) -> str:
-    return f"{name}={settings[name]}" if name in settings else f"no {name}"
+    return settings_difference(mine, first, f"worker {rank}", "worker 0")
 
 
 def _workers(ranks: list[int]) -> str:

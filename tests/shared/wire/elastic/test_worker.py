@@ -1,0 +1,68 @@
+"""An elastic worker that can't take what a member gives ends with why, and is in no view; who can joins."""
+
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+
+from lightning_decentral.shared.plan.elastic.view import Times, View
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, Refuses, nothing
+from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess
+
+pytestmark = pytest.mark.threads
+SECONDS = 30.0
+
+
+def refused(value: Any) -> str:
+    return f"this worker has rate=0.1, the run has rate={value['rate']}: give every worker the same"
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on() -> None:
+    ended, views = Event(), list[View]()
+
+    def start(refuses: Refuses = nothing) -> ElasticWorker:
+        return ElasticWorker(lobby.place, "127.0.0.1", Times(DEAD), refuses=refuses)
+
+    def train() -> None:
+        assert first.healed(SECONDS) is None
+        while not ended.is_set():
+            try:
+                views.append(first.begin(0.02, lambda: {"rate": 1.0}, 0.5)[0])
+            except TimeoutError:
+                continue  # it waits for a second worker
+            time.sleep(0.02)
+
+    with LobbyProcess(least=2, most=3) as lobby, ThreadPoolExecutor(1) as pool:
+        first = start()
+        training = pool.submit(train)
+        try:
+            until(lambda: first.membership.state.told_at > 0)  # it came first
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                other = start(refused)
+                with pytest.raises(ValueError, match=r"this worker has rate=0.1, the run has rate=1.0: give every"):
+                    other.healed(SECONDS)
+                text = f"a worker can't join, {other.name}: this worker has rate=0.1"
+                until(lambda: any(text in str(one.message) for one in said))
+            other.leave()
+            assert not views
+            same = start()
+            assert same.healed(SECONDS) == {"rate": 1.0}
+            until(lambda: bool(views))
+            assert set(views[0].members) == {first.name, same.name}
+            same.leave()
+        finally:
+            ended.set()
+            training.result(SECONDS)
+            first.leave()
