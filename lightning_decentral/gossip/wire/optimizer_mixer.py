@@ -107,8 +107,8 @@ class OptimizerMixer:
             state.adopt(self._own)
 
     def step(self) -> None:
-        # Of the first group: schedules change all groups alike. Without an optimizer there is none.
-        learning_rate = float(next(iter(self.optimizer.param_groups), {}).get("lr", 1.0))
+        # The largest: a group that is kept at 0 says nothing of the others. Without an optimizer there is none.
+        learning_rate = max((float(group.get("lr", 1.0)) for group in self.optimizer.param_groups), default=1.0)
         self.recovery.begin()
         if self.mixer.steps < self._making.exact_steps:
             self.mixer.restart(self._making.mean)
