@@ -131,10 +131,7 @@ class FabricGossipStrategy(FabricWorkers):
 
     def traffic(self) -> Traffic:
         """This worker's rounds, bytes sent, seconds waited and in flight, and refused messages. No communication."""
-        healed = sum(of.mixer.healing.healed for of in self._mixers)
-        return sum(
-            (of.mixer.exchange.traffic() for of in self._mixers), Traffic(left_out=self.health.left_out, healed=healed)
-        )
+        return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     @torch.no_grad()
     def consensus(self) -> Consensus:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +31,6 @@ from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
-from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -164,10 +162,10 @@ class GossipStrategy(ReplicaStrategy):
         exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
         return Making(rounds.mixers, rounds.pack, rounds.of_states, exact, self._mean_of_flat)
 
-    def _mean_of_flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _mean_of_flat(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
         assert self.wire is not None
         # Not by `mean_of`, which counts as one of Lightning's collectives: this one is a round.
-        return self.member.mean_of_buckets(tensors, partial(mean, over=self.wire.world))
+        return self.member.mean_of_sound(tensors, self.wire.world)
 
     # ---- a step: the island's gradients and the user's update (`ReplicaStrategy`), one round ------------------------
 
@@ -236,7 +234,7 @@ class GossipStrategy(ReplicaStrategy):
 
     def traffic(self) -> Traffic:
         """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
-        return sum((of.traffic() for of in self._mixers), Traffic(left_out=self.health.left_out))
+        return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:
         """How this worker mixes now, by its first optimizer. No communication."""

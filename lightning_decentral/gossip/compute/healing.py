@@ -7,7 +7,8 @@ nobody sound is heard it stays sick, says nothing that could be averaged, and ta
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,12 @@ class Healing:
 
     Attributes:
         healed: times so far.
+        forget: called after each healing: what else of the worker is poisoned begins anew.
     """
 
     def __init__(self, most: int = 0, poisoned: Callable[[], str] = str) -> None:
         self.healed = 0
+        self.forget: Callable[[], None] = lambda: None
         self._most, self._poisoned = most, poisoned
         self._round = -1  # of the last healing: a round's buckets are one
         self._left: dict[int, int] = {}  # by bucket, the last round that had left when it was healed
@@ -47,42 +50,55 @@ class Healing:
             left: the last round in which this bucket left.
 
         Raises:
-            FloatingPointError: it has been healed too often, or can't be: the rule says why.
+            FloatingPointError: as `check`.
         """
-        if not self._most:
-            raise FloatingPointError(str(sick)) from None
+        self.check(sick, bucket, combine, state)
         (sent,), (mixed,) = sick.sent, sick.mixed
-        heard = bool(torch.isfinite(scale([mixed])))
-        if sick.round <= self._left.get(bucket, -1):
-            if heard:
+        if self._since(sick, bucket):
+            if _heard(sick):
                 combine.refused(sent, mixed, state, turn)
             return False
-        if reason := combine.incurable(heard):
-            raise FloatingPointError(f"{sick}. It can't go on from its neighbours': {reason}; Gossip() can") from None
-        if not heard:
-            self._wait(sick)
+        if not _heard(sick):
+            self._sick_since = self._waiting_since(sick)
             x.fill_(torch.nan)
             return True
-        for name in combine.lasting:
-            if not _sound(state[name]):
-                raise FloatingPointError(f"{sick}. Its {name} are poisoned, too, and no neighbour has them") from None
-        self._count(sick)
-        self._left[bucket] = left
+        self._sick_since, self._left[bucket] = None, left
+        self.count(sick)
         combine.refused(sent, mixed, state, turn)
         combine.heal(x, sent, mixed, state, turn)
+        self.forget()
         return True
 
-    def _wait(self, sick: Sick) -> None:
-        self._sick_since = self._sick_since if self._sick_since is not None else sick.round
-        if sick.round - self._sick_since >= PATIENCE:
-            raise FloatingPointError(f"{sick} (no neighbour that is sound was heard in {PATIENCE} rounds)") from None
+    def healed_by_mean(self, complaint: str, round: int) -> None:
+        """The worker takes the mean of the others in the place of a round.
 
-    def _count(self, sick: Sick) -> None:
-        self._sick_since = None
+        Raises:
+            FloatingPointError: it has been healed too often.
+        """
+        self.count(Sick(complaint, [], [], round))
+        self.forget()
+
+    def check(self, sick: Sick, bucket: int, combine: Combine, state: State) -> None:
+        """See that the worker can be healed where this lands; to save what couldn't go on would help nobody.
+
+        Raises:
+            FloatingPointError: it has been healed too often, or can't be: the rule says why.
+        """
+        if self._most and self._since(sick, bucket):
+            return
+        if (reason := self._hopeless(sick, combine, state)) is not None:
+            raise FloatingPointError(f"{sick}{reason}") from None
+
+    def count(self, sick: Sick) -> None:
+        """Once for all buckets of a round.
+
+        Raises:
+            FloatingPointError: it has been healed as often as it may.
+        """
         if sick.round == self._round:
             return
-        if self.healed == self._most:
-            raise FloatingPointError(f"{sick} (healed {self.healed} times, as often as `heals` allows)") from None
+        if self.healed >= self._most:
+            raise FloatingPointError(f"{sick}{self._too_often()}") from None
         self._round, self.healed = sick.round, self.healed + 1
         warnings.warn(
             f"{str(sick).partition(';')[0]}: {self._poisoned()}. It takes its neighbours' parameters and goes on "
@@ -90,10 +106,47 @@ class Healing:
             stacklevel=2,
         )
 
+    def _since(self, sick: Sick, bucket: int) -> bool:
+        """Whether the bucket has been healed since this message left."""
+        return sick.round <= self._left.get(bucket, -1)
 
-def _sound(x: Tensor) -> bool:
-    """x is finite, and not absurd beside 1."""
-    own = scale([x])
+    def _waiting_since(self, sick: Sick) -> int:
+        return sick.round if self._sick_since is None else self._sick_since
+
+    def _too_often(self) -> str:
+        return f" (healed {self.healed} times, as often as `heals` allows)" if self._most else ""
+
+    def _hopeless(self, sick: Sick, combine: Combine, state: State) -> str | None:
+        """Why it can't be healed; None: it can."""
+        if not self._most:
+            return ""
+        if reason := combine.incurable(_heard(sick)):
+            return f". It can't go on from its neighbours': {reason}; Gossip() can"
+        if not _heard(sick):
+            waits = sick.round - self._waiting_since(sick) < PATIENCE
+            return None if waits else f" (no neighbour that is sound was heard in {PATIENCE} rounds)"
+        if name := next((name for name in combine.lasting if not sound_alone([state[name]])), None):
+            return f". Its {name} are poisoned, too, and no neighbour has them"
+        return self._too_often() if self.healed >= self._most and sick.round != self._round else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which messages in flight left before it was healed."""
+        return {"round": self._round, "left": dict(self._left), "sick since": self._sick_since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._round, self._left, self._sick_since = state["round"], dict(state["left"]), state["sick since"]
+
+
+def _heard(sick: Sick) -> bool:
+    """Whether any sound message was, in its round."""
+    return bool(torch.isfinite(scale(sick.mixed)))
+
+
+def sound_alone(tensors: Sequence[Tensor]) -> bool:
+    """All are finite, and not absurd beside 1."""
+    if not tensors:
+        return True
+    own = scale(tensors)
     return bool(sound(torch.stack([own, torch.ones_like(own)]))[0])
 
 
@@ -109,14 +162,27 @@ def first_poisoned(named: Iterable[tuple[str, Tensor]]) -> str:
     return f"{name} holds {most:.2g}"
 
 
+COUNTERS = ("step", "n_iter")
+"""Names of what optimizers count updates by, for the corrections of moments that began at zero."""
+
+
 @torch.no_grad()
-def forget_poison(optimizer: Optimizer, local: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> None:
-    """Moments with NaN, infinity or absurd numbers begin anew.
+def forget_poison(
+    optimizer: Optimizer,
+    local: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+    travelling: Callable[[], Collection[str]] = tuple,
+) -> None:
+    """Moments with NaN, infinity or absurd numbers begin anew, with the count of updates that corrects them: beside an
+    old count a second moment of 0 would make Adam's next hundred steps up to six times too long.
 
     Args:
         local: what this device holds of one.
+        travelling: names of states that come from the neighbours, as old as the count is.
     """
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.is_floating_point() and not _sound(local(value)):
-                local(value).zero_()
+        floats = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.is_floating_point()}
+        poisoned = [name for name, value in floats.items() if not sound_alone([local(value)])]
+        for name in poisoned:
+            local(floats[name]).zero_()
+        if set(poisoned).difference(travelling()):
+            state.update({name: state[name] * 0 for name in COUNTERS if name in state})

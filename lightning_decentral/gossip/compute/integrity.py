@@ -3,6 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class Sick(FloatingPointError):
     ) -> None:
         super().__init__(complaint)
         self.sent, self.mixed, self.round, self.late = list(sent), list(mixed), round, late
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"complaint": str(self), **vars(self)}
 
 
 class Verdicts:

@@ -45,7 +45,7 @@ class WatchedProcess(OneProcess):
 
     def traffic(self) -> Traffic:
         """This worker's rounds, bytes sent, seconds waited and in flight since fit began. No communication."""
-        return sum((of.traffic() for of in self._mixers), Traffic(left_out=self.health.left_out))
+        return self._mixers.traffic() + Traffic(left_out=self.health.left_out)
 
     def mixing(self) -> dict[str, float]:
         """How this worker mixes now, and with whom. No communication."""

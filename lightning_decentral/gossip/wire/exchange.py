@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.correction import apply_difference
+from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.shared.compute.buckets import Matrix, Pool
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import state_
@@ -122,16 +123,23 @@ class Arriving(Started):
 
 @dataclass
 class Landed(Started):
-    """What was mixed already; where it `corrects`, mixed - sent."""
+    """What was mixed already; where it `corrects`, mixed - sent.
+
+    Args:
+        sick: why nothing was: this worker's own message was refused, which its landing says.
+    """
 
     mixed: list[Tensor]
     corrects: bool = field(default=False, kw_only=True)
+    sick: Sick | None = field(default=None, kw_only=True)
 
     @property
     def correction(self) -> Correction | None:
         return self if self.corrects else None
 
     def land(self) -> list[Tensor]:
+        if self.sick:
+            raise self.sick
         return self.mixed
 
     def correct(self, x: Tensor, rate: float, copied: Copied | None = None) -> None:

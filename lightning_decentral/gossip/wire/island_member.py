@@ -17,6 +17,7 @@ from lightning_decentral.shared.compute.device_steps import DeviceSteps
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
@@ -84,6 +85,11 @@ class IslandMember(DeviceSteps):
     def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
         """Of flat tensors, over the workers."""
         return of_all(tensors)
+
+    def mean_of_sound(self, tensors: Sequence[Tensor], world: Transport) -> tuple[list[Tensor], str]:
+        """`mean_of_buckets` without what is poisoned; as `health.mean_of_sound`. Collective."""
+        mean_of = partial(self.mean_of_buckets, of_all=partial(mean, over=world))
+        return mean_of_sound(tensors, mean_of, world, self.devices, self.shards)
 
     def load(self, module: nn.Module, shards: Mapping[str, Tensor]) -> None:
         """Put back this device's own part of a state_dict."""

@@ -1,8 +1,7 @@
 """Mixer: when rounds of gossip are launched and landed, bucket by bucket: buckets x combine x exchange."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -14,9 +13,11 @@ from lightning_decentral.gossip.compute.combine.combine import Combine, State, T
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Brought, Copied, Exchange, Landed, Number, Started, brought, kept
+from lightning_decentral.gossip.wire.flight import Flight
 from lightning_decentral.shared.compute.buckets import Matrix
 
 T = TypeVar("T")
+MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
 
 class Flat(Protocol):
@@ -26,16 +27,6 @@ class Flat(Protocol):
 
     def adopt(self) -> None:
         """See that the parameters are views of `flat`."""
-
-
-@dataclass
-class Flight:
-    """One round between launch and landing, bucket by bucket: the one place that knows what was started."""
-
-    round: int
-    step: int
-    sent: list[Tensor] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
 
 
 class Mixer:
@@ -113,16 +104,22 @@ class Mixer:
         """Land all that is in flight."""
         self._land_until(self.round)
 
-    def restart(self, mean: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
+    def restart(self, mean: MeanOfSound) -> None:
         """A step without a round: every worker becomes the mean of all, and the rule begins anew from there.
 
         Args:
-            mean: of flat tensors over the workers; collective.
+            mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
+
+        Raises:
+            FloatingPointError: this worker isn't sound, and has been healed as often as it may.
         """
         for bucket in self.buckets:
             bucket.adopt()
         self.wanted = self.steps + 1
-        for bucket, value in zip(self.buckets, mean([bucket.flat for bucket in self.buckets]), strict=True):
+        means, complaint = mean([bucket.flat for bucket in self.buckets])
+        if complaint:
+            self.healing.healed_by_mean(complaint, self.round)
+        for bucket, value in zip(self.buckets, means, strict=True):
             bucket.flat.copy_(value)
         self._states = [self._combine.init(bucket.flat) for bucket in self.buckets]
         self.round, self.steps = self.round + 1, self.steps + 1
@@ -234,15 +231,17 @@ class Mixer:
 
     def state_dict(self) -> dict[str, Any]:
         """Round, rule states and every flight with what it brings. Waits for the wire, changes no parameter."""
-        flights = []
-        for flight in self._flights:
-            keep = partial(kept, self._rate(self.turn(flight.round)))
-            # A round lands once, so what it brought stands in for what was started.
-            landed = [self._landed(flight, place, keep, Landed) for place in range(len(flight.started))]
-            flight.started = [*landed]
-            came = {"mixed": [one.mixed for one in landed], "differences": [one.corrects for one in landed]}
-            flights.append({"round": flight.round, "step": flight.step, "sent": list(flight.sent), **came})
-        return {**self.kept(), "flights": flights}
+        flights = [flight.state_dict(partial(self._kept, flight)) for flight in self._flights]
+        return {**self.kept(), "flights": flights, "healing": self.healing.state_dict()}
+
+    def _kept(self, flight: Flight, place: int) -> Landed:
+        """What came for one bucket. Who was refused is healed where it lands, in a step: not in what is saved now, nor
+        in the mean that may stand in the parameters' place."""
+        try:
+            return kept(self._rate(self.turn(flight.round)), flight.started[place])
+        except Sick as sick:
+            self.healing.check(sick, place, self._combine, self._states[place])
+            return Landed([], sick=sick)
 
     def kept(self) -> dict[str, Any]:
         """`state_dict` without what is under way, which isn't a newcomer's: nobody waits for the wire."""
@@ -273,9 +272,8 @@ class Mixer:
         like = [bucket.flat for bucket in self.buckets]
         self.round, self.steps, self._peak = (state[k] for k in ("round", "steps", "peak"))
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
-        self._flights = deque(
-            Flight(f["round"], f["step"], _copies(f["sent"], like), _landings(f, like)) for f in state["flights"]
-        )
+        self.healing.load_state_dict(state.get("healing") or self.healing.state_dict())
+        self._flights = deque(Flight.of(saved, like) for saved in state["flights"])
 
 
 def _only(mixed: list[Tensor]) -> Brought:
@@ -285,15 +283,3 @@ def _only(mixed: list[Tensor]) -> Brought:
 def _settled(sent: Tensor, started: Started) -> Tensor:
     started.settle()
     return sent
-
-
-def _landings(flight: Mapping[str, Any], like: Sequence[Tensor]) -> list[Started]:
-    mixed = flight["mixed"]
-    differences = flight.get("differences", [False] * len(mixed))  # none in a checkpoint from before there were any
-    landed = zip(mixed, differences, like, strict=False)
-    return [Landed(_copies(tensors, [x] * len(tensors)), corrects=of) for tensors, of, x in landed]
-
-
-def _copies(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    # A flight may be older than the last buckets, and then shorter than `like`.
-    return [tensor.to(x.device, copy=True) for tensor, x in zip(tensors, like, strict=False)]

@@ -5,9 +5,10 @@ the mixers of states that travel beside.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,51 +16,14 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
 from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.gossip.wire.making import Beside
+from lightning_decentral.gossip.wire.making import Making as Making
 from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.recovery import Recovery
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
 from lightning_decentral.shared.compute.layout import orders, refuse_reordered
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
-
-Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
-"""Parameters as buckets, as their island packs them."""
-
-
-class Beside(Protocol):
-    """A state of an optimizer that is mixed beside the parameters: `rounds.StateMixer`."""
-
-    name: str
-    mixer: Mixer
-    buckets: list[Bucket]
-
-    def adopt(self, trained: set[nn.Parameter]) -> None: ...
-    def drain(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
-    """Parameters alone."""
-    return ()
-
-
-@dataclass(frozen=True)
-class Making:
-    """How the mixers of a run are made, and what they ask of it.
-
-    Args:
-        mixers: new ones over groups of their own, one for each fragment of the model; collective.
-        pack: of parameters.
-        states: of an optimizer, those that travel; collective.
-        exact_steps: first steps, in which all workers are averaged instead.
-        mean: of flat tensors over the workers; collective.
-    """
-
-    mixers: Callable[[], Sequence[Mixer]]
-    pack: Pack
-    states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
-    exact_steps: int = 0
-    mean: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
 
 
 def healing(most: int, module: nn.Module) -> Healing:
@@ -79,6 +43,7 @@ class OptimizerMixer:
         taken: parameters that an optimizer mixes already; a parameter of several is mixed by the first.
         fragment: (which one, of how many).
         states: of the optimizer, mixed beside.
+        others_sick: whether any other mixer of the worker holds what isn't sound.
     """
 
     def __init__(
@@ -89,11 +54,16 @@ class OptimizerMixer:
         taken: set[nn.Parameter],
         fragment: tuple[int, int] = (0, 1),
         states: Sequence[Beside] = (),
+        others_sick: Callable[[], bool] = bool,
     ) -> None:
         self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
         self.buckets, self.packs = list[Bucket](), list[list[int]]()
         self._making, self._taken, self._fragment = making, taken, fragment
         self._own, self._seen = set[nn.Parameter](), list[nn.Parameter]()
+        forget = partial(forget_poison, optimizer, local, lambda: [state.name for state in self.states])
+        self.recovery = Recovery(self.buckets, forget, others_sick)
+        # Wherever a round lands: in a step, before training ends, before a mask is chosen.
+        mixer.healing.forget = self.recovery.healed
 
     def adopt(self) -> None:
         """Take in what the optimizer got since the last look (gradual unfreezing adds groups)."""
@@ -136,18 +106,17 @@ class OptimizerMixer:
             state.adopt(self._own)
 
     def step(self) -> None:
-        # Of the first group: schedules change all groups alike. Without an optimizer there is none.
-        learning_rate = float(next(iter(self.optimizer.param_groups), {}).get("lr", 1.0))
-        healed = self.mixer.healing.healed
+        # The largest: a group that is kept at 0 says nothing of the others. Without an optimizer there is none.
+        learning_rate = max((float(group.get("lr", 1.0)) for group in self.optimizer.param_groups), default=1.0)
+        self.recovery.begin()
         if self.mixer.steps < self._making.exact_steps:
             self.mixer.restart(self._making.mean)
         else:
             self.mixer.step(learning_rate)
-        if self.mixer.healing.healed > healed:
-            forget_poison(self.optimizer, local)
         for state in self.states:
             state.mixer.step(learning_rate)
         self._store()
+        self.recovery.end()
 
     def drain(self) -> None:
         for bucket in self.buckets:
@@ -179,8 +148,7 @@ class OptimizerMixer:
     def traffic(self) -> Traffic:
         """Of the parameters and the states; the rounds are the parameters'."""
         beside = (state.mixer.exchange.traffic() for state in self.states)
-        own = self.mixer.exchange.traffic() + Traffic(healed=self.mixer.healing.healed)
-        return sum((replace(traffic, rounds=0) for traffic in beside), own)
+        return sum((replace(traffic, rounds=0) for traffic in beside), self.mixer.exchange.traffic())
 
     def state_dict(self) -> dict[str, Any]:
         beside = {state.name: state.state_dict() for state in self.states}
@@ -221,8 +189,17 @@ class Mixers:
         made, states = making.mixers(), making.states(optimizer)
         for place, mixer in enumerate(made):
             fragment, beside = (place, len(made)), () if place else states
-            self._all.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside))
+            others = partial(self._others_sick, len(self._all))
+            self._all.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside, others))
         return self._all[-len(made) :]
+
+    def _others_sick(self, place: int) -> bool:
+        return any(mixer.recovery.sick for number, mixer in enumerate(self._all) if number != place)
+
+    def traffic(self) -> Traffic:
+        """Of all; a fault that has poisoned several optimizers or fragments is one."""
+        healed = max((mixer.mixer.healing.healed for mixer in self._all), default=0)
+        return replace(sum((mixer.traffic() for mixer in self._all), Traffic()), healed=healed)
 
     def _timed(self) -> Making:
         """With the exact steps that the first one had, or those of the run that is resumed."""

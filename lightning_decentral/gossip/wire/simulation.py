@@ -93,8 +93,8 @@ def simulate(
     return torch.stack(trajectory)
 
 
-def _mean_of_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.mean(0, keepdim=True).expand_as(tensor).clone() for tensor in tensors]
+def _mean_of_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
+    return [tensor.mean(0, keepdim=True).expand_as(tensor).clone() for tensor in tensors], ""
 
 
 def _exchange(

@@ -11,6 +11,8 @@ from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, s
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 
+REMEDY = "Lower the learning rate, clip gradients (gradient_clip_val) or find the operation with detect_anomaly=True"
+
 
 @dataclass(frozen=True)
 class Ailment:
@@ -88,6 +90,37 @@ def mean_of_others(
     return [total / float(share) if real(total) else total for total in sums]
 
 
+def mean_of_sound(
+    tensors: Sequence[Tensor],
+    mean_of: Callable[[Sequence[Tensor]], list[Tensor]],
+    over: Transport,
+    devices: int = 1,
+    shards: int = 1,
+) -> tuple[list[Tensor], str]:
+    """(the mean of the workers that are sound, why this one isn't among them or nothing). Collective: where all are
+    sound, and none holds a shard, the mean alone.
+
+    Args:
+        over: all devices.
+        devices: of each worker.
+        shards: of each worker, whose devices see a part of a mean each.
+
+    Raises:
+        FloatingPointError: nobody is sound; on all workers.
+    """
+    means = mean_of(tensors)
+    # A sick number shows in the mean, which all know: nobody needs to ask.
+    if shards == 1 and float(scale(means)) <= FACTOR / over.size:
+        return means, ""
+    if not (sick := ailing(tensors, over, devices)):
+        return means, ""
+    workers, own = over.size // devices, over.rank // devices
+    if len(sick) == workers:
+        raise FloatingPointError(f"none of the {workers} workers has sound parameters. {REMEDY}")
+    means = mean_of_others(tensors, mean_of, own in sick)
+    return means, f"worker {own}: a parameter {sick[own]}; all but it are averaged. {REMEDY}" if own in sick else ""
+
+
 @torch.no_grad()
 def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
     """What isn't sound beside its mean (a poisoned buffer, say, which no neighbour sends) <- its mean."""
@@ -107,6 +140,5 @@ def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int],
     worker, ailment = next(iter(sick.items()))
     return (
         f"none of the {workers} workers has a sound model ({named(ailment.tensor)} of worker {worker} {ailment}), so "
-        "there is no mean to validate or save; earlier checkpoints stay. Lower the learning rate, clip gradients "
-        "(gradient_clip_val) or find the operation with detect_anomaly=True"
+        f"there is no mean to validate or save; earlier checkpoints stay. {REMEDY}"
     )

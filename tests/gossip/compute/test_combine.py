@@ -2,6 +2,7 @@
 
 import io
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from lightning_decentral.gossip import (
     Uniform,
     simulate,
 )
+from lightning_decentral.gossip.compute.combine.combine import Turn
 from lightning_decentral.gossip.plan.weights import mixing_matrix, talking_steps
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -114,19 +116,52 @@ def test_rates_follow_their_formula() -> None:
 # ---- rules against their papers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rates", [lambda _: 0.05, eta])
+@pytest.mark.parametrize("rates", [lambda _: 0.05, lambda step: 0.1 / (1 + 0.1 * step), eta])
 def test_quasi_global_momentum(rates: Any) -> None:
-    """2102.04761, algorithm 1."""
+    """2102.04761, algorithm 1; but that displacements don't grow where the learning rate does."""
     mu, W = 0.8, mixing_matrix(Ring(), 5, 0)
     x = start(5).numpy()
     m, expected = np.zeros_like(x), [x]
     for step in range(STEPS):
+        m = m * min(1.0, rates(step - 1) / rates(step)) if step else m
         half = x - rates(step) * (mu * m + slopes(x))
         new = W @ half
         m = mu * m + (1 - mu) * (x - new) / rates(step)
         x = new
         expected.append(x)
     assert_path(QuasiGlobalMomentum(momentum=mu), Ring(), expected[0], 0, expected, rates)
+
+
+@pytest.mark.parametrize("floor", [1e-2, 1e-6, 1e-12, 0.0])
+@pytest.mark.parametrize("shape", ["restarts", "cycles", "one step"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_quasi_global_momentum_bears_rates_that_nearly_vanish_and_rise_again(
+    floor: float, shape: str, delay: int
+) -> None:
+    """As near to the optimum, and as far away at worst, as without momentum."""
+    share: dict[str, Callable[[int], float]] = {
+        "restarts": lambda step: (1 + np.cos(np.pi * (step % 20) / 19)) / 2,
+        "cycles": lambda step: abs((step % 20) - 10) / 10,
+        "one step": lambda step: float(step % 20 != 19),
+    }
+
+    def rates(step: int) -> float:
+        return floor + (0.1 - floor) * float(share[shape](step))
+
+    apart = []
+    for rule in (Gossip(), QuasiGlobalMomentum(momentum=0.9)):
+        path = simulate(Ring(), rule, gradient, torch.zeros(5, 5, dtype=torch.float64), 80, rates, delay)
+        apart.append((path - torch.from_numpy(optimum(5))).abs())
+    assert float(apart[1].max()) <= 1.3 * float(apart[0].max())
+    assert float(apart[1][-1].max()) <= 1.3 * float(apart[0][-1].max())
+
+
+def test_quasi_global_momentum_goes_on_from_a_state_in_units_of_the_gradient() -> None:
+    rule, x = QuasiGlobalMomentum(momentum=0.5), torch.ones(3, dtype=torch.float64)
+    old = {"last": x.clone(), "momentum": torch.full_like(x, 2.0)}
+    turn = Turn(7, 0.1, 0.1, lambda: torch.ones(()), lambda: torch.ones(()))
+    rule.adapt(x, old, turn)
+    torch.testing.assert_close(x, torch.full_like(x, 1 - 0.1 * 0.5 * 2.0))
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])

@@ -1,12 +1,13 @@
 """A poisoned worker takes its neighbours' parameters, as often as it may; the others never hear what it held."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_decentral.gossip import (
     Combine,
@@ -24,12 +25,19 @@ from lightning_decentral.gossip import (
     QuasiGlobalMomentum,
     RelaySum,
     Ring,
+    Stream,
     Topology,
     Tree,
     simulate,
 )
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import Mixers
+from lightning_decentral.optim import AccumAdamW, Muon
+from lightning_decentral.shared.compute.buckets import pack
+from lightning_decentral.shared.wire.health import mean_of_sound
+from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 from tests.gossip.rules import IRREGULAR
 from tests.gossip.wire.test_exchange import CPU, DIM, Row, clique_exchange_of, exchange_of
@@ -240,7 +248,180 @@ def test_moments_begin_anew_where_they_are_poisoned() -> None:
     kept = optimizer.state[weights[1]]["exp_avg"].clone()
     forget_poison(optimizer)
     assert optimizer.state[weights[0]]["exp_avg"].tolist() == [0, 0]
+    # Beside an old count, moments from 0 would make the next steps too long.
+    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [0, 1]
     assert torch.equal(optimizer.state[weights[1]]["exp_avg"], kept)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+
+
+def test_a_count_stays_where_all_that_was_poisoned_comes_from_the_neighbours() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = {"step": 7, "exp_avg": torch.full((2,), torch.nan)}
+    forget_poison(optimizer, travelling=lambda: ["exp_avg"])
+    assert optimizer.state[weight]["step"] == 7
+    assert not optimizer.state[weight]["exp_avg"].any()
+
+
+# ---- doors: where a round lands, and what else is poisoned -----------------------------------------------------------
+
+POISONED, UPDATES = 5, 24
+Door = Callable[[int, Mixers], None]
+
+
+def no_door(step: int, mixers: Mixers) -> None:
+    """It lands in a step."""
+
+
+def save(every: int, step: int, mixers: Mixers) -> None:
+    """What a checkpoint asks of it."""
+    if step % every == 0:
+        mixers.state_dict()
+
+
+def drain(step: int, mixers: Mixers) -> None:
+    if step == POISONED:
+        mixers.settle()
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.05),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.002, momentum=0.9),
+    "accum": lambda weights: AccumAdamW(weights, lr=0.05, window=3),
+    "muon": lambda weights: Muon(weights, lr=0.02),
+}
+
+
+def updated(
+    rule: Combine, topology: Topology, delay: int, optimizer: str, bad: float, door: Door, transport: Transport,
+    exact_steps: int = 0,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """Worker 1's gradient is poisoned in one step: (its parameters after the last update, times healed)."""
+    first, second = (nn.Parameter(torch.eye(3, dtype=torch.float64)) for _ in range(2))
+    of = OPTIMIZERS[optimizer]([first, second])
+
+    def made() -> list[Mixer]:
+        each = [Mixer([], rule, exchange_of(transport, HOST, part, rule.weights), delay) for part in topology.fragments]
+        for mixer in each:
+            mixer.healing = Healing(3)
+        return each
+
+    world = partial(mean_of_sound, mean_of=partial(mean, over=transport), over=transport)
+    mixers = Mixers(lambda: Making(made, pack, exact_steps=exact_steps, mean=world))
+    mixers.adopt(of)
+    for step in range(UPDATES):
+        of.zero_grad()
+        # Each matrix' gradient is of both: NaN in one of them comes back to the other.
+        (first @ second - transport.rank).square().sum().backward()
+        if step == POISONED and transport.rank == 1:
+            assert first.grad is not None
+            first.grad[0, 0] = bad
+        of.step()
+        mixers.step(of)
+        door(step, mixers)
+    x = torch.cat([p.detach().flatten() for p in (first, second)])
+    mixers.settle()
+    return x, mixers.traffic().healed
+
+
+EVERY: list[tuple[Combine, Topology, int]] = [
+    (Gossip(), Ring(), 1),
+    (Gossip(rate=0.4), Ring(), 2),
+    (Gossip(rate=0.4), Ring(), 3),
+    (Gossip(), Every(3, Complete()), 3),
+    *[plan for plan in RULES if plan[2] == 1],
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("number", "plan"), [*enumerate(EVERY)], ids=str)
+def test_a_save_between_launch_and_landing_changes_nothing(number: int, plan: tuple[Combine, Topology, int]) -> None:
+    """The worker is healed where it would have been, once, and its moments with it."""
+    (rule, topology, delay), optimizer = plan, [*OPTIMIZERS][number % len(OPTIMIZERS)]
+    run = partial(updated, rule, topology, delay, optimizer, (float("nan"), float("inf"))[number % 2])
+    expected = CPU.world(5, partial(run, no_door))
+    assert [healed for _, healed in expected] == [0, 1, 0, 0, 0]
+    saved = CPU.world(5, partial(run, partial(save, 1 + number % 3)))
+    assert [healed for _, healed in saved] == [0, 1, 0, 0, 0]
+    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(expected, saved, strict=True))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("number", "plan"), [*enumerate(EVERY)], ids=str)
+def test_what_lands_otherwise_heals_alike(number: int, plan: tuple[Combine, Topology, int]) -> None:
+    (rule, topology, delay), optimizer = plan, [*OPTIMIZERS][number % len(OPTIMIZERS)]
+    if isinstance(rule, RelaySum):
+        topology = Tree()
+    rows = CPU.world(5, partial(updated, rule, topology, delay, optimizer, float("nan"), drain))
+    assert [healed for _, healed in rows] == [0, 1, 0, 0, 0]
+    assert all(bool(x.isfinite().all()) for x, _ in rows)
+
+
+@pytest.mark.parametrize("door", [no_door, partial(save, 1)])
+@pytest.mark.parametrize(
+    "plan", [(OuterNesterov(lr=0.5, momentum=0.3), Stream(4, 2, Complete()), 1), (Gossip(), Stream(6, 2, Ring()), 0)]
+)
+def test_a_fragment_that_was_healed_stays_so_until_the_others_are(
+    plan: tuple[Combine, Topology, int], door: Door
+) -> None:
+    """One fault, though every gradient is of a model with NaN until the last fragment has talked."""
+    rows = CPU.world(3, partial(updated, *plan, "adamw", float("nan"), door))
+    assert [healed for _, healed in rows] == [0, 1, 0]
+    assert all(bool(x.isfinite().all()) for x, _ in rows)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+def test_exact_steps_leave_out_who_is_poisoned(bad: float) -> None:
+    rows = CPU.world(3, partial(updated, Gossip(), Ring(), 1, "momentum", bad, no_door, exact_steps=10))
+    assert [healed for _, healed in rows] == [0, 1, 0]
+    assert all(bool(x.isfinite().all()) for x, _ in rows)
+
+
+def test_exact_steps_of_nobody_sound_end_on_all() -> None:
+    def worker(transport: Transport) -> None:
+        flats = [torch.full((4,), torch.nan)]
+        mean_of_sound(flats, partial(mean, over=transport), transport)
+
+    with pytest.raises(FloatingPointError, match="none of the 3 workers has sound parameters"):
+        CPU.world(3, worker)
+
+
+def test_a_worker_that_was_saved_sick_is_healed_after_the_resume_as_without() -> None:
+    def worker(resumed: bool, transport: Transport) -> tuple[Tensor, int]:
+        row, plan = Row(torch.full((DIM,), float(transport.rank))), (Gossip(rate=0.4), Ring(), 3)
+
+        def mixer() -> Mixer:
+            made = Mixer([row], plan[0], exchange_of(transport, HOST, plan[1]), plan[2])
+            made.healing = Healing(1)
+            return made
+
+        mixing = mixer()
+        for step in range(16):
+            if step == 4 and transport.rank == 1:
+                row.flat[0] = torch.nan
+            mixing.step()
+            if resumed and step in (5, 8):  # refused already; healed, with refused messages still under way
+                state, mixing = mixing.state_dict(), mixer()
+                mixing.load_state_dict(state)
+        mixing.drain()
+        return row.flat.clone(), mixing.healing.healed
+
+    expected, found = (CPU.world(4, partial(worker, resumed)) for resumed in (False, True))
+    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(expected, found, strict=True))
+
+
+def test_a_worker_that_cannot_be_healed_is_not_saved() -> None:
+    def worker(transport: Transport) -> str:
+        mixer = Mixer([Row(torch.ones(DIM))], Gossip(), exchange_of(transport, HOST, Ring()), 1)
+        if transport.rank == 1:
+            mixer.buckets[0].flat[0] = torch.nan
+        mixer.step()
+        try:
+            mixer.state_dict()
+        except FloatingPointError as error:
+            return str(error)
+        return ""
+
+    assert [text[:40] for text in CPU.world(3, worker)] == ["", "worker 1: its parameters hold NaN or inf", ""]

@@ -34,7 +34,7 @@ class Turn:
 
     Args:
         round: its number; while landing, that of the round that lands.
-        learning_rate: of the optimizer's first group, as its last update used it.
+        learning_rate: the largest of the optimizer's groups, as its last update used it.
         peak: the largest learning rate so far.
         own: w_ii of the round: a scalar on a worker, [size, 1] in a simulation.
         degree: how many others are heard in the round, likewise.

@@ -18,6 +18,10 @@ from lightning_decentral.shared.plan.arguments import checked
 class QuasiGlobalMomentum(Combine):
     """m~ = mu m + g;  x+ = W (x - eta m~);  m+ = mu m + (1 - mu) (x - x+) / eta.
 
+    Kept is M = eta m, a displacement, which nothing divides:  M <- mu M + (1 - mu) (x - x+). Where the learning rate
+    falls M falls with it, and all is as the formula has it. Where it rises M stays: what mixing corrects doesn't shrink
+    as eta does, and over a rate that nearly vanishes, before a restart, it would be as many times too long.
+
     m follows the displacement after mixing, which is nearly the same on all workers, where the momentum of an optimizer
     follows a worker's own gradients. With SGD without momentum of its own this is QG-DSGDm. With Adam (first beta 0)
     the same momentum carries Adam's direction. QG-DAdam, whose second moment is one of displacements too, is an
@@ -61,17 +65,29 @@ class QuasiGlobalMomentum(Combine):
         return ""
 
     def init(self, x: Tensor) -> State:
-        return {"last": x.detach().clone(), "momentum": torch.zeros_like(x)}
+        eta = torch.zeros((), dtype=torch.float64, device=x.device)
+        return {"last": x.detach().clone(), "momentum": torch.zeros_like(x), "learning_rate": eta}
 
     def adapt(self, x: Tensor, state: State, turn: Turn) -> None:
-        """x -= eta mu m;  m takes in the displacement."""
+        """x -= mu M;  M takes in the displacement."""
         last, m, mu = state["last"], state["momentum"], self.momentum
-        x.sub_(m, alpha=turn.learning_rate * mu)
-        m.mul_(mu)
-        if turn.learning_rate > 0:
-            # As far as it goes now; the rest when the round lands.
-            m.sub_(x - last, alpha=(1 - mu) / turn.learning_rate)
+        self._follow(state, turn.learning_rate)
+        x.sub_(m, alpha=mu)
+        # As far as it goes now; the rest when the round lands.
+        m.mul_(mu).sub_(x - last, alpha=1 - mu)
         last.copy_(x)
+        # Without a rate nothing but mixing moves.
+        m.mul_(float(turn.learning_rate > 0))
+
+    def _follow(self, state: State, eta: float) -> None:
+        """M <- M min(1, eta / eta of the step before)."""
+        if "learning_rate" not in state:  # a checkpoint from before M was kept has m
+            state["momentum"].mul_(eta)
+            state["learning_rate"] = torch.full((), eta, dtype=torch.float64, device=state["momentum"].device)
+        before = state["learning_rate"]
+        # On the device, which nobody waits for.
+        state["momentum"].mul_((eta / before.clamp(min=1e-300)).clamp(max=1).to(state["momentum"].dtype))
+        before.fill_(eta)
 
     def mixing(self, turn: Turn) -> dict[str, float]:
         return {"mixing_rate": at(self.rate, turn)}
@@ -83,4 +99,4 @@ class QuasiGlobalMomentum(Combine):
         state["last"].add_(correction)
         if turn.learning_rate > 0:
             # A correction is a displacement, too.
-            state["momentum"].sub_(correction, alpha=(1 - self.momentum) / turn.learning_rate)
+            state["momentum"].sub_(correction, alpha=1 - self.momentum)

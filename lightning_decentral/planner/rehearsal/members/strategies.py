@@ -4,7 +4,7 @@ The parts are the strategies' own: gossip's rounds and mixers, averages of gradi
 backprop (`partial`). `ddp` is the exact average.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any, ClassVar
@@ -33,7 +33,6 @@ from lightning_decentral.planner.rehearsal.members.partial import Cutting
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout import ModelLayout
-from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Wire
 
 TAKE = "take gossip, compressed, partial_backprop or ddp"
@@ -122,9 +121,8 @@ class Gossiping(Member):
         check(self._plan)
         asked, layout = strategy.exact_steps, ModelLayout(module.parameters())
         exact = int(asked) if asked >= 1 else round(asked * place.steps)
-        rounds, over_all = Rounds(self._plan, module, layout), partial(mean, over=place.wire.world)
-        in_island: Callable[..., Any] = self._plan.member.mean_of_buckets
-        making = Making(rounds.mixers, rounds.pack, rounds.of_states, exact, lambda flats: in_island(flats, over_all))
+        rounds, of_sound = Rounds(self._plan, module, layout), partial(self._plan.member.mean_of_sound, world=place.wire.world)
+        making = Making(rounds.mixers, rounds.pack, rounds.of_states, exact, of_sound)
         self._mixers = Mixers(lambda: making)
 
     def begin(self) -> None:

@@ -1,0 +1,56 @@
+"""How the mixers of a run are made, and what they ask of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.wire.mixer import MeanOfSound, Mixer
+from lightning_decentral.shared.compute.buckets import Bucket
+
+Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
+"""Parameters as buckets, as their island packs them."""
+
+
+class Beside(Protocol):
+    """A state of an optimizer that is mixed beside the parameters: `rounds.StateMixer`."""
+
+    name: str
+    mixer: Mixer
+    buckets: list[Bucket]
+
+    def adopt(self, trained: set[nn.Parameter]) -> None: ...
+    def drain(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
+    """Parameters alone."""
+    return ()
+
+
+def alone(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], str]:
+    """The mean of one worker."""
+    return tensors, ""
+
+
+@dataclass(frozen=True)
+class Making:
+    """How the mixers of a run are made, and what they ask of it.
+
+    Args:
+        mixers: new ones over groups of their own, one for each fragment of the model; collective.
+        pack: of parameters.
+        states: of an optimizer, those that travel; collective.
+        exact_steps: first steps, in which all workers are averaged instead.
+        mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
+    """
+
+    mixers: Callable[[], Sequence[Mixer]]
+    pack: Pack
+    states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
+    exact_steps: int = 0
+    mean: MeanOfSound = alone
