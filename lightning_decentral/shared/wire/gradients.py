@@ -15,11 +15,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.shared.compute.buckets import chunked
 from lightning_decentral.shared.wire.compressed_mean import Mean
 from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.residuals import Row
 from lightning_decentral.shared.wire.transport import Transport
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
@@ -129,7 +132,7 @@ class Launcher(Generic[Kind]):
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
         self.paused = False
         self._launch, self._first = launch, first
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
         self.buckets: tuple[Kind, ...] = ()
         self._of: dict[nn.Parameter, int] = {}
         self.begin(())
@@ -138,10 +141,17 @@ class Launcher(Generic[Kind]):
         """See the gradients of these and of no others; whether that is new. Without any, all hooks are gone."""
         if set(parameters) == self._hooks.keys():
             return False
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for p in parameters}
+        for parameter in self._hooks.keys() - set(parameters):
+            self._hooks.pop(parameter)[0].remove()
+        for parameter in (p for p in parameters if p not in self._hooks):
+            self._hooks[parameter] = self._hooked(parameter)
         return True
+
+    def _hooked(self, parameter: nn.Parameter) -> tuple[RemovableHandle, Any]:
+        # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd makes
+        # another node as soon as nobody holds this one.
+        node = get_gradient_edge(parameter).node
+        return node.register_hook(lambda *_: self._ready(parameter)), node
 
     @property
     def watched(self) -> frozenset[nn.Parameter]:
@@ -205,11 +215,19 @@ class GradientAverage:
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
         self._launcher = Launcher(self._launch, self._land_after_backward)
         self._flats: dict[GradientBucket, Tensor] = {}
+        self._all: Sequence[nn.Parameter] = ()
         self._needed: list[nn.Parameter] = []
-        self._open = False
+        self._keys: dict[nn.Parameter, int] = {}
+        self._open = self._lands = False
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """These are averaged from the next backward pass on; those that are already cost a look-up."""
+        self._all = parameters
+        self.look()
+
+    def look(self) -> None:
+        """Some of what is watched may have been thawed since."""
+        parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
         if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
             return  # without a hash of each, which is Python's
@@ -219,11 +237,24 @@ class GradientAverage:
         if self._launcher.watch(members):
             chunks = chunked(reversed(members), self._bucket_bytes)  # the last parameters have their gradients first
             self._launcher.begin([GradientBucket(chunk) for chunk in chunks])
-            if before:
-                self._mean.forget()
+            self._mean.lay([self._row(bucket) for bucket in self._launcher.buckets])
+
+    def _row(self, bucket: GradientBucket) -> Row:
+        """By a parameter's number in the module, under which a file names it; a later one's is free."""
+        for number, parameter in enumerate(self._all):
+            if parameter not in self._keys:
+                taken = self._keys.values()
+                self._keys[parameter] = number if number not in taken else max(taken) + 1
+        return tuple((self._keys[p], p.numel()) for p in bucket.parameters)
+
+    def updated(self, optimizer: Optimizer, skipped: bool) -> None:
+        """An update by what was averaged was due, and perhaps skipped."""
+        groups = optimizer.param_groups
+        keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
+        self._mean.updated(keys, skipped)
 
     def close(self) -> None:
-        self._needed = []
+        self._all, self._needed = (), []
         self._launcher.watch(())
         self._launcher.begin(())
 
@@ -240,9 +271,16 @@ class GradientAverage:
         """Before a step: it averages at least once, on every device."""
         self._open = True
 
+    def before(self, loss: Tensor) -> None:
+        """Its backward follows, which ends with averaged gradients, also where it reaches none of them here."""
+        self.look()
+        if not self._launcher.paused and loss.requires_grad:
+            hook = loss.register_hook(lambda _: (hook.remove(), self._land_after_backward())[0])
+
     def finish(self) -> None:
         """Average what no backward pass has averaged since `begin`."""
         if self._open:
+            self.look()
             self._land()
 
     @torch.no_grad()
@@ -253,10 +291,13 @@ class GradientAverage:
         bucket.pending = self._mean.start(flat, self._launcher.buckets.index(bucket))
 
     def _land_after_backward(self) -> None:
-        # At the first gradient: only within a backward can its end be waited for.
-        torch.autograd.Variable._execution_engine.queue_callback(self._land)
+        # At the loss or the first gradient: only within a backward can its end be waited for.
+        if not self._lands:
+            self._lands = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._land)
 
     def _land(self) -> None:
+        self._lands = False
         self._meet(self._wait)
 
     def _wait(self) -> None:
@@ -266,9 +307,12 @@ class GradientAverage:
         # The hosts tell each other who used what: no host reads what its device computes.
         flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
         some = iter(used(gradients, flags, self._hosts.all_reduce(flags)))
-        for bucket in buckets:
+        for place, bucket in enumerate(buckets):
             assert bucket.pending is not None
             bucket.pending.wait()
-            bucket.store(self._flats.pop(bucket), [next(some) for _ in bucket.parameters])
+            flat, by = self._flats.pop(bucket), [next(some) for _ in bucket.parameters]
+            if not all(by):
+                self._mean.put_back(flat, place, [number for number, workers in enumerate(by) if not workers])
+            bucket.store(flat, by)
         self._launcher.begin(buckets)
         self._open = False
