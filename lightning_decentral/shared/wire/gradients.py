@@ -105,6 +105,16 @@ class GradientBucket:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
+def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
+    """Call it at the end of the backward of `loss` that follows, before anybody else sees its gradients."""
+
+    def begun(_: Tensor) -> None:
+        # Only within a backward can its end be waited for.
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    loss.register_hook(begun)
+
+
 Kind = TypeVar("Kind", bound=GradientBucket)
 
 
