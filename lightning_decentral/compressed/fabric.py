@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import of_all, refuse_impossible
@@ -14,8 +14,9 @@ from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.skipped_updates import scale_of
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 LOOK_ROUNDS = 100
@@ -32,6 +33,9 @@ class Reduced:
         self.mean = mean_by(strategy.codec, self._group, strategy.root_device)
         bucket_bytes = strategy.bucket_bytes or bucket_bytes_of(module.parameters())
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
+        scaler = getattr(strategy.precision, "scaler", None)
+        if scaler is not None or strategy.nonfinite == "skip":
+            self.mean.guard(scale_of(scaler, strategy.root_device))
         self.buffers = RunningBuffers(module, self._group())
         self.watch()
 
@@ -92,6 +96,18 @@ class FabricCompressedStrategy(FabricWorkers):
         """Run what waits for the other workers."""
         with self._telling():
             call()
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        for of in self._reduced:
+            of.gradients.look()
+        super().backward(tensor, module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        skipped = self.gradient_check.skipped
+        output = super().optimizer_step(optimizer, **kwargs)
+        for of in self._reduced:
+            of.gradients.updated(optimizer, self.gradient_check.skipped > skipped)
+        return output
 
     def advance(self, optimizer: Optimizer) -> None:
         if optimizer is not self.optimizers[0]:

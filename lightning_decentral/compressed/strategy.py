@@ -19,9 +19,10 @@ from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.shared.wire.skipped_updates import scale_of
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -89,6 +90,9 @@ class CompressedStrategy(ReplicaStrategy):
         self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None or self.nonfinite == "skip":
+            self._mean.guard(scale_of(scaler, self.root_device))
         if self.orthogonal is not None:
             self._owners = Owners(self.optimizers, self.orthogonal, of_all(wire), self.meet)
 
@@ -105,6 +109,10 @@ class CompressedStrategy(ReplicaStrategy):
         if self._gradients is not None:
             self._gradients.watch(list(self._module.parameters()))  # some may have been unfrozen since the last step
         return super().training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._gradients is not None:
+            self._gradients.before(closure_loss)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -123,7 +131,11 @@ class CompressedStrategy(ReplicaStrategy):
     ) -> Any:
         # Under manual optimization gradients have been averaged in the backward.
         whole = partial(self._averaging, closure) if self._module.automatic_optimization else closure
-        return super().optimizer_step(optimizer, whole, model, **kwargs)
+        skipped = self.gradient_check.skipped
+        output = super().optimizer_step(optimizer, whole, model, **kwargs)
+        if self._gradients is not None:
+            self._gradients.updated(optimizer, self.gradient_check.skipped > skipped)
+        return output
 
     def _averaging(self, closure: Callable[[], Any]) -> Any:
         if self._gradients is None:

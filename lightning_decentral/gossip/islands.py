@@ -29,6 +29,7 @@ def joined(island: Island, strategy: "OnIsland", wire: Wire) -> IslandMember:
     module = strategy._module
     refuse_unsharded(island, module, callbacks_of(module.trainer), strategy.precision_plugin)
     member = island.join(wire, strategy.root_device, strategy.meet)
+    member.guard(getattr(strategy.precision_plugin, "scaler", None))
     member.arrange(module)
     return member
 

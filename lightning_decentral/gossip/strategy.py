@@ -204,10 +204,12 @@ class GossipStrategy(ReplicaStrategy):
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors] if anchors else tensors
 
     def progress_state(self) -> dict[str, Any]:
-        return self._mixers.state_dict()
+        return {**self._mixers.state_dict(), "gradients": self.member.progress_state()}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
         self._mixers.load_state_dict(state, self.optimizers)
+        if gradients := state.get("gradients"):
+            self.member.load_progress_state(gradients)
 
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}

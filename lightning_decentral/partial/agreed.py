@@ -6,13 +6,63 @@ Every binding (a Trainer's, Fabric's) says in its own way when a step begins; wh
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_decentral.partial.compute.search import CutPlan, Cuts
+from lightning_decentral.partial.compute.search import CutPlan, Cuts, Decide, Found
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.wire.meeting.notices import is_loss
+
+
+class Together:
+    """Decisions of workers that search together: worker 0's runs say what all of them go on with.
+
+    Each worker runs its own step as often as the others, so that what a step waits for comes.
+
+    Args:
+        gather: every worker's value, in order of rank; collective.
+
+    Raises:
+        ValueError: on every worker, why there is no such cut on one of them.
+        RuntimeError: on the others, where the step failed on one with any other error.
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
+        self._gather = gather
+
+    def __call__(self, compute: Callable[[], Found], /) -> Found:
+        found, refused, failed = None, "", ""
+        try:
+            found = compute()
+        except ValueError as error:
+            refused = str(error)
+        except Exception as error:
+            if is_loss(error):
+                raise  # there is nobody to tell
+            failed = f"{type(error).__name__}: {error}"
+            self._gather((None, "", failed))
+            raise
+        return self._first(self._gather((found, refused, failed)))
+
+    @staticmethod
+    def _first(outcomes: list[Any]) -> Any:
+        for rank, (_, _, failed) in enumerate(outcomes):
+            if failed:
+                raise RuntimeError(f"worker {rank} found no cuts, it failed with {failed}")
+        for _, refused, _ in outcomes:
+            if refused:
+                raise ValueError(refused)
+        return outcomes[0][0]
+
+
+def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
+    """What all workers find together, without a trace in their random numbers. Collective."""
+    before = worker_state.random_state()  # the search draws random numbers of the run's generators
+    found = find(Together(gather))
+    worker_state.set_random_state(before)
+    return found
 
 
 def agreed(rank: int, broadcast: Callable[[Any], Any], find: Callable[[], CutPlan]) -> CutPlan:
-    """What worker 0 found, without a trace in its random numbers. Collective.
+    """What worker 0 found by itself, without a trace in its random numbers, where the others' turns come later.
 
     Raises:
         ValueError: on every worker, why there is no such cut.

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.partial.agreed import agreed, recall, remembered, wished
+from lightning_decentral.partial.agreed import found_together, recall, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
-from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
+from lightning_decentral.partial.compute.search import CutPlan, Cuts, Decide, check_wish, search
 from lightning_decentral.partial.dry_run import repeated
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
@@ -117,12 +117,12 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         if "forward" in vars(module):  # so does Fabric where a marked method comes first, and no copy would follow
             raise ValueError(f"{type(module).__name__}'s forward is replaced: call the model itself first")
 
-        def find() -> CutPlan:
+        def find(decide: Decide) -> CutPlan:
             step = repeated(lambda trial: lambda: weighted(trial(*args, **kwargs)))
-            return search(module, wished(self.cuts, self._saved), self.balance, step)
+            return search(module, wished(self.cuts, self._saved), self.balance, step, decide)
 
         with self._telling():
-            plan = agreed(self.global_rank, broadcast_world, find)
+            plan = found_together(self.gather, find)
         place = Rank(self.global_rank, (1 / self.world_size,) * self.world_size)
         driver = DepthController(module, plan, self.depth, place)
         recall(driver, self._saved)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import agreed, recall, remembered, wished
+from lightning_decentral.partial.agreed import found_together, recall, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
 from lightning_decentral.partial.compute.uneven_batches import shared
@@ -24,6 +24,7 @@ from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.wire.gradients import at_the_end
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -112,7 +113,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)
         return self._drive(
-            agreed(self.global_rank, self.broadcast, lambda: search(self._module, wish, self.balance, run))
+            found_together(self.gather, lambda decide: search(self._module, wish, self.balance, run, decide))
         )
 
     def _drive(self, plan: CutPlan) -> DepthController:
@@ -159,8 +160,10 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if not self._blocked:  # only the last backward of an accumulated step sends
             self._begin()
+        at_the_end(closure_loss, self._after_backward)
 
-    def post_backward(self, closure_loss: Tensor) -> None:
+    def _after_backward(self) -> None:
+        # Within the backward: what hooks of the user's see and change behind it is what the update takes.
         if self.driver is not None:
             self.driver.bypass.end()
         if not self._blocked:

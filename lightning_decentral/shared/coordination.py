@@ -264,7 +264,9 @@ class LoopPatches:
         try:
             self._roll.end_epoch()
         except Uneven as error:
-            raise error.of_early_end() if self._trainer.should_stop else error
+            if self._trainer.should_stop:
+                raise error.of_early_end() from error
+            raise
         self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early

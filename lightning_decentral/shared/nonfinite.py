@@ -16,7 +16,13 @@ NonFinite = Literal["stop", "skip"]
 
 
 class Unchecked:
-    """Gradients are each worker's own affair, or a loss scaler's."""
+    """Gradients are each worker's own affair, or a loss scaler's.
+
+    Attributes:
+        skipped: steps taken without an update so far.
+    """
+
+    skipped = 0
 
     def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
         """The closure, and behind it a judgement of its gradients, before the update."""
@@ -46,7 +52,6 @@ class GradientCheck(Unchecked):
         if nonfinite not in ("stop", "skip"):
             raise ValueError(f"nonfinite must be 'stop' or 'skip', got {nonfinite!r}")
         self.nonfinite = nonfinite
-        self.skipped = 0
         self._last: AsyncRead | None = None
 
     def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:

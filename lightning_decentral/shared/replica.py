@@ -114,6 +114,9 @@ class ReplicaStrategy(WorkersStrategy):
             lambda: self._forward_redirection(module, module, name, *args, **kwargs),
         )
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.member.before(closure_loss)
+
     def block_backward_sync(self) -> Any:
         return self.member.blocked()
 
@@ -128,7 +131,9 @@ class ReplicaStrategy(WorkersStrategy):
         alike = isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts
         # Under manual optimization the devices of a worker have averaged gradients in the backward.
         whole = partial(self.member.averaging, closure) if self._module.automatic_optimization else closure
-        return super().optimizer_step(optimizer, partial(self._mean_loss, whole) if alike else whole, model, **kwargs)
+        output = super().optimizer_step(optimizer, partial(self._mean_loss, whole) if alike else whole, model, **kwargs)
+        self.member.updated(optimizer)
+        return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         # By its own loss each would call the closure another number of times, and wait for the others in vain.

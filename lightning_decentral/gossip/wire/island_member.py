@@ -16,9 +16,10 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
-from lightning_decentral.shared.wire.gradients import GradientAverage
+from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.health import mean_of_sound
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.skipped_updates import scale_of
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -66,6 +67,9 @@ class IslandMember(DeviceSteps):
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
+    def guard(self, scaler: Any) -> None:
+        """A loss scaler may skip updates."""
+
     def arrange(self, module: nn.Module) -> None:
         """Before the optimizers exist."""
 
@@ -94,6 +98,13 @@ class IslandMember(DeviceSteps):
     def load(self, module: nn.Module, shards: Mapping[str, Tensor]) -> None:
         """Put back this device's own part of a state_dict."""
 
+    def progress_state(self) -> dict[str, Any]:
+        """What averages within the island go on from, as tensors and primitives."""
+        return {}
+
+    def load_progress_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `progress_state` was taken."""
+
 
 class Averaging(IslandMember):
     """One of several devices with equal parameters."""
@@ -106,8 +117,12 @@ class Averaging(IslandMember):
         self._device, self._gathering = device, inside(wire.group, size, devices)
         self.heals = not self._gathering.queued
         # A group of their own: gradients mustn't queue behind a gather of parameters.
-        average = mean_by(codec, partial(inside, wire.group, size, devices), device)
-        self._gradients = GradientAverage(average, inside(wire.hosts, size, devices), meet, bucket_bytes)
+        self._average = mean_by(codec, partial(inside, wire.group, size, devices), device)
+        self._gradients = GradientAverage(self._average, inside(wire.hosts, size, devices), meet, bucket_bytes)
+
+    def guard(self, scaler: Any) -> None:
+        if scaler is not None:
+            self._average.guard(scale_of(scaler, self._device))
 
     def exchange(self, peers: Exchange[Any]) -> Exchange[Any]:
         return GatherExchange(peers, self._gathering, self._device)
@@ -126,6 +141,18 @@ class Averaging(IslandMember):
         # Also where this device had no loss: the others wait for its part of the average.
         self._gradients.finish()
         return output
+
+    def before(self, loss: Any) -> None:
+        self._gradients.before(loss)
+
+    def updated(self, optimizer: Any) -> None:
+        self._gradients.updated(optimizer, skipped=False)
+
+    def progress_state(self) -> dict[str, Any]:
+        return self._average.state_dict()
+
+    def load_progress_state(self, state: Mapping[str, Any]) -> None:
+        self._average.load_state_dict(state)
 
     @contextmanager
     def blocked(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,48 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 Cuts = str | int | Sequence[str]
 AUTO_SEGMENTS = 4
+Found = TypeVar("Found")
+
+
+class Decide(Protocol):
+    """Who says what a run of the copy showed, where several workers run theirs together."""
+
+    def __call__(self, compute: Callable[[], Found], /) -> Found: ...
+
+
+def by_itself(compute: Callable[[], Found], /) -> Found:
+    """What this worker's own run showed."""
+    return compute()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A copy of the network and its step. What the search goes by is what its runs show, and nothing else."""
+
+    module: nn.Module
+    run: Run
+    decide: Decide = by_itself
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def try_out(self) -> None:
+        """ValueError where the step itself can't be taken apart."""
+
+        def once() -> None:
+            self.run()
+
+        self.decide(once)
+
+    def judge(self, boundaries: Sequence[str]) -> list[Judged]:
+        return self.decide(lambda: judge(self.module, list(boundaries), self.run))
+
+    def measure(self, names: Sequence[str], sizes: Sequence[int]) -> tuple[BlockCost, ...]:
+        return self.decide(lambda: measure(self.module, names, sizes, self.run))
+
+    def entered(self) -> list[str]:
+        return self.decide(lambda: _entered(self.module, self.run))
 
 
 @dataclass(frozen=True)
@@ -62,32 +104,39 @@ def check_wish(cuts: Cuts) -> None:
         raise ValueError(f"cuts must name one or more distinct modules, got {list(cuts)}")
 
 
-def search(module: nn.Module, cuts: Cuts, balance: Balance, run_of: Callable[[nn.Module], Run]) -> CutPlan:
+def search(
+    module: nn.Module,
+    cuts: Cuts,
+    balance: Balance,
+    run_of: Callable[[nn.Module], Run],
+    decide: Decide = by_itself,
+) -> CutPlan:
     """The plan for `module`; nothing of it is changed, all runs are those of a copy.
 
     Args:
         run_of: from the copy to a function that returns its loss on a small batch, the same each time.
+        decide: of several workers, which all search: they run alike, as often and in the same order.
 
     Raises:
         ValueError: an unknown name, more cuts than blocks allow, a cut that isn't one (with the reason), or no chain.
     """
     check_wish(cuts)
-    trial = trial_copy(module)
+    copied = trial_copy(module)
     with uncompiled():
-        return _found(trial, _likeliest(module), cuts, balance, run_of(trial))
+        return _found(Trial(copied, run_of(copied), decide), _likeliest(module), cuts, balance)
 
 
-def _found(trial: nn.Module, chains: Sequence[Chain], cuts: Cuts, balance: Balance, run: Run) -> CutPlan:
+def _found(trial: Trial, chains: Sequence[Chain], cuts: Cuts, balance: Balance) -> CutPlan:
     match cuts:
         case "blocks":
-            return _between_all(trial, chains, run)
+            return _between_all(trial, chains)
         case int() | str():
-            return _along_a_chain(trial, chains, None if isinstance(cuts, str) else cuts, balance, run)
-    modules = dict(trial.named_modules())
+            return _along_a_chain(trial, chains, None if isinstance(cuts, str) else cuts, balance)
+    modules = dict(trial.module.named_modules())
     unknown = [name for name in cuts if name not in modules or not name]
     if unknown:
-        raise ValueError(f"no module named {unknown[0]!r} to cut at: {_some_names(trial)}")
-    return plan(trial, list(cuts), run)
+        raise ValueError(f"no module named {unknown[0]!r} to cut at: {_some_names(trial.module)}")
+    return plan(trial, list(cuts))
 
 
 def _likeliest(module: nn.Module) -> list[Chain]:
@@ -99,22 +148,20 @@ def _likeliest(module: nn.Module) -> list[Chain]:
     )
 
 
-def _along_a_chain(
-    trial: nn.Module, chains: Sequence[Chain], number: int | None, balance: Balance, run: Run
-) -> CutPlan:
-    run()  # what is wrong with the step itself is not the chains' fault
-    if number is None and _layers(trial) < 2:
-        return _whole(trial, run)
+def _along_a_chain(trial: Trial, chains: Sequence[Chain], number: int | None, balance: Balance) -> CutPlan:
+    trial.try_out()  # what is wrong with the step itself is not the chains' fault
+    if number is None and _layers(trial.module) < 2:
+        return _whole(trial)
     reasons = []
     for chain in chains:
         try:
-            return _cut_chain(trial, chain, number, balance, run)
+            return _cut_chain(trial, chain, number, balance)
         except TooFewBlocks:  # this chain comes apart, only not so often: no reason to try another one
             raise
         except ValueError as error:
             reasons.append(f"{chain}: {error}")
     tried = "; ".join(reasons[:3]) or "no Sequential or ModuleList holds two modules of one class with parameters"
-    raise ValueError(f"no chain of blocks to cut in {type(trial).__name__} ({tried}): give cuts=[names] yourself")
+    raise ValueError(f"no chain of blocks to cut in {trial.name} ({tried}): give cuts=[names] yourself")
 
 
 def _layers(trial: nn.Module) -> int:
@@ -122,37 +169,37 @@ def _layers(trial: nn.Module) -> int:
     return sum(any(True for _ in part.parameters(recurse=False)) for part in trial.modules())
 
 
-def _whole(trial: nn.Module, run: Run) -> CutPlan:
-    costs = measure(trial, [], [parameter_bytes(trial.parameters())], run)
-    return CutPlan((), {name: 0 for name, _ in trial.named_parameters()}, costs, ())
+def _whole(trial: Trial) -> CutPlan:
+    costs = trial.measure([], [parameter_bytes(trial.module.parameters())])
+    return CutPlan((), {name: 0 for name, _ in trial.module.named_parameters()}, costs, ())
 
 
 class TooFewBlocks(ValueError):
     """More cuts than the chain has places for."""
 
 
-def _cut_chain(trial: nn.Module, chain: Chain, number: int | None, balance: Balance, run: Run) -> CutPlan:
+def _cut_chain(trial: Trial, chain: Chain, number: int | None, balance: Balance) -> CutPlan:
     """Cut so that the pieces balance; the first holds what comes before the chain, the last what comes after."""
     pieces = min(AUTO_SEGMENTS, len(chain.names)) if number is None else number + 1
-    sizes = [parameter_bytes(trial.get_submodule(name).parameters()) for name in chain.names]
-    costs = measure(trial, chain.names[1:], sizes, run)
+    sizes = [parameter_bytes(trial.module.get_submodule(name).parameters()) for name in chain.names]
+    costs = trial.measure(chain.names[1:], sizes)
     if pieces > len(costs):
-        plan(trial, list(chain.names[1:2]), run)  # a chain that can't be cut anyway is no reason to complain
+        plan(trial, list(chain.names[1:2]))  # a chain that can't be cut anyway is no reason to complain
         raise TooFewBlocks(f"{number} cuts need {pieces} blocks, there are {len(costs)} ({chain}): give fewer cuts")
     starts = partition([balance.of(cost) for cost in costs], pieces)
-    return replace(plan(trial, [chain.names[start] for start in starts], run), chain=chain)
+    return replace(plan(trial, [chain.names[start] for start in starts]), chain=chain)
 
 
-def plan(trial: nn.Module, boundaries: list[str], run: Run) -> CutPlan:
+def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
     """Judge these boundaries and sort the parameters; refuses what isn't a cut."""
-    judged = judge(trial, boundaries, run)
+    judged = trial.judge(boundaries)
     for verdicts in judged:
         verdicts.refuse()
-    segment_of = {name: _segment(name, judged) for name, _ in trial.named_parameters()}
+    segment_of = {name: _segment(name, judged) for name, _ in trial.module.named_parameters()}
     members: list[list[nn.Parameter]] = [[] for _ in range(len(boundaries) + 1)]
-    for name, parameter in trial.named_parameters():
+    for name, parameter in trial.module.named_parameters():
         members[segment_of[name]].append(parameter)
-    costs = measure(trial, boundaries, [parameter_bytes(m) for m in members], run)
+    costs = trial.measure(boundaries, [parameter_bytes(m) for m in members])
     return CutPlan(tuple(boundaries), segment_of, costs, tuple(judged))
 
 
@@ -201,35 +248,35 @@ def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, 
     Args:
         run_of: from a copy of the module to a function that returns its loss on a small batch, the same each time.
     """
-    trial = trial_copy(module)
+    copied = trial_copy(module)
     with uncompiled():
-        return _joints(trial, _likeliest(module), run_of(trial))
+        return _joints(Trial(copied, run_of(copied)), _likeliest(module))
 
 
-def _between_all(trial: nn.Module, chains: Sequence[Chain], run: Run) -> CutPlan:
-    names = _joints(trial, chains, run)
+def _between_all(trial: Trial, chains: Sequence[Chain]) -> CutPlan:
+    names = _joints(trial, chains)
     if not names:
-        raise ValueError(f"no chain of blocks to cut in {type(trial).__name__} between all blocks: give cuts=[names]")
-    found = plan(trial, list(names), run)
+        raise ValueError(f"no chain of blocks to cut in {trial.name} between all blocks: give cuts=[names]")
+    found = plan(trial, list(names))
     # Embeddings that are the head's weight, too, belong to it: what held nothing else is no segment of its own.
     filled = [name for j, name in enumerate(names) if j in found.segment_of.values()]
-    return found if len(filled) == len(names) else plan(trial, filled, run)
+    return found if len(filled) == len(names) else plan(trial, filled)
 
 
-def _joints(trial: nn.Module, chains: Sequence[Chain], run: Run) -> tuple[str, ...]:
-    entered = _entered(trial, run)
+def _joints(trial: Trial, chains: Sequence[Chain]) -> tuple[str, ...]:
+    entered = trial.entered()
     for chain in chains:
-        if set(chain.names) <= set(entered) and _comes_apart(trial, chain.names[1:], run):
+        if set(chain.names) <= set(entered) and _comes_apart(trial, chain.names[1:]):
             first, *inner = chain.names
-            behind = next((n for n in _after(entered, chain.names[-1]) if _comes_apart(trial, [n], run)), None)
-            before = [first] if _comes_apart(trial, [first], run) else []
+            behind = next((n for n in _after(entered, chain.names[-1]) if _comes_apart(trial, [n])), None)
+            before = [first] if _comes_apart(trial, [first]) else []
             return (*before, *inner, *([behind] if behind else []))
     return ()
 
 
-def _comes_apart(trial: nn.Module, names: Sequence[str], run: Run) -> bool:
+def _comes_apart(trial: Trial, names: Sequence[str]) -> bool:
     try:
-        for verdicts in judge(trial, list(names), run):
+        for verdicts in trial.judge(names):
             verdicts.refuse()
     except ValueError:
         return False

@@ -23,6 +23,12 @@ class DeviceSteps:
         """Run what computes the gradients of one update."""
         return closure()
 
+    def before(self, loss: Any) -> None:
+        """The backward of this loss follows."""
+
+    def updated(self, optimizer: Any) -> None:
+        """An update was due, which a loss scaler may have skipped."""
+
     @contextmanager
     def blocked(self) -> Iterator[None]:
         """Gradients are only accumulated meanwhile."""

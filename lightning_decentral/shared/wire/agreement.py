@@ -60,9 +60,9 @@ class Uneven(RuntimeError):
     def of_early_end(self) -> RuntimeError:
         """The same, of a worker that has more batches."""
         return RuntimeError(
-            f"worker {self._worker} alone stops early (trainer.should_stop) while another goes on and needs it: stop on "
-            "all workers, as EarlyStopping does (trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, "
-            "all=False))"
+            f"worker {self._worker} alone stops early (trainer.should_stop) while another goes on and needs it: stop "
+            "on all workers, as EarlyStopping does (trainer.should_stop = "
+            "trainer.strategy.reduce_boolean_decision(stop, all=False))"
         )
 
 

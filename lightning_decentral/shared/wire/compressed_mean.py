@@ -5,13 +5,14 @@
     g = r                                                            every worker, bit for bit the same
 
 What is rounded away in one step is added in the next, on the way to the owner (e) and on the way back (f), so that
-nothing is lost for good. A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does of numbers.
+nothing is lost for good (`residuals`, `skipped_updates`). A worker sends 2 (n - 1) / n times the bytes of its codes, as
+an all-reduce does of numbers.
 
 Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by parts with owners, Tang et al.
 2102.02888 (1-bit Adam).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts, drop_if_sick
 from lightning_decentral.shared.compute.device import Stage, stage
 from lightning_decentral.shared.wire.pending import Pending, Together
+from lightning_decentral.shared.wire.residuals import Residual, Residuals, Row
+from lightning_decentral.shared.wire.skipped_updates import SkippedUpdates
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 
@@ -42,8 +45,20 @@ class Mean(Protocol):
             place: of the tensor among those that are averaged in a step: what was rounded away is kept by it.
         """
 
+    def lay(self, rows: Sequence[Row]) -> None:
+        """From now on the tensors with these keys are at the places."""
+
+    def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
+        """The mean in `flat` is taken but for these of the place's tensors, which nobody uses."""
+
+    def guard(self, scale: Callable[[], Tensor] | None) -> None:
+        """From now on updates may be skipped; `scale`: what multiplies the gradients, where something does."""
+
+    def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:
+        """An update of the tensors with these keys was due, and perhaps skipped."""
+
     def forget(self) -> None:
-        """From now on the places are other tensors'."""
+        """Begin anew."""
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on exactly, as tensors and primitives."""
@@ -66,6 +81,18 @@ class ExactMean:
     def total(self, flat: Tensor) -> Pending:
         """flat <- its sum over the workers, after the wait."""
         return self.over.all_reduce(flat)
+
+    def lay(self, rows: Sequence[Row]) -> None:
+        """Nothing is kept."""
+
+    def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
+        """Nothing is kept."""
+
+    def guard(self, scale: Callable[[], Tensor] | None) -> None:
+        """Nothing is kept."""
+
+    def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:
+        """Nothing is kept."""
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -101,19 +128,11 @@ def refuse_estimates(codec: Codec) -> None:
         )
 
 
-@dataclass
-class Residuals:
-    """What was rounded away at one place: of all parts here, and of the own part on the way back."""
-
-    own: Tensor
-    owned: Tensor
-    rounds: int = 0
-
-
 class CompressedMean:
     """The mean by parts, bucket by bucket, beside the training: on threads of the host, on streams of a device.
 
-    Residuals of a step with NaN or infinity (a loss scaler that searches) are dropped, and everybody gets the NaN.
+    Everybody gets the NaN or infinity of one (a loss scaler that searches). Residuals of it are dropped; where such
+    updates are skipped, `residuals.withdraw` puts back what was there before.
 
     Args:
         over: carries codes to their owners, for this alone.
@@ -121,6 +140,7 @@ class CompressedMean:
 
     Attributes:
         leaving, owning, flight: where codes are made and sent, where they are reduced, what lies between the two.
+        residuals: what was rounded away.
     """
 
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
@@ -132,36 +152,37 @@ class CompressedMean:
         self.pool = Pool()
         self.parts = CodedParts(codec, over.rank, over.size, self.pool)
         self.sent_bytes = 0
-        self._residuals: dict[int, Residuals] = {}
-        self._loaded: dict[int, Residuals] = {}
+        self.residuals = Residuals(self.parts)
+        self._updates = SkippedUpdates(self.residuals)
+        self.guard, self.updated = self._updates.guard, self._updates.updated
 
     def start(self, flat: Tensor, place: int) -> Pending:
         """Memory until landed: what `flat` holds once more, a worker's part of it, and half of it or less in codes."""
-        part = self.flight(self, flat, place, self._residuals_at(place, flat))
+        self._updates.settle()
+        part = self.flight(self, flat, place, self.residuals.at(place, flat))
         part.left = self.leaving.send(part.leave)
         part.reduced = self.owning.send(part.reduce)
         return part
 
-    def _residuals_at(self, place: int, flat: Tensor) -> Residuals:
-        if place not in self._residuals:
-            saved = self._loaded.pop(place, None)
-            if saved is None or len(saved.own) != flat.numel():
-                saved = Residuals(torch.zeros_like(flat), torch.zeros_like(self.parts.of(self.over.rank, flat)))
-            self._residuals[place] = Residuals(saved.own.to(flat.device), saved.owned.to(flat.device), saved.rounds)
-        return self._residuals[place]
+    def lay(self, rows: Sequence[Row]) -> None:
+        self.residuals.lay(rows)
+
+    def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
+        self.residuals.put_back(place, flat, unused)
 
     def forget(self) -> None:
-        self._residuals, self._loaded = {}, {}
+        self.residuals.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        rows = {str(p): [r.own.clone(), r.owned.clone(), r.rounds] for p, r in self._residuals.items()}
-        return {"codec": repr(self.codec), "residuals": rows}
+        self._updates.settle()
+        return {"codec": repr(self.codec), **self.residuals.state_dict(), **self._updates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; under another codec, or other buckets, without residuals."""
-        self._residuals = {}
-        same = state.get("codec") == repr(self.codec)
-        self._loaded = {int(p): Residuals(*row) for p, row in state["residuals"].items()} if same else {}
+        """Go on where `state_dict` was taken; under another codec without residuals."""
+        self.residuals.forget()
+        if state.get("codec") == repr(self.codec):
+            self.residuals.load_state_dict(state)
+            self._updates.load_state_dict(state)
 
 
 @dataclass
@@ -171,7 +192,7 @@ class InFlight:
     of: CompressedMean
     flat: Tensor
     place: int
-    residuals: Residuals
+    residual: Residual
     left: Any = None
     reduced: Any = None
     sent: list[Pending] = field(default_factory=list)
@@ -182,14 +203,14 @@ class InFlight:
 
     def leave(self) -> None:
         """Encode what others own, and send it to them."""
-        parts, own = self.of.parts, self.residuals.own
-        self.round, self.residuals.rounds = self.residuals.rounds, self.residuals.rounds + 1
-        x = own.add_(self.flat)
+        parts = self.of.parts
+        self.round, self.residual.rounds = self.residual.rounds, self.residual.rounds + 1
+        x = self.residual.add(self.flat)
         mine, kept = self._mine(), parts.of(parts.rank, x)
         mine.copy_(kept)
         kept.sub_(mine)  # it is not encoded: nothing of it is rounded away
         codes = parts.to_owners(x, self.of.codec.residual, self.round, self.place)
-        drop_if_sick(own)
+        drop_if_sick(x)
         self._exchange(self.of.over, codes, parts.from_others(self.flat))
 
     def reduce(self) -> None:
@@ -204,7 +225,7 @@ class InFlight:
             mine.add_(decoded, alpha=parts.share)
         self._rest()
         self.used.append(decoded)
-        codes_of_all = parts.reduced(mine, self.residuals.owned, self.round, self.place)
+        codes_of_all = parts.reduced(mine, self.residual.owned, self.round, self.place)
         others = [j for j in range(back.size) if j != back.rank]
         self._exchange(back, dict.fromkeys(others, codes_of_all) if codes_of_all else {}, parts.from_owners(self.flat))
 

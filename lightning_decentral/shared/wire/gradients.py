@@ -3,24 +3,20 @@
     message = [g_p for p in parameters]     0 where this worker has no gradient
     flag_p  = 1 where it has one, else 0    summed over the workers: how many have, a sparse one as `SPARSE`
 
-What a mean divides by and over whom it goes is left to those who use it: `GradientAverage` (all devices of an island,
+What a mean divides by and over whom it goes is left to those who use it: `gradient_average` (all devices of an island,
 while the backward runs), `replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each segment's
 contributors, while it runs).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from operator import is_
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_decentral.shared.compute.buckets import chunked
-from lightning_decentral.shared.wire.compressed_mean import Mean
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.transport import Transport
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
 SPARSE = 2**15
@@ -109,6 +105,16 @@ class GradientBucket:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
+def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
+    """Call it at the end of the backward of `loss` that follows, before anybody else sees its gradients."""
+
+    def begun(_: Tensor) -> None:
+        # Only within a backward can its end be waited for.
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    loss.register_hook(begun)
+
+
 Kind = TypeVar("Kind", bound=GradientBucket)
 
 
@@ -129,7 +135,7 @@ class Launcher(Generic[Kind]):
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
         self.paused = False
         self._launch, self._first = launch, first
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
         self.buckets: tuple[Kind, ...] = ()
         self._of: dict[nn.Parameter, int] = {}
         self.begin(())
@@ -138,10 +144,17 @@ class Launcher(Generic[Kind]):
         """See the gradients of these and of no others; whether that is new. Without any, all hooks are gone."""
         if set(parameters) == self._hooks.keys():
             return False
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {p: p.register_post_accumulate_grad_hook(self._ready) for p in parameters}
+        for parameter in self._hooks.keys() - set(parameters):
+            self._hooks.pop(parameter)[0].remove()
+        for parameter in (p for p in parameters if p not in self._hooks):
+            self._hooks[parameter] = self._hooked(parameter)
         return True
+
+    def _hooked(self, parameter: nn.Parameter) -> tuple[RemovableHandle, Any]:
+        # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd makes
+        # another node as soon as nobody holds this one.
+        node = get_gradient_edge(parameter).node
+        return node.register_hook(lambda *_: self._ready(parameter)), node
 
     @property
     def watched(self) -> frozenset[nn.Parameter]:
@@ -178,97 +191,3 @@ class Launcher(Generic[Kind]):
         while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
             self._launched += 1
             self._launch(self.buckets[self._launched - 1])
-
-
-class GradientAverage:
-    """p.grad <- (1/L) sum over the L devices of p.grad, for every watched parameter.
-
-    Hooks see when a gradient is complete. The gradients of a bucket travel together as soon as all of them
-    are, buckets in the same order on every device, the last parameters first; the backward pass meanwhile goes on. No
-    wrapper: the module, its names and its forward stay what they are.
-
-    A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
-
-    Args:
-        mean: of the gradients over the devices that share them.
-        hosts: the transport of the same devices for CPU tensors, for this alone.
-        meet: runs what waits for the other devices.
-        bucket_bytes: of one message, at most, unless one parameter has more.
-
-    Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
-    """
-
-    def __init__(
-        self, mean: Mean, hosts: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int
-    ) -> None:
-        self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
-        self._launcher = Launcher(self._launch, self._land_after_backward)
-        self._flats: dict[GradientBucket, Tensor] = {}
-        self._needed: list[nn.Parameter] = []
-        self._open = False
-
-    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These are averaged from the next backward pass on; those that are already cost a look-up."""
-        needed = [p for p in parameters if p.requires_grad]
-        if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
-            return  # without a hash of each, which is Python's
-        self._needed = needed
-        before = self._launcher.watched
-        members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
-        if self._launcher.watch(members):
-            chunks = chunked(reversed(members), self._bucket_bytes)  # the last parameters have their gradients first
-            self._launcher.begin([GradientBucket(chunk) for chunk in chunks])
-            if before:
-                self._mean.forget()
-
-    def close(self) -> None:
-        self._needed = []
-        self._launcher.watch(())
-        self._launcher.begin(())
-
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Gradients are only accumulated meanwhile."""
-        self._launcher.paused = True
-        try:
-            yield
-        finally:
-            self._launcher.paused = False
-
-    def begin(self) -> None:
-        """Before a step: it averages at least once, on every device."""
-        self._open = True
-
-    def finish(self) -> None:
-        """Average what no backward pass has averaged since `begin`."""
-        if self._open:
-            self._land()
-
-    @torch.no_grad()
-    def _launch(self, bucket: GradientBucket) -> None:
-        first = bucket.parameters[0]
-        flat = self._flats[bucket] = torch.empty(bucket.elements, dtype=first.dtype, device=first.device)
-        bucket.pack_as_views(flat)
-        bucket.pending = self._mean.start(flat, self._launcher.buckets.index(bucket))
-
-    def _land_after_backward(self) -> None:
-        # At the first gradient: only within a backward can its end be waited for.
-        torch.autograd.Variable._execution_engine.queue_callback(self._land)
-
-    def _land(self) -> None:
-        self._meet(self._wait)
-
-    def _wait(self) -> None:
-        self._launcher.rest()
-        buckets = self._launcher.buckets
-        gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
-        # The hosts tell each other who used what: no host reads what its device computes.
-        flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
-        some = iter(used(gradients, flags, self._hosts.all_reduce(flags)))
-        for bucket in buckets:
-            assert bucket.pending is not None
-            bucket.pending.wait()
-            bucket.store(self._flats.pop(bucket), [next(some) for _ in bucket.parameters])
-        self._launcher.begin(buckets)
-        self._open = False

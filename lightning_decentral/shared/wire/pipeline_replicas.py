@@ -20,7 +20,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradients import flag, parts, used
+from lightning_decentral.shared.wire.gradients import flag, pack, parts, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -144,25 +144,41 @@ class _Averaging(_Replicated):
         return mean(gradients, self._over)
 
 
-class _CompressedAveraging(_Replicated):
-    """By codes, one flat tensor of each type."""
+class _CompressedAveraging(Bond):
+    """By codes, one flat tensor of each type: of all parameters, so that what was rounded away stays with each."""
 
     def __init__(self, by: Mean, hosts: Transport) -> None:
-        super().__init__(hosts)
-        self._by = by
+        self._by, self._hosts = by, hosts
+        self._keys: dict[Tensor, int] = {}
 
     @torch.no_grad()
-    def _averaged(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        means = [torch.empty_like(gradient) for gradient in gradients]
-        kinds = sorted({g.dtype for g in gradients}, key=str)
-        rows = [[i for i, g in enumerate(gradients) if g.dtype == kind] for kind in kinds]
-        flats = [torch.cat([gradients[i].reshape(-1) for i in row]) for row in rows]
+    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        flags = flag(own, torch.empty(len(own), dtype=torch.int32))
+        told = self._hosts.all_reduce(flags)
+        kinds = sorted({p.dtype for p in parameters}, key=str)
+        rows = [[i for i, p in enumerate(parameters) if p.dtype == kind] for kind in kinds]
+        flats = self._started(own, parameters, rows)
+        some, found = used(own, flags, told), list(own)
+        for place, (row, flat) in enumerate(zip(rows, flats, strict=True)):
+            self._by.put_back(flat, place, [number for number, i in enumerate(row) if not some[i]])
+            for i, part in zip(row, parts(flat, [parameters[i] for i in row]), strict=True):
+                found[i] = torch.empty_like(parameters[i]).copy_(part) if some[i] else None
+        return found
+
+    def _started(
+        self, own: Sequence[Tensor | None], parameters: Sequence[Tensor], rows: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """The means of these rows, once they are there."""
+        key = {i: self._keys.setdefault(p, len(self._keys)) for i, p in enumerate(parameters)}
+        self._by.lay([tuple((key[i], parameters[i].numel()) for i in row) for row in rows])
+        flats = []
+        for row in rows:
+            like = [parameters[i] for i in row]
+            flats.append(like[0].new_empty(sum(p.numel() for p in like)))
+            pack([own[i] for i in row], like, flats[-1])
         for pending in [self._by.start(flat, place) for place, flat in enumerate(flats)]:
             pending.wait()
-        for row, flat in zip(rows, flats, strict=True):
-            for i, part in zip(row, parts(flat, [gradients[i] for i in row]), strict=True):
-                means[i].copy_(part)
-        return means
+        return flats
 
     def state_dict(self) -> dict[str, Any]:
         return self._by.state_dict()

@@ -121,7 +121,8 @@ class Gossiping(Member):
         check(self._plan)
         asked, layout = strategy.exact_steps, ModelLayout(module.parameters())
         exact = int(asked) if asked >= 1 else round(asked * place.steps)
-        rounds, of_sound = Rounds(self._plan, module, layout), partial(self._plan.member.mean_of_sound, world=place.wire.world)
+        rounds = Rounds(self._plan, module, layout)
+        of_sound = partial(self._plan.member.mean_of_sound, world=place.wire.world)
         making = Making(rounds.mixers, rounds.pack, rounds.of_states, exact, of_sound)
         self._mixers = Mixers(lambda: making)
 

@@ -1,0 +1,144 @@
+"""Gradient averages of devices that share them, in buckets, while the backward goes on; before any hook sees them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.compute.buckets import chunked
+from lightning_decentral.shared.wire.compressed_mean import Mean
+from lightning_decentral.shared.wire.gradients import GradientBucket, Launcher, flag, used
+from lightning_decentral.shared.wire.residuals import Row
+from lightning_decentral.shared.wire.transport import Transport
+
+
+class GradientAverage:
+    """p.grad <- (1/L) sum over the L devices of p.grad, for every watched parameter.
+
+    Hooks see when a gradient is complete. The gradients of a bucket travel together as soon as all of them
+    are, buckets in the same order on every device, the last parameters first; the backward pass meanwhile goes on. No
+    wrapper: the module, its names and its forward stay what they are.
+
+    A parameter that a device did not use counts as zero there; one that no device used keeps no gradient.
+
+    Args:
+        mean: of the gradients over the devices that share them.
+        hosts: the transport of the same devices for CPU tensors, for this alone.
+        meet: runs what waits for the other devices.
+        bucket_bytes: of one message, at most, unless one parameter has more.
+
+    Raises:
+        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
+    """
+
+    def __init__(
+        self, mean: Mean, hosts: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int
+    ) -> None:
+        self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
+        self._launcher = Launcher(self._launch, self._land_after_backward)
+        self._flats: dict[GradientBucket, Tensor] = {}
+        self._all: Sequence[nn.Parameter] = ()
+        self._needed: list[nn.Parameter] = []
+        self._keys: dict[nn.Parameter, int] = {}
+        self._open = self._lands = False
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These are averaged from the next backward pass on; those that are already cost a look-up."""
+        self._all = parameters
+        self.look()
+
+    def look(self) -> None:
+        """Some of what is watched may have been thawed since."""
+        parameters = self._all
+        needed = [p for p in parameters if p.requires_grad]
+        if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
+            return  # without a hash of each, which is Python's
+        self._needed = needed
+        before = self._launcher.watched
+        members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
+        if self._launcher.watch(members):
+            chunks = chunked(reversed(members), self._bucket_bytes)  # the last parameters have their gradients first
+            self._launcher.begin([GradientBucket(chunk) for chunk in chunks])
+            self._mean.lay([self._row(bucket) for bucket in self._launcher.buckets])
+
+    def _row(self, bucket: GradientBucket) -> Row:
+        """By a parameter's number in the module, under which a file names it; a later one's is free."""
+        for number, parameter in enumerate(self._all):
+            if parameter not in self._keys:
+                taken = self._keys.values()
+                self._keys[parameter] = number if number not in taken else max(taken) + 1
+        return tuple((self._keys[p], p.numel()) for p in bucket.parameters)
+
+    def updated(self, optimizer: Optimizer, skipped: bool) -> None:
+        """An update by what was averaged was due, and perhaps skipped."""
+        groups = optimizer.param_groups
+        keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
+        self._mean.updated(keys, skipped)
+
+    def close(self) -> None:
+        self._all, self._needed = (), []
+        self._launcher.watch(())
+        self._launcher.begin(())
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Gradients are only accumulated meanwhile."""
+        self._launcher.paused = True
+        try:
+            yield
+        finally:
+            self._launcher.paused = False
+
+    def begin(self) -> None:
+        """Before a step: it averages at least once, on every device."""
+        self._open = True
+
+    def before(self, loss: Tensor) -> None:
+        """Its backward follows, which ends with averaged gradients, also where it reaches none of them here."""
+        self.look()
+        if not self._launcher.paused and loss.requires_grad:
+            loss.register_hook(lambda _: self._land_after_backward())
+
+    def finish(self) -> None:
+        """Average what no backward pass has averaged since `begin`."""
+        if self._open:
+            self.look()
+            self._land()
+
+    @torch.no_grad()
+    def _launch(self, bucket: GradientBucket) -> None:
+        first = bucket.parameters[0]
+        flat = self._flats[bucket] = torch.empty(bucket.elements, dtype=first.dtype, device=first.device)
+        bucket.pack_as_views(flat)
+        bucket.pending = self._mean.start(flat, self._launcher.buckets.index(bucket))
+
+    def _land_after_backward(self) -> None:
+        # At the loss or the first gradient: only within a backward can its end be waited for.
+        if not self._lands:
+            self._lands = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._land)
+
+    def _land(self) -> None:
+        self._lands = False
+        self._meet(self._wait)
+
+    def _wait(self) -> None:
+        self._launcher.rest()
+        buckets = self._launcher.buckets
+        gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
+        # The hosts tell each other who used what: no host reads what its device computes.
+        flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
+        some = iter(used(gradients, flags, self._hosts.all_reduce(flags)))
+        for place, bucket in enumerate(buckets):
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            flat, by = self._flats.pop(bucket), [next(some) for _ in bucket.parameters]
+            if not all(by):
+                self._mean.put_back(flat, place, [number for number, workers in enumerate(by) if not workers])
+            bucket.store(flat, by)
+        self._launcher.begin(buckets)
+        self._open = False

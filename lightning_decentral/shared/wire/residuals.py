@@ -1,0 +1,185 @@
+"""Residuals of a compressed mean: what was rounded away, kept by tensor through layouts, skipped updates and scales.
+
+    debt of a tensor = (1/n) sum_i e_i + f      e_i: of worker i's messages; f: of its owner's means
+
+It changes by what the workers gave less what all of them took. Where nobody takes a mean (no worker uses the tensor,
+the update is skipped), it is put back; where tensors travel in other company, it goes with them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
+
+Row = tuple[tuple[int, int], ...]
+"""(key, elements) of the tensors that one flat tensor holds, in order."""
+Span = tuple[int, int]
+
+
+@dataclass
+class Residual:
+    """What was rounded away at one place: of all parts here, and of the own part on the way back.
+
+    Attributes:
+        before: the same as at the last update; empty where no update is ever skipped.
+        taken: whether an update has followed the last mean.
+    """
+
+    own: Tensor
+    owned: Tensor
+    rounds: int = 0
+    before: list[Tensor] = field(default_factory=list)
+    taken: bool = True
+
+    def add(self, flat: Tensor) -> Tensor:
+        """own <- own + flat."""
+        if not (self.before and self.taken):
+            return self.own.add_(flat)
+        self.taken = False
+        self.before[1].copy_(self.owned)
+        # Into the memory of the one before the last update: nothing is copied.
+        self.own, self.before[0] = torch.add(self.own, flat, out=self.before[0]), self.own
+        return self.own
+
+
+class Residuals:
+    """One worker's, of all places.
+
+    Args:
+        parts: who owns which part of a flat tensor.
+
+    Attributes:
+        guarded: whether updates may be skipped, so that what was there before each is kept: once more the memory.
+    """
+
+    def __init__(self, parts: CodedParts) -> None:
+        self.guarded = False
+        self._parts = parts
+        self._rows: tuple[Row, ...] = ()
+        self._at: dict[int, Residual] = {}
+        self._debts: dict[int, Tensor] = {}  # of tensors that travel nowhere at present, by key
+        self._rounds = 0  # taken at places that are no more: no noise is drawn twice
+
+    def at(self, place: int, flat: Tensor) -> Residual:
+        """Of this place, whose tensors `flat` holds."""
+        found = self._at.get(place)
+        if found is None or len(found.own) != flat.numel():
+            found = self._at[place] = self._made(place, flat)
+        found.own, found.owned = found.own.to(flat.device), found.owned.to(flat.device)
+        if self.guarded and not found.before:
+            found.before = [found.own.clone(), found.owned.clone()]
+        return found
+
+    def _made(self, place: int, flat: Tensor) -> Residual:
+        own = torch.zeros_like(flat)
+        for key, (start, stop) in self._spans(place):
+            debt = self._debts.get(key)
+            if debt is not None and len(debt) == stop - start:
+                own[start:stop] = self._debts.pop(key)
+        return Residual(own, torch.zeros_like(self._mine(flat)), self._rounds)
+
+    # ---- tensors in other company -----------------------------------------------------------------------------------
+
+    def lay(self, rows: Sequence[Row]) -> None:
+        """From now on place k is of the tensors in rows[k]: what was rounded away of each goes with it."""
+        if self._rows == (now := tuple(rows)):
+            return
+        if not self._rows and self._fits(now):
+            self._rows = now
+            return
+        for place in [place for place in self._at if place < len(self._rows)]:
+            residual = self._at.pop(place)
+            self._rounds = max(self._rounds, residual.rounds)
+            for key, span in self._spans(place):
+                self._debts[key] = self._debt(residual, span)
+        self._rows, self._at = now, {}
+
+    def _fits(self, rows: Sequence[Row]) -> bool:
+        """Whether what was kept without names may be of these: of a file that doesn't name its tensors."""
+        lengths = {place: sum(elements for _, elements in row) for place, row in enumerate(rows)}
+        return {place: len(residual.own) for place, residual in self._at.items()} == lengths
+
+    def _debt(self, residual: Residual, span: Span) -> Tensor:
+        """e + n f: what the owner owes, as a worker's own, which counts as the n-th part of it."""
+        start, stop = span
+        debt = residual.own[start:stop].clone()
+        for there, mine in self._overlap(len(residual.own), span):
+            debt[there].add_(residual.owned[mine], alpha=self._parts.size)
+        return debt
+
+    # ---- means that nobody took -------------------------------------------------------------------------------------
+
+    def put_back(self, place: int, flat: Tensor, unused: Collection[int]) -> None:
+        """f <- f + r of the tensors with these numbers at the place, whose mean r in `flat` nobody takes."""
+        residual, mean = self._at[place], self._mine(flat)
+        for number, (_, span) in enumerate(self._spans(place)):
+            for _, mine in self._overlap(flat.numel(), span) if number in unused else ():
+                residual.owned[mine].add_(mean[mine])
+
+    def updated(self) -> None:
+        """An update has taken what was averaged."""
+        for residual in self._at.values():
+            residual.taken = True
+
+    def withdraw(self, keys: Collection[int]) -> None:
+        """The update of the tensors with these keys was skipped: what it would have taken was never averaged."""
+        for place, residual in self._at.items():
+            for key, span in self._spans(place) if residual.before and not residual.taken else ():
+                if key in keys:
+                    residual.own[slice(*span)] = residual.before[0][slice(*span)]
+                    for _, mine in self._overlap(len(residual.own), span):
+                        residual.owned[mine] = residual.before[1][mine]
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come multiplied by another scale from now on, so many times the one before."""
+        for residual in self._at.values():
+            for tensor in (residual.own, residual.owned):
+                tensor.mul_(factor)
+        for debt in self._debts.values():
+            debt.mul_(factor)
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._at, self._debts = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "residuals": {str(p): [r.own.clone(), r.owned.clone(), r.rounds] for p, r in self._at.items()},
+            "rows": [[list(pair) for pair in row] for row in self._rows],
+            "debts": {str(key): debt.clone() for key, debt in self._debts.items()},
+            "rounds": self._rounds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        now = self._rows
+        self._at = {int(place): Residual(*row) for place, row in state["residuals"].items()}
+        self._rows = tuple(tuple((key, elements) for key, elements in row) for row in state.get("rows", ()))
+        self._debts = {int(key): debt for key, debt in state.get("debts", {}).items()}
+        self._rounds = state.get("rounds", 0)
+        if now:
+            self.lay(now)
+
+    # ---- where a tensor lies ----------------------------------------------------------------------------------------
+
+    def _spans(self, place: int) -> Iterator[tuple[int, Span]]:
+        """(key, (start, stop)) of the tensors at a place."""
+        row = self._rows[place] if place < len(self._rows) else ()
+        for (key, elements), stop in zip(row, accumulate(elements for _, elements in row), strict=True):
+            yield key, (stop - elements, stop)
+
+    def _mine(self, flat: Tensor) -> Tensor:
+        return self._parts.of(self._parts.rank, flat)
+
+    def _overlap(self, length: int, span: Span) -> Iterator[tuple[slice, slice]]:
+        """Of a tensor and the own part of a flat one of this length: (in the tensor, in the own part); one or none."""
+        begin, end = self._parts.spans(length)[self._parts.rank]
+        start, stop = max(begin, span[0]), min(end, span[1])
+        if start < stop:
+            yield slice(start - span[0], stop - span[0]), slice(start - begin, stop - begin)
