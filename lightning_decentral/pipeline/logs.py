@@ -3,6 +3,7 @@
 import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +31,18 @@ class Logs:
     def __init__(self, module: LightningModule) -> None:
         self._module: Any = module
         self._known: dict[int, tuple[list[Logged], list[Any]]] = {}
-        self._calls: list[Logged] = []
+        self._calls: list[list[Logged]] = []
         self._beside: list[dict[Any, Any]] = []
         self.values: list[list[Tensor]] = []
         """Of each micro-batch, scalars, which no host reads here."""
 
-    def begin(self) -> None:
-        self._calls, self.values, self._beside = [], [], []
+    def begin(self, microbatches: int) -> None:
+        self._calls, self._beside = [[] for _ in range(microbatches)], []
+        self.values = [[] for _ in range(microbatches)]
 
-    def recording(self, keep: bool) -> "_Recording":
-        """Within, `self.log` of the module keeps, or drops, what it is given."""
-        if keep:
-            self._calls, self.values = [], [*self.values, []]
-        return _Recording(self._module, self._take if keep else _drop)
+    def recording(self, microbatch: int | None) -> "_Recording":
+        """Within, `self.log` of the module keeps what it is given for this micro-batch; None: drops it."""
+        return _Recording(self._module, _drop if microbatch is None else partial(self._take, microbatch))
 
     def returned(self, result: Any) -> Any:
         """The loss of what the step returned for a micro-batch; what stands beside it is kept."""
@@ -52,22 +52,37 @@ class Logs:
         self._beside.append({k: recursive_detach(value) for k, value in result.items() if k != "loss"})
         return result["loss"]
 
-    def _take(self, *args: Any, **kwargs: Any) -> None:
+    def _take(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         name, value, options = _read(*args, **kwargs)
         if isinstance(value, Metric):
             raise ValueError(
                 f"self.log({name!r}, ...) got a {type(value).__name__} in training_step, which only the last stage of "
                 "a pipeline updates: log its value instead"
             )
-        self._calls.append(Logged(name, options))
+        self._calls[microbatch].append(Logged(name, options))
         # A copy: the user may go on to change it.
-        self.values[-1].append(torch.as_tensor(value).detach().clone().reshape(()))
+        self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
+
+    def columns(self) -> list[tuple[Tensor, ...]]:
+        """What was logged, value by value, each with those of all micro-batches.
+
+        Raises:
+            ValueError: the step logs other names for one micro-batch than for another.
+        """
+        names = [[logged.name for logged in calls] for calls in self._calls]
+        odd = next((row for row in names if row != names[-1]), names[-1])
+        if odd != names[-1]:
+            raise ValueError(
+                f"training_step logs {odd} for one micro-batch and {names[-1]} for another, so that they have no mean: "
+                "log the same names in every call, or use microbatches=1"
+            )
+        return list(zip(*self.values, strict=True))
 
     @property
     def signature(self) -> int:
         """The same for the same names and options."""
         # Not `hash`, which differs between processes.
-        return zlib.crc32(repr((self._calls, self._keys)).encode())
+        return zlib.crc32(repr((self._calls[-1], self._keys)).encode())
 
     @property
     def _keys(self) -> list[Any]:
@@ -81,7 +96,7 @@ class Logs:
             value is None.
         """
         if signature not in self._known:
-            mine = self._calls, self._keys
+            mine = self._calls[-1] if self._calls else [], self._keys
             self._known[signature] = mine if pipe.over is None else gather_objects(pipe.over, mine)[-1]
         calls, keys = self._known[signature]
         for (name, options), value in zip(calls, values, strict=True):

@@ -93,7 +93,7 @@ def _alone(module: LightningModule, batch: Any) -> float:
     """Median seconds of forward and backward of the whole model."""
     times = []
     module.train()
-    with Logs(module).recording(keep=False):
+    with Logs(module).recording(None):
         for _ in range(STEPS + 1):
             begin = time.perf_counter()
             module.training_step(batch, 0).backward()  # type: ignore[union-attr]

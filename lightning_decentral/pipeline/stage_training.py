@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -100,7 +101,7 @@ class StageTraining:
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
         trained = [p for p in self.holdings.order if p in self.holdings.kept and p.requires_grad]
         before = [p.grad for p in trained]  # of batches whose gradients are accumulated
-        with precision.train_step_context():
+        with precision.train_step_context(), closing(step):
             self._run(step, trained, roll, args, kwargs)
         own = [p.grad for p in trained if p.grad is not None]
         outcome = step.conclude(finite(own, device))

@@ -1,11 +1,11 @@
 """Training and evaluation steps of an unmodified LightningModule through the pipeline.
 
 The step of the user runs once per micro-batch on every stage up to its call of the model, which says what goes in. On
-the last stage it runs again once the answer is there; what it returns goes back.
+the last stage it waits there and goes on once the answer is there; what it returns goes back.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_decentral.pipeline.compute.intercept import Once, answering, called
+from lightning_decentral.pipeline.compute.intercept import Suspended, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
-from lightning_decentral.pipeline.compute.model import Call
+from lightning_decentral.pipeline.compute.model import Call, Pipelined
 from lightning_decentral.pipeline.compute.padding import part_of, remember, tensors_in
-from lightning_decentral.pipeline.compute.repeatable import put_back
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
@@ -28,7 +27,6 @@ from lightning_decentral.shared.plan.timeline import Span
 FIXED, LOGGED = 3, 120
 MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks of the user's that move a batch."""
-Step = Callable[[Any], Any]
 
 
 class Outcome(NamedTuple):
@@ -60,37 +58,56 @@ class TrainingStep:
         self._parts: list[Any] = []
         self._rest: tuple[Any, ...] = ()
         self.calls: list[Call] = []
+        self._waiting: list[Suspended] = []
+        self._counts: list[TargetCount] = []
         self._inputs: list[AsyncRead] = []
         self.spans: dict[Action, Span] = {}
 
     def read(self, batch: Any, *rest: Any) -> None:
         """Cut the batch into micro-batches and see what the step asks of the model for each."""
         self._parts, self._rest = split(batch, self._microbatches), rest
-        self._logs.begin()
-        # The last stage runs the step again in `_close`, where it must draw the same numbers and count nothing twice.
-        devices = [self._pipe.device] if self._pipe.device.type == "cuda" else []  # not all that this host has
-        drawing = torch.random.fork_rng(devices, enabled=self._pipe.place.last)
-        beside = put_back(self._module, all_but=self._pipe.model.module) if self._pipe.place.last else nullcontext()
-        with drawing, beside, self._logs.recording(keep=False), torch.no_grad():
-            self.calls = [called(self._pipe.model, lambda part=part: self._step(part)) for part in self._parts]  # type: ignore[misc]
+        self._logs.begin(self._microbatches)
+        self.calls = [self._read(microbatch) for microbatch in range(self._microbatches)]
         self._inputs = [AsyncRead(call.inputs.detach()) for call in self.calls]  # on their way before the step begins
 
-    def _step(self, part: Any) -> Any:
-        return self._module.training_step(part, *self._rest)
+    def _read(self, microbatch: int) -> Call:
+        """Run the step as far as its call of the model. On the last stage it waits there."""
+        if self._pipe.place.last:
+            self._counts.append(TargetCount())
+            with self._logs.recording(microbatch):
+                step = partial(self._counted, microbatch)
+                self._waiting.append(Suspended(self._pipe.model, step, self._pipe.device))
+            call = self._waiting[-1].call
+        else:
+            with self._logs.recording(None):
+                call = called(self._pipe.model, partial(self._step, microbatch))
+        _refuse_differentiable(self._pipe.model, call)
+        return call
+
+    def _step(self, microbatch: int) -> Any:
+        return self._module.training_step(self._parts[microbatch], *self._rest)
+
+    def _counted(self, microbatch: int) -> Any:
+        with self._counts[microbatch]:
+            return self._step(microbatch)
+
+    def close(self) -> None:
+        """No step waits any more, whatever has happened."""
+        for step in self._waiting:
+            step.end()
 
     def run(self, slices: Sequence[int]) -> None:
         """All chunks there and back."""
         self.spans = self._pipe.train(self.calls, slices, self._close).spans
 
     def _close(self, microbatch: int, output: Tensor) -> Tensor:
-        model = self._pipe.model
-        once = Once(lambda call: model.answer(call, output), type(model.module).__name__)
-        with answering(model, once), self._logs.recording(keep=True), TargetCount() as count:
-            result = self._step(self._parts[microbatch])
+        model, step = self._pipe.model, self._waiting[microbatch]
+        with self._logs.recording(microbatch):
+            result = step.go_on(lambda call: model.answer(call, output))
         loss = self._logs.returned(result)
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {type(loss).__name__}: a token pipeline needs a loss in each")
-        weight, loss = self._weight(count, loss), loss.reshape(())
+        weight, loss = self._weight(self._counts[microbatch], loss), loss.reshape(())
         self._losses.append((weight, loss.detach()))
         return weighed(loss, weight) * self._scale
 
@@ -118,7 +135,7 @@ class TrainingStep:
             finite: a scalar on the device: this stage's gradients are.
 
         Raises:
-            ValueError: the stages read different batches.
+            ValueError: the stages read different batches, or a step gave the model other inputs on one than on another.
         """
         pipe, logs = self._pipe, self._logs
         known = torch.zeros(3, dtype=torch.float64)  # checksum, signature (a CRC), number of values
@@ -131,19 +148,31 @@ class TrainingStep:
         row[2] = finite
         told = rows_of(known, pipe.hosts)
         if len(set(told[:, 0].tolist())) > 1:
-            raise ValueError(
-                "the stages of one pipeline read different batches: let Lightning place its sampler "
-                "(use_distributed_sampler=True), or give every stage the same batches"
-            )
+            raise self._unlike()
         rows = rows_of(row, pipe.over)
         last, (_, signature, count) = rows[-1], told[-1].tolist()
         beside = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
         return Outcome(last[0], last[1], rows[:, 2].all(), beside)
 
+    def _unlike(self) -> ValueError:
+        """Why the model's inputs differ between the stages. Collective."""
+        batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
+        batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
+        if len(set(batches[:, 0].tolist())) > 1:
+            return ValueError(
+                "the stages of one pipeline read different batches: let Lightning place its sampler "
+                "(use_distributed_sampler=True), or give every stage the same batches"
+            )
+        return ValueError(
+            f"training_step gives {type(self._pipe.model.module).__name__} other inputs on one stage than on another, "
+            "from the same batch: behind its call of the model it runs on the last stage alone, so draw and count "
+            "before the call, or in the dataset, with nothing that was drawn or counted behind it"
+        )
+
     def _computed(self) -> Tensor:
         """[2 + values], on the last stage: loss, factor, and what was logged, as means over the micro-batches, weighted
         as their losses are."""
-        columns = list(zip(*self._logs.values, strict=True))
+        columns = self._logs.columns()
         if len(columns) > LOGGED:
             raise ValueError(f"training_step logs {len(columns)} values: a token pipeline carries at most {LOGGED}")
         weights, losses = zip(*self._losses, strict=True)
@@ -153,6 +182,15 @@ class TrainingStep:
         # Without targets there is no mean of what was logged, and the last micro-batch's stands for it.
         shown = torch.where(factor > 0, means, torch.stack(values)[:, -1])
         return torch.cat([means[:1], factor[None], shown[1:]])
+
+
+def _refuse_differentiable(model: Pipelined, call: Call) -> None:
+    """ValueError for inputs that need gradients, which would get none."""
+    if call.inputs.requires_grad:
+        raise ValueError(
+            f"training_step gives {type(model.module).__name__} inputs that need gradients, which no pipeline carries "
+            "back: put the layers that make them into the model, detach them, or use strategy='spilled'"
+        )
 
 
 def _beside(value: Tensor, other: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What a step reads, logs and hands over."""
 
-from contextlib import nullcontext
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned, training_step
+from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Planned
 from lightning_decentral.pipeline.compute.causal.trial import adapted
-from lightning_decentral.pipeline.compute.intercept import Once, answering, called
+from lightning_decentral.pipeline.compute.intercept import Suspended, answering, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, deliver, total, weighed
 from lightning_decentral.pipeline.compute.model import Call, StagePlace
 from lightning_decentral.pipeline.logs import Logs
@@ -85,15 +85,72 @@ def test_the_model_is_answered_for_and_then_itself_again():
     assert torch.equal(called(model, lambda: model.module(input_ids=ids, labels=ids)).extra["labels"], ids)
     with pytest.raises(ValueError, match="returned without calling LlamaForCausalLM"):
         called(model, lambda: None)
-    once = Once(lambda call: None, "Llama")
-    once(Call(ids))
-    with pytest.raises(ValueError, match="called Llama twice"):
-        once(Call(ids))
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_step_waits_at_its_call_and_goes_on_there_in_the_same_modes():
+    model, ids, found = adapted(built("llama")), torch.zeros(1, 4, dtype=torch.int64), []
+
+    def step():
+        found.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        found.append(model.module(input_ids=ids))
+        ones = torch.ones(2, 2, device=CPU)
+        return ones @ ones, torch.zeros(1).device
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        waiting = Suspended(model, step, CPU)
+        assert found == [(False, True, torch.bfloat16)]
+        assert model.module(ids.to("cpu")).logits.shape == (1, 4, 61), "the model is itself meanwhile"
+        product, place = waiting.go_on(lambda call: call.inputs.shape)
+    assert found[1] == (1, 4)
+    assert (product.dtype, place.type) == (torch.bfloat16, "meta")
+
+
+def test_what_a_step_raises_on_either_side_of_its_call_is_raised():
+    model, ids = adapted(built("llama")), torch.zeros(1, 4, dtype=torch.int64)
+
+    def before():
+        raise KeyError("before")
+
+    def behind():
+        model.module(input_ids=ids)
+        raise KeyError("behind")
+
+    def twice():
+        return [model.module(input_ids=ids) for _ in range(2)]
+
+    with pytest.raises(KeyError, match="before"):
+        Suspended(model, before, CPU)
+    with pytest.raises(KeyError, match="behind"):
+        Suspended(model, behind, CPU).go_on(lambda call: call.inputs)
+    with pytest.raises(ValueError, match="called LlamaForCausalLM twice"):
+        Suspended(model, twice, CPU).go_on(lambda call: call.inputs)
+    with pytest.raises(ValueError, match="returned without calling LlamaForCausalLM"):
+        Suspended(model, lambda: None, CPU)
+
+
+def test_a_step_that_is_given_up_leaves_its_call():
+    model, ids, left = adapted(built("llama")), torch.zeros(1, 4, dtype=torch.int64), threading.Event()
+
+    def step():
+        try:
+            model.module(input_ids=ids)
+        finally:
+            left.set()
+
+    waiting = Suspended(model, step, CPU)
+    assert not left.wait(0.01)
+    waiting.end()
+    assert left.wait(30)
 
 
 def test_metrics_objects_are_refused():
     module = Language("llama")
-    with Logs(module).recording(keep=True), pytest.raises(ValueError, match="got a MeanMetric in training_step"):
+    logs = Logs(module)
+    logs.begin(1)
+    with logs.recording(0), pytest.raises(ValueError, match="got a MeanMetric in training_step"):
         module.log("loss", MeanMetric())
     assert "log" not in vars(module)
 
@@ -142,28 +199,20 @@ META = torch.device("meta")
 """Tensors without values: whoever asks for one gets an error, where a device would make the host wait."""
 
 
-def step_of_one():
-    """Of the only stage and one micro-batch."""
-    module = SimpleNamespace(training_step=lambda part: None, named_buffers=list, buffers=list)
-    model = SimpleNamespace(module=module, answer=lambda call, output: output)
-    pipe = SimpleNamespace(model=model, place=StagePlace(0, 1, True, True), device=torch.device("cpu"))
-    step = TrainingStep(pipe, module, Logs(module), 1, 1.0)
-    step.calls = [Call(torch.zeros(6, 4, device=META))]
-    return step
-
-
-def test_a_stage_closes_its_micro_batch_without_waiting(monkeypatch):
+def test_a_stage_closes_its_micro_batch_without_waiting():
     output = torch.zeros(6, 3, device=META, requires_grad=True)
     targets = torch.zeros(6, dtype=torch.int64, device=META)
-    step = step_of_one()
-    step._parts = [None]
-    step._step = lambda _: functional.cross_entropy(output, targets)
-    monkeypatch.setattr(training_step, "answering", lambda *_: nullcontext())
-    step._logs.begin()
+    network = SimpleNamespace()
+    module = SimpleNamespace(training_step=lambda part: functional.cross_entropy(network.forward(part), targets))
+    reading = {"read": lambda args, kwargs: Call(args[0]), "answer": lambda call, output: output}
+    model = SimpleNamespace(module=network, **reading)
+    pipe = SimpleNamespace(model=model, place=StagePlace(0, 1, True, True), device=CPU)
+    step = TrainingStep(pipe, module, Logs(module), 1, 1.0)
+    step.read(torch.zeros(6, 4))
     loss = step._close(0, output)
     loss.backward()
     assert output.grad.is_meta
-    with step._logs.recording(keep=True):
+    with step._logs.recording(0):
         step._module.log("seen", loss)
 
 
@@ -185,22 +234,11 @@ def test_gradients_of_all_types_are_multiplied_as_by_a_number_of_the_host():
     assert not any(bool(t.isfinite().any()) for t in sick)
 
 
-def test_a_step_leaves_the_generators_of_other_devices_alone(monkeypatch):
-    forked = []
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None, **_: forked.append(devices) or nullcontext())
-    step = step_of_one()
-    monkeypatch.setattr(training_step, "called", lambda *_: Call(torch.zeros(2, 4)))
-    step.read(torch.zeros(2, 4))
-    step._pipe.device = torch.device("cuda", 3)
-    step.read(torch.zeros(2, 4))
-    assert forked == [[], [torch.device("cuda", 3)]]
-
-
 def test_what_a_step_logs_is_what_it_was_then():
     module = SimpleNamespace()
     logs, value = Logs(module), torch.tensor(1.0)
-    logs.begin()
-    with logs.recording(keep=True):
+    logs.begin(1)
+    with logs.recording(0):
         module.log("kept", value)
         value.add_(1)
         with pytest.raises(RuntimeError):
@@ -212,8 +250,9 @@ def test_what_a_step_logs_is_what_it_was_then():
 def test_options_may_be_given_by_position():
     module = Language("llama")
     logs = Logs(module)
-    for keep in (True, False):
-        with logs.recording(keep=keep):
+    logs.begin(1)
+    for keep in (0, None):
+        with logs.recording(keep):
             module.log("loss", torch.tensor(3.0), True, on_epoch=True)
             module.log(name="other", value=2.0)
     logged = []

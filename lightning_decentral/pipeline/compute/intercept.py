@@ -1,10 +1,19 @@
-"""Interception of a module's forward while somebody else's step runs: the call is read, the answer given later."""
+"""Interception of a module's forward while somebody else's step runs: the call is read, the answer given later.
 
+A step that is answered waits at its call, in a thread of its own, and goes on there: it runs once, so whatever it
+draws, counts, reads or writes before its call and behind it happens once, as in one process.
+"""
+
+import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lightning_decentral.pipeline.compute.model import Call, Pipelined
+from lightning_decentral.shared.compute.ambient import ThreadModes
 
 
 class _Reached(BaseException):
@@ -40,23 +49,97 @@ def called(model: Pipelined, step: Callable[[], Any]) -> Call:
             step()
     except _Reached as reached:
         return reached.call
-    raise ValueError(
+    raise _never(model)
+
+
+class Suspended:
+    """A step that has come to its call of the model and waits there, in a thread of its own.
+
+    Args:
+        step: run at once, as far as its call.
+        place: the device whose modes (autocast, stream) the step runs in, those of the thread that makes this.
+
+    Attributes:
+        call: what it asks of the model.
+
+    Raises:
+        ValueError: it returned without a call. What the step raises is raised here.
+    """
+
+    def __init__(self, model: Pipelined, step: Callable[[], Any], place: torch.device) -> None:
+        self._model, self._step, self._modes = model, step, ThreadModes(place)
+        self._paused, self._going = threading.Semaphore(0), threading.Semaphore(0)
+        self._calls: list[Call] = []
+        self._answer: Callable[[Call], Any] | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+        run = contextvars.copy_context().run
+        # A daemon: a worker that is interrupted while its step runs ends without it.
+        thread = threading.Thread(target=run, args=(self._run,), name="training_step", daemon=True)
+        self._while_it_runs(thread.start)
+        if not self._calls:
+            raise _never(model)
+        self.call = self._calls[0]
+
+    def go_on(self, answer: Callable[[Call], Any]) -> Any:
+        """What the step returns, its call answered.
+
+        Args:
+            answer: of its call; run in the step's thread, where the call stands.
+
+        Raises:
+            ValueError: it called the model again.
+        """
+        self._while_it_runs(lambda: self._proceed(answer))
+        return self._result
+
+    def end(self) -> None:
+        """It goes no further: it leaves its call by an exception that is no `Exception`."""
+        if self._answer is None:
+            self._proceed(_end)
+
+    def _proceed(self, answer: Callable[[Call], Any]) -> None:
+        self._answer = answer
+        self._going.release()
+
+    def _while_it_runs(self, begin: Callable[[], None]) -> None:
+        """Up to its call, or to its end."""
+        with answering(self._model, self._wait):
+            begin()
+            self._paused.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            with self._modes.entered():
+                self._result = self._step()
+        except _Reached:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._paused.release()
+
+    def _wait(self, call: Call) -> Any:
+        if self._calls:
+            raise ValueError(
+                f"training_step called {type(self._model.module).__name__} twice: a token pipeline runs one call per "
+                "step; join both inputs in one batch, or use another strategy"
+            )
+        self._calls.append(call)
+        self._paused.release()
+        self._going.acquire()
+        assert self._answer is not None
+        return self._answer(call)
+
+
+def _end(call: Call) -> Any:
+    raise _Reached(call)
+
+
+def _never(model: Pipelined) -> ValueError:
+    return ValueError(
         f"training_step returned without calling {type(model.module).__name__}: under a token pipeline it must "
         "call the model itself (not a part of it) exactly once"
     )
-
-
-class Once:
-    """Answers the first call and refuses a second."""
-
-    def __init__(self, answer: Callable[[Call], Any], name: str) -> None:
-        self._answer, self._name, self._calls = answer, name, 0
-
-    def __call__(self, call: Call) -> Any:
-        self._calls += 1
-        if self._calls > 1:
-            raise ValueError(
-                f"training_step called {self._name} twice: a token pipeline runs one call per step; "
-                "join both inputs in one batch, or use another strategy"
-            )
-        return self._answer(call)

@@ -34,23 +34,14 @@ def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def put_back(module: nn.Module, all_but: nn.Module | None = None) -> Iterator[None]:
-    """Afterwards every buffer is what it was before, whatever observers have seen meanwhile.
-
-    Args:
-        all_but: a part whose buffers are left alone.
-    """
-    before = {name: buffer.detach().clone() for name, buffer in _buffers(module, all_but)}
+def put_back(module: nn.Module) -> Iterator[None]:
+    """Afterwards every buffer is what it was before, whatever observers have seen meanwhile."""
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     yield
     with torch.no_grad():
-        for name, buffer in _buffers(module, all_but):
+        for name, buffer in module.named_buffers():
             if name in before:
                 buffer.resize_(before[name].shape).copy_(before[name])  # an observer's first forward gives some a size
-
-
-def _buffers(module: nn.Module, all_but: nn.Module | None) -> list[tuple[str, Tensor]]:
-    left = set() if all_but is None else set(all_but.buffers())
-    return [(name, buffer) for name, buffer in module.named_buffers() if buffer not in left]
 
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

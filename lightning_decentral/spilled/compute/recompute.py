@@ -1,7 +1,7 @@
 """Recomputation: what a call depends on besides inputs and parameters, so that a second one comes out the same."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_decentral.shared.compute.ambient import Autocast
+from lightning_decentral.shared.compute.rerun import Remembered
 from lightning_decentral.spilled.compute.transfer import Device
 
 
 class Moment:
-    """Random numbers, autocast, default type and buffers just before a call of the module.
+    """Random numbers, autocast, default type, plain attributes and buffers just before a call of the module.
 
     Create it before the call, `seal` it behind, run the second call within `again`.
     """
@@ -22,9 +24,7 @@ class Moment:
         self._module, self._device = module, device
         self._random = device.random_state()
         self._default = torch.get_default_dtype()
-        kinds = dict.fromkeys(("cpu", device.place.type))
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-        self._cache = torch.is_autocast_cache_enabled()
+        self._autocast, self._remembered = Autocast(device.place), Remembered(module)
         held = [(part, name, _at(part, name)) for part, name in _slots(module)]
         self._buffers = [(part, name, b, b.clone()) for part, name, b in held if b is not None]
 
@@ -41,9 +41,7 @@ class Moment:
         """As it was then; afterwards as it is now."""
         random, default = self._device.random_state(), torch.get_default_dtype()
         now = [(module, name, _at(module, name)) for module, name, *_ in self._buffers]
-        with ExitStack() as stack:
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+        with self._autocast.again(), self._remembered.again():
             try:
                 self._device.set_random_state(self._random)
                 torch.set_default_dtype(self._default)

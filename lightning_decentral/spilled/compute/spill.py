@@ -1,6 +1,6 @@
 """Parameter offload (spilling): a block runs on copies of its parameters, which live on the host.
 
-    forward    y = block(x; copy of w), no graph;    x and the random state go to the host
+    forward    y = block(x; copy of w), whose graph is dropped;    x and the random state go to the host
     backward   y = block(x; copy of w) again, with a graph, then  dx, dw = vjp(dy);    dw goes to the host
 
 Autograd sees the host's parameters: gradients are added up, and hooks called, as if nothing had been copied.
@@ -15,9 +15,15 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
+from lightning_decentral.spilled.compute.first_forward import (
+    as_trained,
+    first_order,
+    graph_dropped,
+    refuse_transformed,
+    without_graph,
+)
 from lightning_decentral.spilled.compute.given_objects import GivenObjects
 from lightning_decentral.spilled.compute.prefetch import Loader
 from lightning_decentral.spilled.compute.recompute import Moment, Taken
@@ -57,6 +63,7 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
         inputs = given.drop()
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*hosts, *inputs)):
             return run.once(*args, **kwargs)
+        refuse_transformed(block.name)
         token = _Parameters.apply(run, *hosts)  # type: ignore[no-untyped-call]
         return run.reply(_Computed.apply(run, token, *inputs))  # type: ignore[no-untyped-call]
 
@@ -94,14 +101,15 @@ class Run:
         args, kwargs = self._given.with_tensors(inputs)
         self._objects = GivenObjects((args, kwargs), inputs)
         self._refuse_unreached()
-        with placed(self._block.places, copies):
+        leaves = as_trained(copies, loader.hosts)
+        with placed(self._block.places, leaves), graph_dropped(self._block.name, leaves.values()):
             self._answer = Taken(self._block.module._call_impl(*args, **kwargs))
         self._put_back()
         self._refuse_opaque()
         self._refuse_changed(inputs, versions)
         self._moment.seal()
         loader.runs.append(self)
-        results = tuple(self._answer.drop())
+        results = tuple(without_graph(tensor, inputs) for tensor in self._answer.drop())
         self._seen = loader.device.send(results).land() if loader.checks else []
         return results
 
@@ -163,7 +171,7 @@ class Run:
             )
         copies = self._loader.enter(self._block.index, self)
         hosts = self._loader.hosts
-        leaves = {name: copy.detach().requires_grad_(hosts[name].requires_grad) for name, copy in copies.items()}
+        leaves = as_trained(copies, hosts)
         inputs = self._inputs()
         with placed(self._block.places, leaves):
             pairs = [(r, g) for r, g in zip(self._again(inputs), gradients, strict=True) if r.requires_grad]
@@ -225,7 +233,7 @@ class _Parameters(torch.autograd.Function):
         return torch.zeros(())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> Any:
         return None, *ctx.run.landed()
 
@@ -242,7 +250,7 @@ class _Computed(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, torch.zeros(()), *ctx.run.backward(gradients)
 
@@ -256,7 +264,7 @@ class Resident(torch.autograd.Function):
         return loader.device.fetch([host]).ready()[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, ctx.device.send([gradient]).land()[0]
 
