@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_decentral.shared.checkpoint import replica as module
 from lightning_decentral.shared.checkpoint import store
@@ -36,9 +37,8 @@ class Worker:
         batches = SimpleNamespace(current=SimpleNamespace(ready=left), is_last_batch=False)
         loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches))
         state = SimpleNamespace(fn=TrainerFn.FITTING)
-        self.lightning_module: Any = SimpleNamespace(
-            trainer=SimpleNamespace(state=state, fit_loop=loop), state_dict=dict
-        )
+        self.lightning_module: Any = nn.Module()
+        self.lightning_module.trainer = SimpleNamespace(state=state, fit_loop=loop)
         self.codec = "Plain()"
         self.optimizers: list[Any] = []
         self.loaded: dict[str, Any] | None = None
