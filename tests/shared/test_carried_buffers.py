@@ -1,4 +1,4 @@
-"""Queues, codebooks and their pointers in the mean model: all of them one worker's, and a worker's own again after it."""
+"""Queues, codebooks and their pointers in the mean model: all are one worker's, and a worker's own again after it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which buffers have a mean: by the shapes that statistics, queues, codebooks and averages of weights have in the wild."""
+"""Which buffers have a mean: by the shapes that statistics, queues, codebooks and averages of weights have."""
 
 from collections.abc import Callable
 
