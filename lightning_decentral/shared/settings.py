@@ -90,9 +90,10 @@ class SameSettings:
             self._compare({"ckpt_path": "given" if given else "None"}, "the checkpoint")
 
     def optimizers(self) -> None:
-        """When they exist."""
+        """When they exist, and data are attached."""
         made = self._worker.optimizers
         found = {
+            "val_dataloaders": "given" if _validates(self._worker._module.trainer) else "None",
             "optimizers": f"[{', '.join(type(optimizer).__qualname__ for optimizer in made)}]",
             "parameters of the optimizers": str([sum(len(g["params"]) for g in o.param_groups) for o in made]),
         }
@@ -102,6 +103,13 @@ class SameSettings:
         if connected():
             over = everyone()
             check_same_settings(mine, over.store, over.rank, over.size, self._worker._timeout or PATIENCE, when)
+
+
+def _validates(trainer: Any) -> bool:
+    """Whether a fit of this worker has a validation; all wait for each other in it."""
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
+    empty = isinstance(source, list | tuple | dict) and not source
+    return bool(trainer.enable_validation) and not empty
 
 
 def versions() -> dict[str, str]:

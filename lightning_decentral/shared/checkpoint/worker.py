@@ -82,6 +82,7 @@ class Checkpoints(ABC):
 
     def remove(self, filepath: str | Path) -> None:
         """Remove the plain file and the workers'; of a link (`save_last="link"`) the link alone."""
+        filepath = store.plain(filepath)
         link = os.path.islink(filepath)
         if self._worker.is_global_zero:
             self._worker.checkpoint_io.remove_checkpoint(filepath)
