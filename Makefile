@@ -10,7 +10,7 @@ OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.spli
 # The tests start many processes: each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-partial demo-sweep test thorough quick lint checks pytest everything conformance matrix gpu docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test thorough quick lint checks pytest everything conformance matrix matrix-quick gpu docs clean
 
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo
@@ -44,10 +44,14 @@ conformance: $(STAMP)
 	$(if $(LIGHTNING),,$(error make conformance LIGHTNING=/path/to/a/checkout of Lightning-AI/pytorch-lightning))
 	$(BIN)/python benchmarks/conformance $(LIGHTNING)
 
-# A clean environment with the oldest or the newest versions that are allowed; gigabytes, and minutes of downloading.
+# A clean environment with the oldest or the newest versions that are allowed, pre-releases included; gigabytes, and minutes of downloading.
 matrix: $(STAMP)
 	$(if $(and $(PART),$(WORK)),,$(error make matrix PART=oldest WORK=/a/folder [INTERPRETER=python3.10]; PART is oldest or newest))
 	$(BIN)/python benchmarks/matrix.py $(PART) --work $(WORK) $(if $(INTERPRETER),--python $(INTERPRETER)) --write
+
+# Sweeps under Hydra's newest version, pre-releases included, laid over .venv; skipped where there is nothing newer.
+matrix-quick: $(STAMP)
+	$(BIN)/python benchmarks/matrix.py quick --work $(or $(WORK),build/matrix)
 
 # What a CUDA device says of the predictions, in parts of ten minutes at most; PARTS=devices needs two. Without a device it says so.
 # Where there is no .venv, $(PYTHON) as it is: machines with devices are often lent without a network.

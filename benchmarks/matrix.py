@@ -1,21 +1,28 @@
 """The package in clean environments: the oldest and the newest that it allows, from a wheel and from an sdist.
 
     python benchmarks/matrix.py oldest --work /tmp/matrix     # Python 3.10, every requirement at its lower bound
-    python benchmarks/matrix.py newest --work /tmp/matrix     # Python 3.13, what pip takes without constraints
+    python benchmarks/matrix.py newest --work /tmp/matrix     # Python 3.13, without constraints, pre-releases, too
+    python benchmarks/matrix.py quick --work /tmp/matrix      # one sweep in this environment, under Hydra's newest
 
 Each part builds wheel and sdist, makes an environment, and installs requirements and wheel. Outside the checkout it
 trains two gossiping processes from the wheel, then from the sdist. Last, it runs the quick tests of the wheel with that
 environment's packages. `results/matrix.json` gets a row for each part; `--write` puts the rows on docs/index.md.
+
+The newest part takes pre-releases of hydra-core, lightning and torch: what they change is known before their users meet
+it. The quick part is continuous integration's: it lays Hydra's newest version, pre-releases included, over this
+environment and runs sweeps. Where the registry has nothing newer, or can't be reached, it says so and ends well.
 """
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +32,9 @@ BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 EXTRAS = ("recipes", "plot", "sweeps", "schedule")
 TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "psutil>=5.9", "peft>=0.13"]
 TOOLS += ["jsonargparse[signatures]>=4.39", "torchft"]
+EARLY = ("hydra-core", "lightning", "torch")
+"""Packages whose pre-releases the newest part takes."""
+SWEEPS = ("tests/sweep/test_launcher.py", "-k", "interleaved or finds_the_launcher")
 SHOWN = ("torch", "lightning", "torchmetrics", "hydra-core", "numpy", "transformers")
 SMOKE = """
 import lightning as L, torch
@@ -59,7 +69,11 @@ class Part(NamedTuple):
     lower_bounds: bool
 
     def asked(self, requirement: str) -> str:
-        return re.sub(r">=\s*([\d.]+)", r"==\1.*", requirement) if self.lower_bounds else requirement
+        if self.lower_bounds:
+            return re.sub(r">=\s*([\d.]+)", r"==\1.*", requirement)
+        # A bound that is a pre-release lets pip take others of that package, and of no other one.
+        early = re.split(r"[\[<>=!~ ]", requirement)[0] in EARLY
+        return re.sub(r">=\s*([\d.]+)", r">=\1.dev0", requirement) if early else requirement
 
 
 PARTS = {"oldest": Part("python3.10", True), "newest": Part("python3.13", False)}
@@ -129,14 +143,36 @@ def part(name: str, work: Path, interpreter: str | None) -> dict[str, Any]:
     packages = {name: from_package(python, path, work) for name, path in (("wheel", wheel), ("sdist", sdist))}
     frozen = dict(line.split("==") for line in run([python, "-m", "pip", "freeze"], work).splitlines() if "==" in line)
     versions = {one: frozen[one] for one in SHOWN}
-    version = run([python, "-c", "import platform; print(platform.python_version())"], work).strip()
     return {
-        "python": version,
+        "python": run([python, "-c", "import platform; print(platform.python_version())"], work).strip(),
         **versions,
         **packages,
         "tests": tests(python, wheel, work),
         "minutes": round((time.time() - start) / 60),
     }
+
+
+def quick(work: Path) -> str:
+    """Sweeps under Hydra's newest version, laid over this environment; what came of it, in a line."""
+    shutil.rmtree(work, ignore_errors=True)
+    words = [sys.executable, "-m", "pip", "install", "-q", "--pre", "--target", work, "hydra-core"]
+    got = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=300, check=False)
+    if got.returncode:
+        return f"skipped: pip can't get hydra-core ({(got.stderr.strip().splitlines() or ['no reason'])[-1]})"
+    found = next(work.glob("hydra_core-*.dist-info")).name.removesuffix(".dist-info").partition("-")[2]
+    if found == version("hydra-core"):
+        return f"skipped: hydra-core {found}, which is installed, is the newest"
+    paths = os.pathsep.join(map(str, (work, ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SWEEPS],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+        timeout=600,
+    )
+    if done.returncode:
+        sys.exit(f"error: sweeps fail under hydra-core {found}")
+    return f"sweeps run under hydra-core {found}"
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -156,13 +192,15 @@ def write(rows: dict[str, dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", nargs="?", choices=PARTS)
+    parser.add_argument("part", nargs="?", choices=[*PARTS, "quick"])
     parser.add_argument("--python", help="the interpreter, where it has another name")
     parser.add_argument("--work", type=Path, help="a folder, which keeps the environment: some gigabytes")
     parser.add_argument("--write", action="store_true", help="the page")
     options = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if options.part:
+    if options.part == "quick":
+        print(quick(options.work.resolve() / "quick"))
+    elif options.part:
         found[options.part] = part(options.part, options.work.resolve() / options.part, options.python)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found[options.part], indent=1))

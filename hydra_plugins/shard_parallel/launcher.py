@@ -8,7 +8,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 
 POLICIES = {
     "lrtf": "LRTF",
@@ -75,7 +76,9 @@ class ShardParallelLauncher(Launcher):
         if alive_per_device < 1:
             raise ValueError(f"hydra.launcher.alive_per_device={alive_per_device}: at least 1 member must be alive")
         self._scores: Any = None
-        self._granting = (devices, memory_bytes, policy, quantum_seconds)
+        # From Hydra 1.4 on a plug-in gets its parts as they are configured.
+        made = instantiate(policy) if OmegaConf.is_config(policy) else policy
+        self._granting = (devices, memory_bytes, made, quantum_seconds)
         self._launching: dict[str, Any] = {
             "alive_per_device": alive_per_device,
             "resume": resume,

@@ -31,7 +31,7 @@ from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
+from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.objects import collect_objects, gather_objects
 from lightning_decentral.shared.wire.pipeline_replicas import Bond
 from lightning_decentral.shared.wire.transport import Wire
@@ -106,7 +106,7 @@ class PipelineCheckpoints(Checkpoints):
     def _of_mean(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self._mean_model.apart:
             return checkpoint
-        return {**checkpoint, "state_dict": mean_of_states(checkpoint["state_dict"], self._mean_model.mean_of)}
+        return {**checkpoint, **self._means({"state_dict": checkpoint["state_dict"]})}
 
     def _part(self, checkpoint: Mapping[str, Any], layout: Ownership) -> dict[str, Any]:
         random = worker_state.random_state() if STATES in checkpoint else None

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from lightning_decentral.shared.replica_health import ReplicaHealth
-from lightning_decentral.shared.wire.mean import MeanModel, floating
+from lightning_decentral.shared.wire.mean import MeanModel, of_mean
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -63,7 +63,7 @@ class PrunedTogether:
 
     def _prune(self, inner: Callable[[int], None], epoch: int) -> None:
         """What this writes stays, on all workers alike; what it leaves is each worker's own again."""
-        with self._mean_model.standing(floating([self._module])) as keep:
+        with self._mean_model.standing(*of_mean([self._module])) as keep:
             parameters = list(self._module.parameters())
             before = [parameter.detach().clone() for parameter in parameters]
             inner(epoch)
@@ -89,7 +89,7 @@ class Evaluated(Protocol):
     def shows_mean(self) -> bool: ...
     @property
     def ends_at_mean(self) -> bool: ...
-    def averaged(self) -> list[Tensor]: ...
+    def averaged(self) -> tuple[list[Tensor], list[Tensor]]: ...
     def settle(self) -> None: ...
 
 
@@ -107,7 +107,7 @@ class Evaluation:
     def _begin(self) -> None:
         self._of.health.check_equal()
         if self._of.shows_mean:
-            self._of.mean_model.show(self._of.averaged())
+            self._of.mean_model.show(*self._of.averaged())
 
     def arrive(self) -> None:
         """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
@@ -115,7 +115,7 @@ class Evaluation:
         if self._of.mean_model.apart:
             self._of.settle()
             if self._of.ends_at_mean:
-                self._of.mean_model.take(floating([self._of._module]))
+                self._of.mean_model.take(*of_mean([self._of._module]))
 
     def close(self) -> None:
         """The tensors are their owners' again."""

@@ -20,7 +20,7 @@ from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
 from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
-from lightning_decentral.shared.wire.mean import floating, mean
+from lightning_decentral.shared.wire.mean import mean, of_mean
 from lightning_decentral.shared.wire.transport import Transport
 from lightning_decentral.shared.workers import WorkersStrategy
 
@@ -164,7 +164,7 @@ class ReplicaStrategy(WorkersStrategy):
         if fitting and self.checkpoints.resuming:  # each from what it restored
             return
         if self.mean_model.apart:  # as the fit before left them
-            self.mean_model.take(floating([module]))
+            self.mean_model.take(*of_mean([module]))
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
 
     def plan(self) -> dict[str, str]:
@@ -183,12 +183,12 @@ class ReplicaStrategy(WorkersStrategy):
 
     # ---- the mean model -----------------------------------------------------------------------------------------
 
-    def averaged(self) -> list[Tensor]:
+    def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
         self.member.rest()
         # A WeightAveraging callback validates with a copy of its own.
         callbacks = [c for c in callbacks_of(self._module.trainer) if isinstance(c, WeightAveraging)]
         copies = [c._average_model for c in callbacks if c._average_model is not None]
-        return floating([self._module, *copies])
+        return of_mean([self._module, *copies])
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         wire = self._attendance.join_groups()  # again, where a checkpoint is saved after the fit

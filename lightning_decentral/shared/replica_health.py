@@ -14,7 +14,16 @@ from torch import Tensor
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, unequal
 from lightning_decentral.shared.wire.fsdp import is_sharded, local
-from lightning_decentral.shared.wire.health import Ailment, ailing, constants, mean_of_others, mend, none_sound
+from lightning_decentral.shared.wire.health import (
+    Ailment,
+    ailing,
+    constants,
+    mean_of_others,
+    mend,
+    mend_together,
+    none_sound,
+    of_worker,
+)
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 WHY = {
@@ -70,25 +79,29 @@ class ReplicaHealth:
         """Before training, all workers' being equal: what isn't finite in them, and stays so, makes nobody sick."""
         self._constants |= constants(buffers)
 
-    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
         """As the strategy's `mean_of`, bit for bit, where all are sound; otherwise the mean of the others, and worker 0
-        says so. Collective.
+        says so. Behind it what is carried, which the first sound worker has. Collective.
 
         Raises:
             FloatingPointError: nobody is sound; on all workers.
         """
         over, devices = self._of.replica_group(), self._of.devices_per_worker
         assert over is not None
-        self._check_same_tensors(tensors)
-        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(tensors, over, devices, self._constants))
-        self._agree(tensors, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
+        every = [*tensors, *carried]
+        self._check_same_tensors(every)
+        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(every, over, devices, self._constants))
+        self._agree(every, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
+        source = devices * next(worker for worker in range(over.size // devices) if worker not in sick)
+        values: list[Tensor] = self._of.meet(lambda: of_worker(source, carried, over)) if carried else []
         if not sick:
-            return self._of.mean_of(tensors)
+            return [*self._of.mean_of(tensors), *values]
         left_out = over.rank // devices in sick
         means = mean_of_others(tensors, self._of.mean_of, left_out)
         if left_out and self._of.heals:
             mend(tensors, means)
-        return means
+            mend_together(carried, values)
+        return [*means, *values]
 
     def _check_same_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Parameters and buffers may have come or gone on one worker alone since the models were compared."""

@@ -91,8 +91,9 @@ class SameSettings:
             self._compare({"ckpt_path": "given" if given else "None"}, "the checkpoint")
 
     def optimizers(self) -> None:
-        """When they exist."""
-        self._compare(of_optimizers(self._worker.optimizers, self._worker.own), "the optimizers")
+        """When they exist, and data are attached."""
+        validated = {"val_dataloaders": "given" if _validates(self._worker._module.trainer) else "None"}
+        self._compare({**validated, **of_optimizers(self._worker.optimizers, self._worker.own)}, "the optimizers")
 
     def _compare(self, mine: dict[str, str], when: str) -> None:
         compare(mine, self._worker._timeout or PATIENCE, when)
@@ -103,6 +104,13 @@ def compare(mine: dict[str, str], timeout: timedelta, when: str) -> None:
     if connected():
         over = everyone()
         check_same_settings(mine, over.store, over.rank, over.size, timeout, when)
+
+
+def _validates(trainer: Any) -> bool:
+    """Whether a fit of this worker has a validation; all wait for each other in it."""
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
+    empty = isinstance(source, list | tuple | dict) and not source
+    return bool(trainer.enable_validation) and not empty
 
 
 def versions() -> dict[str, str]:

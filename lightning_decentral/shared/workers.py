@@ -33,7 +33,7 @@ from lightning_decentral.shared.refusals import StartMethod, named, own_device, 
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.wire.agreement import uneven
-from lightning_decentral.shared.wire.mean import MeanModel, floating
+from lightning_decentral.shared.wire.mean import MeanModel, of_mean
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world, reduce_alike
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -245,8 +245,8 @@ class WorkersStrategy(DDPStrategy):
         """Whether training ends with all workers at the mean."""
         return True
 
-    def averaged(self) -> list[Tensor]:
-        return floating([self._module])
+    def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
+        return of_mean([self._module])
 
     def on_validation_end(self) -> None:
         self.mean_model.hide()

@@ -190,7 +190,7 @@ def _entrant(hydra_context: HydraContext, config: DictConfig, words: list[str], 
     """The job of these overrides, as Hydra's basic launcher would run it."""
     one = hydra_context.config_loader.load_sweep_config(config, words)
     with open_dict(one):
-        one.hydra.job.id = one.hydra.job.num = number
+        one.hydra.job.id, one.hydra.job.num = str(number), number
     with _as_hydra_config(one):
         folder = Path(str(one.hydra.sweep.dir)) / str(one.hydra.sweep.subdir)
     return SweepMember(str(number), tuple(filter_overrides(words)), one, folder.absolute(), width_of(one))

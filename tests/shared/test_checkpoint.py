@@ -8,10 +8,12 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_decentral.shared.checkpoint import replica as module
 from lightning_decentral.shared.checkpoint import store
@@ -36,9 +38,8 @@ class Worker:
         batches = SimpleNamespace(current=SimpleNamespace(ready=left), is_last_batch=False)
         loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches))
         state = SimpleNamespace(fn=TrainerFn.FITTING)
-        self.lightning_module: Any = SimpleNamespace(
-            trainer=SimpleNamespace(state=state, fit_loop=loop), state_dict=dict
-        )
+        self.lightning_module: Any = nn.Module()
+        self.lightning_module.trainer = SimpleNamespace(state=state, fit_loop=loop)
         self.codec = "Plain()"
         self.optimizers: list[Any] = []
         self.loaded: dict[str, Any] | None = None
@@ -309,6 +310,39 @@ def test_a_link_leads_to_its_targets_workers_and_goes_alone(tmp_path: Path) -> N
     again.remove(link)
     assert own_file(path).exists()
     assert not link.is_symlink()
+
+
+@pytest.mark.parametrize("scheme", store.LOCAL)
+def test_a_url_of_the_local_file_system_is_that_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    url, worker = f"{scheme}{there}/last.ckpt", Worker()
+    checkpoints(worker).save({"state_dict": {"x": torch.tensor([2.0])}, "optimizer_states": []}, url, None)
+    assert sorted(p.name for p in there.iterdir()) == [".workers", "last.ckpt"]
+    again = checkpoints(Worker())
+    again.load(url, None)
+    assert again.resuming
+    again.remove(url)
+    worker.alone = True
+    checkpoints(worker).save({"state_dict": {}}, url, None)  # worker 0 by itself, as after an exception
+    assert list(there.iterdir()) == [there / "last.ckpt"]
+    assert list(here.iterdir()) == []
+
+
+def test_other_file_systems_are_lightnings_and_their_scheme_is_no_folder() -> None:
+    url = "memory://of-this-test.ckpt"
+    assert store.folder(url) == "memory://.workers/of-this-test"
+    assert store.folder("s3://bucket/x/y.ckpt") == "s3://bucket/x/.workers/y"
+    state = {"state_dict": {"x": torch.tensor([2.0])}, "optimizer_states": []}
+    checkpoints(Worker()).save(state, url, None)
+    again = checkpoints(Worker())
+    again.load(url, None)
+    assert again.resuming
+    again.remove(url)
+    assert not any("of-this-test" in name for name in fsspec.filesystem("memory").find("/"))
 
 
 def test_a_copied_folder_and_a_renamed_file_keep_their_workers(tmp_path: Path) -> None:

@@ -61,3 +61,20 @@ def test_a_worker_without_a_batch_in_a_later_epoch_is_named(tmp_path: Path) -> N
     first, second = lines(started_apart(fit, 2, tmp_path, "gossip", RunsOut, False, True))
     assert second.startswith("ValueError: worker 1 has no training batch: give every worker data")
     assert re.match("PeerLost: worker 0 lost .*: worker 1 ended: ValueError: worker 1 has no training batch", first)
+
+
+def fit_validating(rank: int, given: tuple[Any, Any]) -> str:
+    options = {**QUIET, "use_distributed_sampler": False, "devices": 2, "max_epochs": 2}
+    trainer = Trainer(**options, strategy=STRATEGIES["gossip"](timeout=timedelta(seconds=20)))
+    trainer.fit(Net(dropout=0.0), Batches(3), given[rank])
+    return f"trained {trainer.global_step} steps"
+
+
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_worker_without_a_validation_loader_is_named_at_set_up(tmp_path: Path, lacks: int) -> None:
+    given = (None, Batches(1)) if lacks == 0 else (Batches(1), [])
+    found = started_apart(fit_validating, 2, tmp_path, given)
+    has = ["given", "None"] if lacks else ["None", "given"]
+    line = f"ValueError: worker 1 has val_dataloaders={has[1]}, worker 0 has val_dataloaders={has[0]}: give every"
+    assert all(text.startswith(line) for text in lines(found)), found
+    assert all(float(text.rpartition("\n")[2]) < 20 for text in found)

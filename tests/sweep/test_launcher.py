@@ -26,10 +26,11 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from hydra_plugins.shard_parallel import _callbacks
-from hydra_plugins.shard_parallel.launcher import POLICIES, ShardParallelLauncher
+from hydra_plugins.shard_parallel.launcher import POLICIES, ShardParallelConf, ShardParallelLauncher
 from lightning_decentral.sweep import LRTF
 from lightning_decentral.sweep.member import SweepMember, returned, width_of
 from lightning_decentral.sweep.plan import policy as policies
@@ -42,6 +43,7 @@ from tests.sweep import application
 from tests.sweep.application import Tuned
 from tests.tiny import in_processes
 
+POLICY_NODES = ConfigStore.instance().repo["hydra"]["launcher"]["policy"]
 SHARDED = ("-m", "hydra/launcher=shard_parallel", "hydra.launcher.quantum_seconds=0.001")
 LRS = "lr=0.1,0.01,0.001"
 # One of the members at a time: its parameters, gradients and optimizer state are 2,832 bytes.
@@ -231,6 +233,17 @@ def test_hydra_finds_the_launcher_and_every_policy() -> None:
     classes = {c.__name__ for c in vars(policies).values() if isinstance(c, type) and issubclass(c, policies.Policy)}
     assert listed == set(POLICIES)
     assert set(POLICIES.values()) == classes - {"Policy"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_is_made_where_hydra_gives_parts_as_they_are_configured(policy: str) -> None:
+    # Of Hydra 1.4: plug-ins are no longer instantiated recursively.
+    asked = POLICY_NODES[f"{policy}.yaml"].node
+    chosen = OmegaConf.merge(asked, {"metric": "loss", "mode": "min"} if policy == "asha" else {})
+    config = OmegaConf.create({"_target_": ShardParallelConf._target_, "policy": chosen})
+    for recursive in (True, False):
+        launcher = instantiate(config, _recursive_=recursive)
+        assert type(launcher._granting[2]).__name__ == POLICIES[policy]
 
 
 def launching(folder: Path, *words: str) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints
-from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
+from lightning_decentral.shared.wire.mean import MeanModel
 
 
 class Whole(Protocol):
@@ -41,7 +41,7 @@ class ElasticCheckpoints(Checkpoints):
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
         apart = self._given(states) if self._mean_model.apart else {}
-        means = {**states, **{key: mean_of_states(s, self._mean_model.mean_of) for key, s in apart.items()}}
+        means = {**states, **self._means(apart)}
         self._saving.write_alone(self.held.whole({**checkpoint, **means}), filepath, storage_options)
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:

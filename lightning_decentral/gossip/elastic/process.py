@@ -105,13 +105,10 @@ class OneProcess(WorkersStrategy):
         return moved(found, self.root_device) if on_device(value) else found
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of the members' first devices: those of an island have equal parameters, and buffers as under DDP."""
-        own = [tensor.detach() for tensor in tensors]
-        means = self.together(own, means_of, of_each=False)
-        averaged = [t.is_floating_point() or t.is_complex() for t in tensors]
-        return [
-            m.clone() if is_mean else t.detach().clone() for t, m, is_mean in zip(tensors, means, averaged, strict=True)
-        ]
+        """Of the members' first devices: those of an island have equal parameters, and buffers as under DDP. What isn't
+        floating point is the oldest's."""
+        means = self.together([tensor.detach() for tensor in tensors], means_of, of_each=False)
+        return [mean.clone() for mean in means]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Nobody waits: what is needed of others is asked for."""

@@ -82,7 +82,7 @@ class ElasticRun(WatchedProcess):
         self.combine = elastic_rule(rule, topology, weights, delay, elastic)
         refuse_remembering(codec, self.combine)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
-        self.mean_model = MeanModel(self.mean_of, self.shown)
+        self.mean_model = MeanModel(self._mean_and_carried, self.shown)
         self._held = Holding(torch.device("cpu"))
         self._mixers = Mixers(self._making)
         self._member: ElasticMember | None = None
@@ -256,6 +256,13 @@ class ElasticRun(WatchedProcess):
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._held.mean_of(tensors, super().mean_of)
+
+    def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
+        # Bytes have no mean: they are the oldest's.
+        as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]
+        found = self.mean_of([*tensors, *as_bytes])
+        values = zip(found[len(tensors) :], carried, strict=True)
+        return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
 
     def settle(self) -> None:
         self._mixers.settle()

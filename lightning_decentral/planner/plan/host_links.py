@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_decentral.shared.plan.text import text_of
+
 FORMAT = "lightning_decentral hosts"
 VERSION = 1
 COLUMNS = ("source", "target", "latency_seconds", "bytes_per_second")
@@ -91,10 +93,7 @@ def read(path: str | Path) -> HostLinks:
     Raises:
         ValueError: can't be read, something else, not square, a link or host that is missing, no latency or rate.
     """
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ValueError(f"{path} can't be read ({error.strerror}): give a file of hosts") from None
+    text = text_of(path, "give a file of hosts")
     return _listed(path, text) if Path(path).suffix == ".csv" else _matrices(path, text)
 
 

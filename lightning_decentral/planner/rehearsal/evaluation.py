@@ -21,6 +21,7 @@ from lightning_decentral.planner.rehearsal.worker import (
     random_states,
     set_random_states,
 )
+from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16
 """Of the validation data, the first ones."""
@@ -70,9 +71,11 @@ class Evaluation:
 
     @torch.no_grad()
     def _mean(self, rows: list[list[Any]]) -> None:
-        for own, *others in zip(self._module.state_dict().values(), *rows, strict=True):
+        of_one = carried(self._module)
+        for (name, own), *others in zip(self._module.state_dict().items(), *rows, strict=True):
             if isinstance(own, Tensor):
-                own.copy_(torch.stack(others).mean(0) if own.is_floating_point() else others[0])
+                averaged = own.is_floating_point() and name not in of_one
+                own.copy_(torch.stack(others).mean(0) if averaged else others[0])
 
 
 @torch.no_grad()

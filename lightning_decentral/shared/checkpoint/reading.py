@@ -37,6 +37,7 @@ class Reading:
         self._worker = worker
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        path = store.plain(path)
         cuda.give_back()  # as Lightning does: what is loaded may need the room
         try:
             io, trusted = self._worker.checkpoint_io, weights_only is False
@@ -125,6 +126,7 @@ class Reading:
         Args:
             problem: already known to this worker.
         """
+        path = store.plain(path)
         target = os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
         name, own = os.path.basename(str(mark.get("folder", ""))), None
         file = store.file(target, self._worker.global_rank, self._worker.world_size, str(mark.get("id")), name)
@@ -209,7 +211,7 @@ def _check_sums(file: Any) -> None:
 
 def _others(path: str | Path) -> str:
     """What can be taken in the place of a checkpoint that can't be read."""
-    place = os.path.dirname(os.fspath(path))
+    place = store.parent(store.plain(path))
     try:
         files = store.listed(place)
     except Exception:  # whatever a remote place raises: the others wait for what this worker found

@@ -12,7 +12,7 @@ from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints, Progress
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
-from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
+from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import connected
 
 
@@ -92,7 +92,7 @@ class ReplicaCheckpoints(Checkpoints):
         # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
         apart = self._given(states) if self._worker.drifts else {}
-        means = {key: mean_of_states(state, self._mean_model.mean_of) for key, state in apart.items()}
+        means = self._means(apart)
         if not self._full(checkpoint):
             self._saving.commit(self.held.whole({**checkpoint, **means}), None, path, identity, storage_options)
             return

@@ -74,11 +74,12 @@ class Saving:
 
     def agree(self, filepath: str | Path, storage_options: Any = None) -> tuple[str, str]:
         """(path, identity) of a checkpoint, worker 0's; a value in the name may differ where it wasn't averaged."""
-        place, orphans = store_of(self._worker, filepath, storage_options), []
+        asked = store.plain(filepath)
+        place, orphans = store_of(self._worker, asked, storage_options), []
         if self._worker.is_global_zero:
-            orphans = place.orphans(os.fspath(filepath))
-        path, identity, orphans = self._worker.broadcast((os.fspath(filepath), uuid.uuid4().hex, orphans))
-        if path != os.fspath(filepath):
+            orphans = place.orphans(asked)
+        path, identity, orphans = self._worker.broadcast((asked, uuid.uuid4().hex, orphans))
+        if path != asked:
             warnings.warn(
                 f"the checkpoint's name differs between workers, {path} is taken: "
                 "log the values it names with sync_dist=True",
@@ -116,9 +117,10 @@ class Saving:
 
     def write_alone(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         if self._worker.is_global_zero:
-            place = store_of(self._worker, path, storage_options)
-            place.write(checkpoint, os.fspath(path), uuid.uuid4().hex)
-            place.settle(os.fspath(path))
+            asked = store.plain(path)
+            place = store_of(self._worker, asked, storage_options)
+            place.write(checkpoint, asked, uuid.uuid4().hex)
+            place.settle(asked)
 
     def commit(
         self, of_all: dict[str, Any], own: dict[str, Any] | None, path: str, identity: str, storage_options: Any

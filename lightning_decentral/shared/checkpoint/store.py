@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
+LOCAL = ("file://", "local://")
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
 
@@ -23,6 +24,20 @@ class FileIO(Protocol):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None: ...
     def remove_checkpoint(self, path: Any) -> None: ...
+
+
+def plain(path: str | Path) -> str:
+    """The path itself of a URL of the local file system (`file:///tmp/x.ckpt`): a path of ours isn't taken apart as
+    URLs are. Any other path or URL as it is."""
+    text = os.fspath(path)
+    inner: str = url_to_fs(text)[1] if text.startswith(LOCAL) else text
+    return inner
+
+
+def parent(path: str | Path) -> str:
+    """The folder of a path or URL, whose scheme is no folder."""
+    scheme, mark, rest = os.fspath(path).rpartition("://")
+    return f"{scheme}{mark}{os.path.dirname(rest)}"
 
 
 def name_of(path: str | Path) -> str:
@@ -34,7 +49,7 @@ def name_of(path: str | Path) -> str:
 
 def folder(path: str | Path, name: str = "") -> str:
     """The folder of the workers' files of one checkpoint, `name` in the place of its own."""
-    return os.path.join(os.path.dirname(os.fspath(path)), ".workers", name or name_of(path))
+    return os.path.join(parent(path), ".workers", name or name_of(path))
 
 
 def file(path: str | Path, rank: int, size: int, identity: str, name: str = "") -> str:

@@ -11,6 +11,7 @@ number of workers continues bit for bit on CPU; on another number all start from
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,8 @@ from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import Reading
 from lightning_decentral.shared.checkpoint.saving import Saving, Worker
 from lightning_decentral.shared.compute import worker_state
-from lightning_decentral.shared.wire.mean import MeanModel
+from lightning_decentral.shared.compute.carried import carried
+from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
 OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
 
@@ -80,6 +82,7 @@ class Checkpoints(ABC):
 
     def remove(self, filepath: str | Path) -> None:
         """Remove the plain file and the workers'; of a link (`save_last="link"`) the link alone."""
+        filepath = store.plain(filepath)
         link = os.path.islink(filepath)
         if self._worker.is_global_zero:
             self._worker.checkpoint_io.remove_checkpoint(filepath)
@@ -94,6 +97,11 @@ class Checkpoints(ABC):
         *others, model = states
         given = self._mean_model.given(states[model], self._module.state_dict())
         return {**{key: states[key] for key in others}, model: given}
+
+    def _means(self, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Of these models' states over the workers. Collective."""
+        kept = carried(self._module)
+        return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
 
     # ---- where we are -----------------------------------------------------------------------------------------------
 

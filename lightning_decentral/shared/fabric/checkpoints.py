@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.checkpoint.reading import Reading
 from lightning_decentral.shared.checkpoint.saving import Saving, Worker
 from lightning_decentral.shared.compute import worker_state
+from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
@@ -53,7 +54,10 @@ class FabricCheckpoints:
         modules = [key for key, value in state.items() if isinstance(value, nn.Module)]
         own = {**converted, **{key: self._mean_model.own(converted[key]) for key in modules}}
         apart = modules if self._worker.drifts else []
-        of_all = {**own, **{key: mean_of_states(own[key], self._mean_model.mean_of) for key in apart}}
+        of_all = {
+            **own,
+            **{key: mean_of_states(own[key], self._mean_model.mean_of, carried(state[key])) for key in apart},
+        }
         if not (self._worker.keeps and _trains(state)):
             self._saving.commit(of_all, None, path, identity, storage_options)
             return

@@ -31,7 +31,7 @@ from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import compare, of_method, of_optimizers, of_place, versions
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
-from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
+from lightning_decentral.shared.wire.mean import MeanModel, mean, of_mean
 from lightning_decentral.shared.wire.objects import gather_world
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
@@ -218,7 +218,7 @@ class FabricWorkers(DDPStrategy):
             raise RuntimeError(f"{MEAN_STANDS} already")
         if self.mean_model.apart:
             with self._telling():
-                self.mean_model.show(floating(self.modules))
+                self.mean_model.show(*of_mean(self.modules))
         self._shown = True
         try:
             yield
@@ -233,7 +233,7 @@ class FabricWorkers(DDPStrategy):
                 self.health.check_equal()
                 if self.mean_model.apart:
                     self.settle()
-                    self.mean_model.take(floating(self.modules))
+                    self.mean_model.take(*of_mean(self.modules))
                 self.barrier()  # nobody leaves while another still hears from it
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_decentral.shared.plan.text import text_of
+
 FORMAT = "lightning_decentral profile"
 VERSION = 1
 ALWAYS_MEASURED = ("name", "forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
@@ -232,12 +234,9 @@ def read(path: str | Path) -> Profile:
     Raises:
         ValueError: no such file, a file of something else, of another version, or a damaged one.
     """
+    text = text_of(path, "make one with `lightning-decentral profile`")
     try:
-        found = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(
-            f"{path} can't be read ({error.strerror}): make one with `lightning-decentral profile`"
-        ) from None
+        found = json.loads(text)
     except ValueError:
         raise ValueError(
             f"{path} is no JSON: it is damaged or not a profile; make one with `lightning-decentral profile`"

@@ -122,11 +122,32 @@ def mean_of_sound(
 
 
 @torch.no_grad()
+def of_worker(source: int, tensors: Sequence[Tensor], over: Transport) -> list[Tensor]:
+    """What this device of `over` has, of any type. Collective."""
+    values = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    for value in values:
+        if value.numel():
+            over.broadcast(value.view(-1).view(torch.uint8), source).wait()
+    return values
+
+
+@torch.no_grad()
 def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
     """What isn't sound beside its mean (a poisoned buffer, say, which no neighbour sends) <- its mean."""
     for own, of_others in zip(tensors, means, strict=True):
-        if real(own) and not bool(sound(torch.stack([scale([local(own)]), scale([local(of_others)])]))[0]):
+        if _unsound(own, of_others):
             local(own).copy_(local(of_others))
+
+
+@torch.no_grad()
+def mend_together(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """All of these <- all of those, where any isn't sound beside its own: they belong together."""
+    if any(_unsound(own, value) for own, value in zip(tensors, values, strict=True)):
+        torch._foreach_copy_(list(tensors), list(values))
+
+
+def _unsound(own: Tensor, beside: Tensor) -> bool:
+    return real(own) and not bool(sound(torch.stack([scale([local(own)]), scale([local(beside)])]))[0])
 
 
 def none_sound(sick: Mapping[int, Ailment], workers: int, named: Callable[[int], str]) -> str:

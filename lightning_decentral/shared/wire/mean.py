@@ -1,16 +1,19 @@
 """The mean model: exact mean of tensors over workers by all-reduce, in a model's place for a while or for good."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_decentral.shared.compute.carried import carried_of
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.gradients import pack, parts
 from lightning_decentral.shared.wire.transport import Transport
 
+MeanOf = Callable[..., list[Tensor]]
+"""(averaged, carried) -> their means, then one worker's values of what is carried; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """What stands in the mean for a worker's own tensors, in their order; mostly they themselves."""
 CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
@@ -48,16 +51,24 @@ def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | No
         tensor.copy_(part)
 
 
-def mean_of_states(state: Mapping[str, Any], mean_of: Callable[[Sequence[Tensor]], list[Tensor]]) -> dict[str, Any]:
-    """A `state_dict` whose tensors are means over the workers; other entries are this worker's.
+def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:
+    """A `state_dict` whose tensors are means over the workers, or one worker's where they are `carried`; other entries
+    are this worker's.
 
     Tied entries stay tied.
     """
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     place = {key: _place(key, tensor) for key, tensor in tensors.items()}
     unique = {place[key]: tensor for key, tensor in tensors.items()}
-    averaged = dict(zip(unique, mean_of(list(unique.values())), strict=True))
-    return {key: averaged[place[key]] if key in place else value for key, value in state.items()}
+    of_one = {place[key] for key in tensors if key in carried}
+    averaged, alone = [p for p in unique if p not in of_one], [p for p in unique if p in of_one]
+    values = _values(mean_of, [unique[p] for p in averaged], [unique[p] for p in alone])
+    found = dict(zip([*averaged, *alone], values, strict=True))
+    return {key: found[place[key]] if key in place else value for key, value in state.items()}
+
+
+def _values(mean_of: MeanOf, averaged: Sequence[Tensor], carried: Sequence[Tensor]) -> list[Tensor]:
+    return mean_of(averaged, carried) if carried else mean_of(averaged)
 
 
 def _place(key: str, tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], str]:
@@ -106,31 +117,38 @@ class Swap:
         return own
 
 
-def floating(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Distinct floating-point parameters and buffers of the modules: what a mean model is made of."""
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    return [t for t in dict.fromkeys(tensors) if t.is_floating_point() or t.is_complex()]
+def of_mean(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
+    """What a mean model is made of, distinct: floating-point parameters and buffers that are averaged, and tensors of
+    any type that are one worker's (`carried`)."""
+    carried = carried_of(modules)
+    alone = {id(tensor) for tensor in carried}
+    tensors = dict.fromkeys(t for module in modules for t in (*module.parameters(), *module.buffers()))
+    return [t for t in tensors if (t.is_floating_point() or t.is_complex()) and id(t) not in alone], carried
 
 
 class MeanModel:
     """mean = sum_i share_i x_i, shown for a while or taken for good; showing doesn't touch a worker's own trajectory.
 
     Args:
-        mean_of: the exact mean over the workers; collective.
+        mean_of: the exact mean over the workers, and what one of them has; collective.
         shown: what a worker gives to it for its tensors.
 
     Attributes:
         apart: whether the workers differ.
     """
 
-    def __init__(self, mean_of: Callable[[Sequence[Tensor]], list[Tensor]], shown: Shown = list) -> None:
+    def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
         self.apart = False
         self._swap: Swap | None = None
 
-    def show(self, tensors: Sequence[Tensor]) -> None:
-        """Put the mean in the place of these tensors until `hide`. Collective."""
-        self._swap = Swap(tensors, self.mean_of(self._shown(tensors)))
+    def show(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
+        """Put the mean in the place of these tensors, and one worker's values in that of what is carried, until `hide`.
+        Collective."""
+        self._swap = self._swapped(tensors, carried)
+
+    def _swapped(self, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> Swap:
+        return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
 
     def hide(self) -> None:
         """Put back, bit for bit, what `show` found."""
@@ -139,14 +157,16 @@ class MeanModel:
             self._swap = None
 
     @contextmanager
-    def standing(self, tensors: Sequence[Tensor]) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+    def standing(
+        self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()
+    ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
         """The mean in the place of these tensors, unless it stands there already or the workers are equal. Collective.
 
         Yields what says which parameters have been written and shall stay so. Buffers that change stay by themselves.
         """
         shown = self._swap is not None
         if self.apart and not shown:
-            self.show(tensors)
+            self.show(tensors, carried)
         yield lambda changed: None if self._swap is None else self._swap.keep(changed)
         if not shown:
             self.hide()
@@ -155,9 +175,9 @@ class MeanModel:
         """The tensors are given back to their owners: what they hold now stays."""
         self._swap = None
 
-    def take(self, tensors: Sequence[Tensor]) -> None:
+    def take(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> None:
         """x_i <- mean, on all workers. Collective."""
-        Swap(tensors, self.mean_of(self._shown(tensors)))  # never undone
+        self._swapped(tensors, carried)  # never undone
         self.apart = False
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:

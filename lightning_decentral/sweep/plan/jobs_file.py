@@ -26,6 +26,7 @@ Jobs of several devices at once stand in files of their own:
       - {name: a, seconds: {1: 8.0, 2: 4.5}}
 """
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from yaml import YAMLError
 
 from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
 from lightning_decentral.shared.plan.profile import BlockCost, Model, read
+from lightning_decentral.shared.plan.text import text_of
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, refuse_one_name_for_two
 from lightning_decentral.sweep.plan.gangs import Gang, of_depths
 from lightning_decentral.sweep.plan.spase import Table
@@ -95,10 +97,11 @@ def read_jobs(path: str | Path) -> Jobs:
 
 def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
     """(job, its place for messages)"""
+    text = text_of(path, "give a YAML file of jobs")
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except OSError as error:
-        raise ValueError(f"{path} can't be read ({error.strerror}): give a YAML file of jobs") from None
+        found = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
+    except OSError:  # of OmegaConf, for a number or a word alone
+        found = text.strip()
     except (YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} is no YAML of jobs: {' '.join(str(error).split())}") from None
     jobs = found.get("jobs") if isinstance(found, dict) else None

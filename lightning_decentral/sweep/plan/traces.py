@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 
 from lightning_decentral.shared.plan.profile import Profile
+from lightning_decentral.shared.plan.text import text_of
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece
 
 PIECES = 20
@@ -117,10 +118,9 @@ def read_trace(path: str | Path, layout: TraceColumns) -> list[Submitted]:
     Raises:
         ValueError: can't be read, or malformed: the line's number.
     """
+    text = text_of(path, "give a trace")
     try:
-        return layout.jobs(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"{path} can't be read ({error.strerror}): give a trace") from None
+        return layout.jobs(text)
     except ValueError as error:
         raise ValueError(f"{path}, {error}") from None
 

@@ -1,0 +1,101 @@
+"""Which buffers have a mean (running statistics), and which are one worker's: queues, codebooks, memories, indices.
+
+A mean over workers is a statistic of all their data where each worker's buffer is one of its own: BatchNorm's running
+statistics, ranges of fake quantization, averages of weights. Rows that a worker has put in a place of its own choice,
+and the pointer to them, are no such thing: row 7 of one queue has nothing to do with row 7 of another.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+WORD = "buffers_averaged"
+"""The attribute by which a module decides for its own buffers."""
+QUANTIZATION = "torch.ao."
+Suffixes = dict[torch.Size, set[str]]
+"""Ends of parameters' names, by shape."""
+
+
+def carried(module: nn.Module) -> dict[str, Tensor]:
+    """{name: buffer} of those that aren't averaged: in the mean model all of them are one worker's, the same one's.
+
+    By module, of its own buffers (those of its children are theirs):
+
+    - torch's normalization and quantization modules keep statistics: averaged;
+    - so is a buffer whose name begins with `running_`, or that mirrors a parameter by name and shape (an average of
+      weights);
+    - what is left is carried, where it has rows (two dimensions or more), or an integer or boolean beside it: a
+      pointer, a label, a mask. Frozen parameters of the module go with it. Vectors and numbers alone are averaged.
+
+    An attribute `buffers_averaged = True` or `False` of the module decides instead.
+
+    Raises:
+        ValueError: for another value of the attribute.
+    """
+    mirrored = _suffixes(module)
+    found: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in _carried_by(part, mirrored).items():
+            found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def _carried_by(part: nn.Module, mirrored: Suffixes) -> dict[str, Tensor]:
+    own = {name: buffer for name, buffer in part._buffers.items() if buffer is not None}
+    if not own or _averaged(part):
+        return {}
+    rest = own
+    if getattr(part, WORD, None) is None:
+        rest = {n: b for n, b in own.items() if not (n.startswith("running_") or _mirrors(n, b, mirrored))}
+        if not any(_rows(b) or not _real(b) for b in rest.values()):
+            return {}
+    # A shard is one of many: what has no single place on a device is averaged.
+    parameters = {name: p for name, p in part._parameters.items() if p is not None and type(p.data) is Tensor}
+    frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+    return {**rest, **frozen}
+
+
+def _averaged(part: nn.Module) -> bool:
+    given = getattr(part, WORD, None)
+    if given is None:
+        return isinstance(part, _NormBase) or any(c.__module__.startswith(QUANTIZATION) for c in type(part).__mro__)
+    if not isinstance(given, bool):
+        raise ValueError(
+            f"{WORD} of {type(part).__name__} must be True or False, got {given!r}: True takes the mean of the "
+            "workers' buffers, False one worker's"
+        )
+    return given
+
+
+def _suffixes(module: nn.Module) -> Suffixes:
+    found: Suffixes = defaultdict(set)
+    for name, parameter in module.named_parameters():
+        parts = name.split(".")
+        suffixes = (_clean("".join(parts[first:])) for first in range(len(parts)))
+        found[parameter.shape] |= {suffix for suffix in suffixes if not suffix.isdigit()}
+    return found
+
+
+def _mirrors(name: str, buffer: Tensor, mirrored: Suffixes) -> bool:
+    # `model.net.weight` is kept as `net_weight`, `netweight` or `ema_weight`: a buffer's name has no dots.
+    return _real(buffer) and _clean(name).endswith(tuple(mirrored.get(buffer.shape, ())))
+
+
+def _clean(name: str) -> str:
+    return "".join(letter for letter in name if letter.isalnum())
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _rows(tensor: Tensor) -> bool:
+    return sum(size != 1 for size in tensor.shape) > 1
+
+
+def carried_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Distinct tensors of `carried`."""
+    return list({id(t): t for module in modules for t in carried(module).values()}.values())
