@@ -68,17 +68,17 @@ def received(connection: socket.socket, words: Any) -> tuple[dict[str, Any], Any
     if type(words) is not dict or type(words.get("head")) is not int:
         raise ValueError("no value follows: give every worker the same version")
     found = Sum()
-    head = bytes(receive_bytes(connection, words["head"]))
-    payload = [head, *(receive_bytes(connection, size) for size in lengths(head))]
-    for raw in payload:
+    head = receive_bytes(connection, words["head"])
+    payload = [receive_bytes(connection, size) for size in lengths(bytes(head))]
+    for raw in (head, *payload):
         for piece in _pieces(memoryview(raw)):
             found.add(piece)
     if receive(connection) != {"digest": found.text()}:
         raise ValueError("what came isn't what was sent: its digest differs")
-    return words, unpack(Packed(head, [_tensor(raw) for raw in payload[1:]]))
+    return words, unpack(Packed(bytes(head), [_tensor(raw) for raw in payload]))
 
 
-def _tensor(raw: bytes | bytearray) -> Tensor:
+def _tensor(raw: bytearray) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
