@@ -98,6 +98,7 @@ class Leading(DeviceMember):
             assert self.view is not None
             new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
             self._told = max(self._views)
+            # Of a newcomer that was away it says more at once (`agreed`).
             state = {"view": self.view.number, "round": self.round, "entered": self.entered is not None}
             return {**state, "views": new, "present": self.present(), "left_out": left_out}
 
@@ -150,8 +151,9 @@ class Following(DeviceMember):
             self._hear_of(view)
         return int(told["left_out"])
 
-    def _hear_of_missed(self, view: Any) -> None:
+    def _firsts(self, number: int) -> list[int]:
         """The first one has told it."""
+        return []
 
     def agreed(self, own: Callable[[], Any]) -> Any:
         return self._hear()

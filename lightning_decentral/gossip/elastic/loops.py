@@ -34,7 +34,7 @@ def calendar_of(trainer: Trainer, dataloader: Any, weights: int) -> Calendar:
     # Saved where an epoch's last batch was over, it may or may not have been counted.
     begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
     before = rounds_before(batches, accumulated, epoch.processed, begun)
-    return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step)
+    return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step, weights)
 
 
 def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:
@@ -60,6 +60,34 @@ def refuse_unplanned(batches: int, calendar: Calendar) -> None:
         raise ValueError(
             f"an epoch of this run has {calendar.batches} batches, and schedules here are for {batches}: give every "
             "worker the same Elastic(workers=...) and data"
+        )
+
+
+def refuse_other_calendar(own: Calendar, calendar: Calendar) -> None:
+    """ValueError where this worker's data would make epochs of another length than the oldest's."""
+    if (own.batches, own.accumulated) != (calendar.batches, calendar.accumulated):
+        raise ValueError(
+            f"an epoch of the oldest worker has {calendar.batches} batches, {calendar.accumulated} in a step, and of "
+            f"this one {own.batches}, {own.accumulated} in a step: give every worker the same data and Trainer"
+        )
+
+
+def refuse_several_lengths(batches: int, calendar: Calendar) -> None:
+    """ValueError for a further loader that would make epochs of another length than the first."""
+    if max(1, batches) != calendar.batches:
+        raise ValueError(
+            f"loaders of {calendar.batches} and of {batches} batches don't go together in an elastic run, whose epochs "
+            "have one length: give loaders of one length, or one loader of pairs"
+        )
+
+
+def refuse_combined(trainer: Trainer, calendar: Calendar) -> None:
+    """ValueError where loaders are combined to an epoch of another length than each of them has."""
+    combined, batches = trainer.fit_loop._combined_loader, trainer.fit_loop.max_batches
+    if combined is not None and len(combined.flattened) > 1 and batches != calendar.batches:
+        raise ValueError(
+            f"{len(combined.flattened)} loaders make an epoch of {batches} batches, and an elastic run's has "
+            f"{calendar.batches}: combine them by mode='min_size' or 'max_size_cycle'"
         )
 
 

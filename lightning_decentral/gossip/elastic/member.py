@@ -8,23 +8,23 @@ member.together(value, made)       the same for all members: `made` of what each
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
+from lightning_decentral.gossip.elastic.course import Course
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.shared.compute.gathered import of_each
-from lightning_decentral.shared.plan.elastic.calendar import Calendar
-from lightning_decentral.shared.plan.elastic.dealing import Dealing, Indices
-from lightning_decentral.shared.plan.elastic.view import Times, View, view_of, weight_of
-from lightning_decentral.shared.plan.elastic.watch import Watch, came_and_went
+from lightning_decentral.shared.plan.elastic.view import Times, View, weight_of
+from lightning_decentral.shared.plan.elastic.watch import Watch
 from lightning_decentral.shared.wire.elastic.frames import own_address
 from lightning_decentral.shared.wire.elastic.starter import title
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, Refuses, nothing
 
 
-class ElasticMember:
+class ElasticMember(Course):
     """From a fit's set-up to its end.
 
     Args:
@@ -32,17 +32,11 @@ class ElasticMember:
         batches: that the devices of this worker take in a step.
 
     Attributes:
-        round: that began last; -1: none.
-        next_round: whose batches are drawn next.
-        view: in force in it.
-        entered: the same, if it wasn't in force in the round before; else None.
-        calendar: None before the first view.
+        entered: the view in force, if it wasn't in force in the round before; else None.
         live: whether what it computes, it computes with the others.
-        seed: of the order of the examples, the same for all; None: this worker's own.
         left_out: rounds that it was late for, and didn't take part in.
     """
 
-    worker: ElasticWorker
     leads = True
     """Whether this device talks to other members."""
 
@@ -54,20 +48,15 @@ class ElasticMember:
 
     def _hold(self, elastic: Elastic, seconds: float, batches: int) -> None:
         """What it knows."""
+        self._set_out()
         self._weight = elastic.weight * batches
-        self.round, self.next_round = -1, 0
-        self.view: View | None = None
         self.entered: View | None = None
-        self.calendar: Calendar | None = None
         self.live = False
-        self.seed: int | None = None
         self.left_out = 0
         self._exchange: ElasticExchange | None = None
         self._elastic, self._seconds = elastic, seconds
-        self._views: dict[int, View] = {}
         self._began, self._met = 0.0, 0
         self._watch = Watch()
-        self._dealings: list[Dealing] = []
 
     def healed(self) -> Any:
         """What its donor gave; None: it is the first.
@@ -87,17 +76,9 @@ class ElasticMember:
         return value
 
     def _know(self, value: Any) -> None:
+        """Of before it takes part: where nobody is left to be asked when it does."""
         if value is not None:
-            self._views = {view["number"]: view_of(view) for view in value["views"]}
-            self.calendar = Calendar(**value["calendar"]) if value["calendar"] else None
-            self.seed = value["seed"]
-
-    def given(self) -> dict[str, Any]:
-        """Of what a newcomer needs, what isn't Lightning's."""
-        self._listen()
-        views = [dict(vars(view)) for view in self._views.values()]
-        calendar = dict(vars(self.calendar)) if self.calendar else None
-        return {"views": views, "calendar": calendar, "seed": self.seed}
+            self.learn(value["run"])
 
     def begin(self, copy: Callable[[], Any], until: int = 0) -> int:
         """The next round, or where nobody waits and this worker is late, a later one.
@@ -130,7 +111,7 @@ class ElasticMember:
         self.worker.assembly.begins((round, -1))
         self._began, self._met = time.monotonic(), 0
         self._hear_of(self.view)
-        self._watch.began(len(self.present()), max(len(view.members) for view in self.so_far()))
+        self._watch.began(len(self.present()), self.most())
         return left_out
 
     def _next(self) -> int:
@@ -145,7 +126,7 @@ class ElasticMember:
         """Who takes part, by the names under which it is logged."""
         if self.view is None:
             return {}
-        came, lost, left = came_and_went(self.so_far())
+        came, lost, left = self.came_and_went()
         return {
             "members": float(len(self.present())),
             "view": float(self.view.number),
@@ -160,22 +141,38 @@ class ElasticMember:
     def _late(self) -> dict[str, float]:
         return {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
 
-    def so_far(self) -> list[View]:
-        """Views up to the one in force, by their numbers."""
-        assert self.view is not None
-        return [self._views[number] for number in sorted(self._views) if number <= self.view.number]
-
     def agreed(self, own: Callable[[], Any]) -> Any:
-        """For newcomers of a view: `own` of a member that was there before, as it is now. None for all others, and
-        where all of those have ended."""
+        """For newcomers of a view: `own` of a member that was there before, as it is now; in the first view for all,
+        of the oldest. None for all others, and where all of those have ended.
+
+        Raises:
+            RuntimeError: they live, and don't say it.
+        """
         assert self.view is not None
-        newcomers = set(self.view.members) - set(self.view.before)
-        if self.entered is None or not newcomers:
+        if self.entered is None:
             return None
-        if self.worker.name not in newcomers:
-            return self.worker.assembly.keep(self.view.number, own())
-        waits = partial(self._present_but, newcomers)
-        return self.worker.assembly.kept(self.view.number, waits, self._elastic.dead_after)
+        if self.view.number == 1:
+            found = self._asked(self._older)
+            found = own() if found is None else found
+            self.worker.assembly.keep(1, found)  # whoever loses the oldest asks the next one
+            return found
+        newcomers = set(self.view.members) - set(self.view.before)
+        if self.worker.name in newcomers:
+            return self._asked(partial(self._present_but, newcomers))
+        return self.worker.assembly.keep(self.view.number, own()) if newcomers else None
+
+    def _asked(self, whom: Callable[[], list[str]]) -> Any:
+        assert self.view is not None
+        found = self.worker.assembly.kept(self.view.number, whom, self._seconds)
+        if found is None and (silent := whom()):
+            raise RuntimeError(
+                f"{', '.join(silent)} didn't say within {self._seconds:g} s what the run is: give the strategy a "
+                "longer timeout"
+            )
+        return found
+
+    def _older(self) -> list[str]:
+        return [*takewhile(lambda name: name != self.worker.name, self.present())]
 
     def _present_but(self, some: set[str]) -> list[str]:
         return [name for name in self.present() if name not in some]
@@ -183,24 +180,6 @@ class ElasticMember:
     def ended(self) -> None:
         """The round that began is mixed."""
         self.next_round = self.round + 1
-
-    def _hear_of(self, view: View) -> None:
-        if view.number not in self._views:
-            self._hear_of_missed(view)
-            self._views[view.number] = view
-            for dealing in self._dealings:
-                self._enter(dealing, view)
-
-    def _hear_of_missed(self, view: View) -> None:
-        """The one before, which a newcomer wasn't told of while it was healing, as the members remember it."""
-        histories, missed = self.worker.membership.state.entered.values(), view.number - 1
-        firsts = [first for history in histories for number, first in history if number == missed]
-        if missed not in self._views and firsts and self._views:
-            self._hear_of(View(missed, view.before, min(firsts), (), view.origin, view.founders))
-
-    def _enter(self, dealing: Dealing, view: View) -> None:
-        assert self.calendar is not None
-        dealing.enter(self.calendar.tick(view.first_round), view.members)
 
     @property
     def place(self) -> int:
@@ -254,35 +233,6 @@ class ElasticMember:
         except TimeoutError as error:
             raise _away(error) from None
         return result
-
-    # ---- data -------------------------------------------------------------------------------------------------------
-
-    def deals(self, dealing: Dealing) -> Callable[[], Iterator[Any]]:
-        """Who gives this worker's examples of the rest of an epoch, batch by batch."""
-        dealing.seed = self.seed or 0
-        for view in self._views.values():
-            self._enter(dealing, view)
-        self._dealings.append(dealing)
-        return partial(self._shares, dealing)
-
-    def _shares(self, dealing: Dealing) -> Iterator[Any]:
-        calendar, last = self.calendar, -1
-        assert calendar is not None
-        while last < 0 or (last + 1) % calendar.batches:
-            # Loaders with processes of their own draw ahead of the rounds.
-            tick = max(last + 1, calendar.tick(self.next_round))
-            self._listen()
-            yield self._own(dealing.share(tick, self.worker.name))
-            last = tick
-
-    def _listen(self) -> None:
-        """Views that are known by now, though not all are in force."""
-        for view in dict(self.worker.membership.state.views).values():
-            self._hear_of(view)
-
-    def _own(self, places: Indices) -> Indices:
-        """This device's part of a batch."""
-        return places
 
     def enter(self, exchange: ElasticExchange) -> None:
         """Its rounds are over the view in force from now on."""

@@ -6,7 +6,7 @@ what it does by worker 0 is done by the oldest.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,6 +36,9 @@ from lightning_decentral.gossip.elastic.loops import (
     last_to_leave_for,
     leave_out,
     nobody,
+    refuse_combined,
+    refuse_other_calendar,
+    refuse_several_lengths,
     refuse_unplanned,
     restored,
     scaled,
@@ -52,8 +55,12 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, para
 from lightning_decentral.shared.compute import layout
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout
+from lightning_decentral.shared.plan.elastic.calendar import Calendar
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
+
+NOTHING: Mapping[str, Any] = {"callbacks": {}, "plateaus": {}}
+"""To be restored."""
 
 
 class ElasticRun(WatchedProcess):
@@ -87,7 +94,7 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
         self._member: ElasticMember | None = None
         self._exchange: ElasticExchange | None = None
-        self._planned = 0
+        self._planned = self._processed = 0
         self._described: dict[str, str] = {}
         self._given = Given({}, {})
 
@@ -129,7 +136,7 @@ class ElasticRun(WatchedProcess):
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""
-        self._planned = 0
+        self._planned = self._processed = 0
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -168,7 +175,7 @@ class ElasticRun(WatchedProcess):
             return {}
         rule = self._mixers.state_dict(lambda of: of.mixer.kept())
         own = {"trainer": copied(whole), "rule": copied(rule), "given": self._given.sent()}
-        return {**own, **self._member.given()}
+        return {**own, "run": self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
@@ -193,31 +200,71 @@ class ElasticRun(WatchedProcess):
         if member is None:  # the module asks how many steps there will be, before anybody knows how many begin
             self._planned = batches_of(trainer, dataloader, self.planned_workers)
             return dealt(trainer, dataloader, self._planned, nobody)
+        place = self._place_of(trainer)
         if member.round < 0:
-            member.seed = seed_of(dataloader) if member.seed is None else member.seed
-            self._begin()
-            if member.calendar is None:
-                weights = self.planned_workers if self._planned else member.founders
-                member.calendar = calendar_of(trainer, dataloader, weights)
-            refuse_unplanned(self._planned, member.calendar)
-            if member.round or member.calendar.before or trainer.fit_loop.restarting:
-                go_to(trainer, member.calendar, member.round)
+            self._join(member, trainer, dataloader)
         assert member.calendar is not None
-        return dealt(trainer, dataloader, member.calendar.batches, member.deals, self.elastic.weight)
+        if place and trainer.fit_loop._combined_loader is None:
+            refuse_several_lengths(batches_of(trainer, dataloader, member.calendar.weights), member.calendar)
+        deals = partial(member.deals, place=place)
+        return dealt(trainer, dataloader, member.calendar.batches, deals, self.elastic.weight)
 
-    def _begin(self) -> None:
-        assert self._member is not None
-        assert self._exchange is not None
-        trainer, calendar, round = self._module.trainer, self._member.calendar, self._member.round + 1
-        goes_on = calendar if self._member.live and self.elastic.asynchronous else None
-        left_out = self._member.begin(self._copy, last_to_leave_for(trainer, goes_on, round) if goes_on else 0)
+    def _place_of(self, trainer: Trainer) -> int:
+        """Of the loader that is processed now among those that are combined, also where they are loaded again."""
+        combined = trainer.fit_loop._combined_loader
+        place = self._processed if combined is None else self._processed % len(combined.flattened)
+        self._processed += 1
+        return place
+
+    def _join(self, member: ElasticMember, trainer: Trainer, dataloader: object) -> None:
+        """This worker is a member from here on."""
+        member.seed = seed_of(dataloader) if member.seed is None else member.seed
+        self._begin(lambda: self._calendar(member, dataloader))
+        member.calendar = member.calendar or self._calendar(member, dataloader)
+        assert member.view is not None
+        if member.view.number == 1:
+            refuse_other_calendar(self._calendar(member, dataloader), member.calendar)
+        refuse_unplanned(self._planned, member.calendar)
+        if member.round or member.calendar.before or trainer.fit_loop.restarting:
+            go_to(trainer, member.calendar, member.round)
+
+    def _calendar(self, member: ElasticMember, dataloader: object) -> Calendar:
+        weights = self.planned_workers if self._planned else member.founders
+        return calendar_of(self._module.trainer, dataloader, weights)
+
+    def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
+        """The next round.
+
+        Args:
+            calendar: makes the run's, where this worker is the oldest of the first view.
+        """
+        member, exchange, trainer = self._member, self._exchange, self._module.trainer
+        assert member is not None
+        assert exchange is not None
+        goes_on = member.calendar if member.live and self.elastic.asynchronous else None
+        until = last_to_leave_for(trainer, goes_on, member.round + 1) if goes_on else 0
+        left_out = member.begin(self._copy, until)
         if left_out and goes_on:
-            leave_out(trainer, goes_on, self._member.round, left_out)
-        self._member.enter(self._exchange)
-        self._rank_as(self._member.place if self._member.leads else 1)
-        state = self._member.agreed(partial(agreed_states, self._module.trainer))
+            leave_out(trainer, goes_on, member.round, left_out)
+        member.enter(exchange)
+        self._rank_as(member.place if member.leads else 1)
+        state = member.agreed(lambda: self._state(member, calendar))
         if state is not None:
-            restored(self._module.trainer, state)
+            member.learn(state["run"])
+            restored(trainer, state)
+
+    def _state(self, member: ElasticMember, calendar: Callable[[], Calendar] | None) -> dict[str, Any]:
+        """For those that begin with this view."""
+        if member.calendar is None and calendar is not None:
+            member.calendar = calendar()
+        first = member.view is not None and member.view.number == 1
+        return {**(NOTHING if first else agreed_states(self._module.trainer)), "run": member.given()}
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self._member is not None
+        assert self._member.calendar is not None
+        refuse_combined(self._module.trainer, self._member.calendar)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member

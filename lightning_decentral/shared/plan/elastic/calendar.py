@@ -21,12 +21,14 @@ class Calendar:
         accumulated: batches of a round.
         before: rounds' worth of epochs that were over when the run began, as a checkpoint says.
         steps: that were over then.
+        weights: of those that began the run, together; 0: nobody knows.
     """
 
     batches: int
     accumulated: int = 1
     before: int = 0
     steps: int = 0
+    weights: int = 0
 
     @property
     def rounds(self) -> int:

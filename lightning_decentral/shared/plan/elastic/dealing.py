@@ -7,10 +7,14 @@
 So every example of a pass is dealt to exactly one of those that are there when it ends, but for the last tick's: it is
 filled up with examples of the same pass, as a DistributedSampler does. All of it follows from the views and their first
 ticks; a member that hears of one late has dealt some ticks by the view before, and goes on as the others.
+
+What is kept, and what a newcomer is given, is the `floor`, a pass from which all are dealt, and the views since: not
+more in a long run than in a short one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +22,10 @@ from numpy.typing import NDArray
 from lightning_decentral.shared.plan.elastic.view import weight_of
 
 Indices = NDArray[np.int64]
+LATE_TICKS = 1000
+"""By which a member may hear of a view late."""
+KEPT_VIEWS = 100
+"""Since the floor; of more, the floor is what they made of a pass."""
 
 
 @dataclass
@@ -26,15 +34,18 @@ class Pass:
 
     Args:
         start: its first tick.
-        left: what wasn't dealt before `since`, in order.
+        left: what wasn't dealt before `since`, in order; None: all, as the permutation has it.
         dealt: before `since`, to whom.
     """
 
     number: int
     start: int
     since: int
-    left: Indices
+    left: Indices | None = None
     dealt: dict[str, list[Indices]] = field(default_factory=dict)
+
+    def copy(self) -> "Pass":
+        return Pass(self.number, self.start, self.since, self.left, {n: [*parts] for n, parts in self.dealt.items()})
 
 
 @dataclass
@@ -53,14 +64,46 @@ class Dealing:
     shuffle: bool = True
     seed: int = 0
     views: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _floor: Pass | None = None
     _passes: list[Pass] = field(default_factory=list)
+    _starts: list[Pass] = field(default_factory=list)
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What all members' have in common."""
+        return self.examples, self.batch, self.shuffle
 
     def enter(self, tick: int, members: Sequence[str]) -> None:
         """These are the members from this tick on, which may be over."""
+        if self._floor is not None:
+            tick = max(tick, self._floor.since)
         if self.views.get(tick) != tuple(members):
             self.views[tick] = tuple(members)
             # Those that it changes are dealt anew; the one before the last stays, to begin there.
-            self._passes = [self._begun(p.number, p.start) for p in self._passes if p.start <= tick]
+            self._starts = [p for p in self._starts if p.start <= tick]
+            self._passes = [self._begun(p) for p in self._starts[-2:]]
+
+    def state(self) -> dict[str, Any]:
+        """For a newcomer: plain values, and rows of numbers."""
+        floor = self._floor or self._first()
+        dealt = {name: np.concatenate(parts) for name, parts in floor.dealt.items() if parts}
+        views = [[tick, list(members)] for tick, members in sorted(self.views.items())]
+        rows = {"left": floor.left, "dealt": dealt}
+        return {"kind": list(self.kind), "floor": [floor.number, floor.start, floor.since], "views": views, **rows}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on from a member's."""
+        dealt = {name: [part] for name, part in state["dealt"].items()}
+        number, start, since = state["floor"]
+        self._floor = Pass(number, start, since, state["left"], dealt)
+        self.views = {tick: tuple(members) for tick, members in state["views"]}
+        self._starts, self._passes = [], []
+
+    def begin(self, before: "Dealing", tick: int) -> None:
+        """Go on from another one, of other examples, by a new pass at this tick."""
+        self._floor = Pass(before._pass_of(tick).number + 1, tick, tick)
+        later = {first: members for first, members in before.views.items() if first > tick}
+        self.views = {tick: before._members(tick), **later}
 
     def share(self, tick: int, name: str) -> Indices:
         """[batch * weight]: what this member takes; fewer examples are repeated. Ticks from the first view on.
@@ -71,8 +114,11 @@ class Dealing:
         now, members = self._pass_of(tick), self._members(tick)
         if name not in members:
             raise KeyError(name)
+        assert now.left is not None
         offset = (tick - now.since) * self._all(members) + self._all(members[: members.index(name)])
-        return now.left[np.arange(offset, offset + self._all([name])) % len(now.left)]
+        found = now.left[np.arange(offset, offset + self._all([name])) % len(now.left)]
+        self._settle(tick - LATE_TICKS)
+        return found
 
     def _all(self, members: Sequence[str]) -> int:
         """What these take in a tick."""
@@ -83,16 +129,40 @@ class Dealing:
 
     def _pass_of(self, tick: int) -> Pass:
         if not self._passes:
-            self._passes = [self._begun(0, min(self.views))]
+            self._starts = [self._floor or self._first()]
+            self._passes = [self._begun(self._starts[0])]
         while (end := self._end(self._passes[-1], tick)) is not None:
-            self._passes = [self._passes[-1], self._begun(self._passes[-1].number + 1, end)]
+            self._starts.append(Pass(self._passes[-1].number + 1, end, end))
+            self._passes = [self._passes[-1], self._begun(self._starts[-1])]
         return self._passes[-1]
 
-    def _begun(self, number: int, tick: int) -> Pass:
-        order: Indices = np.arange(self.examples)
-        if self.shuffle:
-            order = np.random.default_rng((self.seed, number)).permutation(self.examples)
-        return Pass(number, tick, tick, order)
+    def _first(self) -> Pass:
+        return Pass(0, min(self.views), min(self.views))
+
+    def _begun(self, of: Pass) -> Pass:
+        begun = of.copy()
+        if begun.left is None:
+            begun.left = np.arange(self.examples)
+            if self.shuffle:
+                begun.left = np.random.default_rng((self.seed, begun.number)).permutation(self.examples)
+        return begun
+
+    def _settle(self, tick: int) -> None:
+        """No view begins before this tick any more: what was before isn't needed."""
+        over = [p for p in self._starts if p.since <= tick]
+        if not over:
+            return
+        floor, before = over[-1], self._floor
+        changes = sorted(first for first in self.views if floor.since < first <= tick)
+        if len(changes) > KEPT_VIEWS:
+            floor = self._begun(floor)
+            for change in changes:
+                self._change(floor, change)
+        if floor is not before:
+            self._floor = floor
+            self._starts = [floor, *self._starts[len(over) :]]
+            last = max(first for first in self.views if first <= floor.since)
+            self.views = {first: of for first, of in self.views.items() if first >= last}
 
     def _end(self, now: Pass, tick: int) -> int | None:
         """The tick after its last one; None: it goes on at `tick`, and stands where the last view before that began."""
@@ -103,9 +173,11 @@ class Dealing:
         return end if (end := self._last(now)) <= tick else None
 
     def _last(self, now: Pass) -> int:
+        assert now.left is not None
         return now.since + -(-len(now.left) // self._all(self._members(now.since)))
 
     def _change(self, now: Pass, tick: int) -> None:
+        assert now.left is not None
         before, after = self._members(now.since), self._members(tick)
         taken, now.left = np.split(now.left, [(tick - now.since) * self._all(before)])
         rows = np.split(taken.reshape(-1, self._all(before)), np.cumsum([self._all([n]) for n in before])[:-1], axis=1)

@@ -101,7 +101,8 @@ class Lobby:
         # Who was to begin the run may have died before anybody had its parameters.
         origins = [guest.beat.origin for guest in kept.values() if guest.beat.origin]
         origin = self.origin if self.seen or self.origin in origins else next(iter(origins), "")
-        return replace(self, guests=kept, origin=origin, ended=self.ended.intersection(kept))
+        ended, dismissed = self.ended.intersection(kept), self.dismissed.intersection(kept)
+        return replace(self, guests=kept, origin=origin, ended=ended, dismissed=dismissed)
 
     def _decided(self, now: float) -> "Lobby":
         """Settled, agreed, and a next view: in this order, as far as it comes."""

@@ -239,11 +239,13 @@ class Member:
         skips = mine.view is None or behind * mine.pace > self.times.dead_after
         gap = ((0, mine.round),) if skips and mine.view else ()
         entered = (*before[max(0, over - HISTORY) :], *gap, (view.number, first))
-        views = {
-            number: known for number, known in {**self.views, view.number: view}.items() if number >= entered[0][0]
-        }
+        views = {number: of for number, of in {**self.views, view.number: view}.items() if number >= entered[0][0]}
         round = first if skips else mine.round
-        return replace(self, views=views, mine=replace(mine, view=view, coming=None, entered=entered, round=round))
+        # Of those that aren't members any more nobody asks.
+        known = {name: history for name, history in self.entered.items() if name in view.members}
+        met_at = {name: at for name, at in self.met_at.items() if name in view.members}
+        state = replace(self, views=views, entered=known, met_at=met_at)
+        return replace(state, mine=replace(mine, view=view, coming=None, entered=entered, round=round))
 
     def _entries(self, found: Mapping[str, History]) -> "Member":
         """Which views others are in; what is older than what is known is ignored."""

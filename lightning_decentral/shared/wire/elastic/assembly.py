@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
-
-from lightning_decentral.shared.wire.elastic.frames import connected, frame, raw_bytes, receive, receive_bytes
-from lightning_decentral.shared.wire.plain import Packed, pack, unpack
+from lightning_decentral.shared.wire.elastic.frames import connected, receive
+from lightning_decentral.shared.wire.elastic.values import UNREAD_SECONDS, receive_value, received, send_value
 
 Key = tuple[int, int]
 """(round, the so-manieth of that round): it rises."""
@@ -148,8 +146,8 @@ class Assembly:
             suppress(OSError, ValueError, KeyError, TypeError),
             connected(self._place(name), "meet", 5.0) as connection,
         ):
-            _send(connection, {"from": self.name, **question}, None)
-            words, result = _receive(connection)
+            send_value(connection, {"from": self.name, **question}, None)
+            words, result = receive_value(connection)
             return bool(words["found"]), result, bool(words["over"])
         return False, None, False
 
@@ -163,26 +161,28 @@ class Assembly:
     def _ask(self, first: str, key: Key, value: Any, there: Callable[[], bool], end: float) -> Any:
         """OSError where it has ended, or has no result to give."""
         with connected(self._place(first), "meet", 5.0) as connection:
-            _send(connection, {"key": list(key), "from": self.name}, value)
+            send_value(connection, {"key": list(key), "from": self.name}, value)
             connection.settimeout(LOOK_SECONDS)
             while not _readable(connection):
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{first} has ended")
             connection.settimeout(None)
-            return _receive(connection)[1]
+            return receive_value(connection)[1]
 
     def serve(self, connection: socket.socket) -> None:
         """Take what a member gives, and answer it when there is a result; by nothing where there will be none."""
-        words, value = _receive(connection)
+        words = receive(connection)
+        connection.settimeout(UNREAD_SECONDS)
+        words, value = received(connection, words)
         if "kept" in words:
             number, kept = self._kept
             found = number == words["kept"]
-            _send(connection, {"found": found, "over": False}, kept if found else None)
+            send_value(connection, {"found": found, "over": False}, kept if found else None)
             return
         round, nth = words["key"]
         key = int(round), int(nth)
         if words.get("asks"):
-            _send(connection, {"found": key in self._results, "over": self._now > key}, self._results.get(key))
+            send_value(connection, {"found": key in self._results, "over": self._now > key}, self._results.get(key))
             return
         with self._changed:
             self._serving += 1
@@ -190,7 +190,7 @@ class Assembly:
             self._changed.notify_all()
         try:
             if self._awaited(key):
-                _send(connection, {}, self._results[key])
+                send_value(connection, {}, self._results[key])
         finally:
             with self._changed:
                 self._serving -= 1
@@ -209,19 +209,3 @@ def _readable(connection: socket.socket) -> bool:
             raise ConnectionResetError("the connection has ended")
         return True
     return False
-
-
-def _send(connection: socket.socket, words: dict[str, Any], value: Any) -> None:
-    packed = pack(value)
-    connection.settimeout(None)
-    connection.sendall(frame({**words, "head": packed.head.decode(), "bytes": [len(p) for p in packed.payload]}))
-    for tensor in packed.payload:
-        connection.sendall(raw_bytes(tensor))
-
-
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], Any]:
-    words = receive(connection)
-    payload = [
-        torch.frombuffer(receive_bytes(connection, n) or bytearray(1), dtype=torch.uint8)[:n] for n in words["bytes"]
-    ]
-    return words, unpack(Packed(words["head"].encode(), payload))

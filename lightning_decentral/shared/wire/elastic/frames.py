@@ -1,6 +1,9 @@
 """Frames: four bytes of length, then JSON; what is longer than a frame may be, or isn't JSON, ends the connection.
 
     greeting   the first frame of whoever connects: {"job": ..., "wants": ...}
+    refusal    what a guest hears that isn't let in: {"refused": why}
+
+Room is made for bytes as they come, not as they are announced.
 
 The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings apart, and is no password, as
 all of this is readable on its way.
@@ -21,6 +24,18 @@ from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 LENGTH_BYTES = 4
 LARGEST_BYTES = 1 << 20
 """Of a frame: a word to 1000 members has 100 KB."""
+GREETING_BYTES = 1 << 10
+"""Of a greeting: of a stranger no more is read."""
+GROWTH_BYTES = 1 << 20
+"""For which there is room at once; twice as many when they have come, and so on."""
+MOST_BYTES = 1 << 40
+"""Of one tensor."""
+IDLE, EVERY, TIMES = 60, 20, 6
+"""Seconds of silence until TCP asks whether the other host is there still; between its questions; how many."""
+
+
+class Refused(ValueError):
+    """The other end has said why this one isn't let in."""
 
 
 def frame(message: Any) -> bytes:
@@ -29,10 +44,34 @@ def frame(message: Any) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "big") + text
 
 
-class Frames:
-    """Bytes as they come, in frames."""
+def message(text: bytes | bytearray) -> Any:
+    """What a frame holds. ValueError where it is no JSON, or nested too deeply; Refused where it says so."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("a frame that is nested too deeply: another program speaks here") from None
+    if type(found) is dict and set(found) == {"refused"}:
+        raise Refused(str(found["refused"]))
+    return found
 
-    def __init__(self) -> None:
+
+def size_of(length: bytes | bytearray, most: int = LARGEST_BYTES) -> int:
+    """Bytes of the frame behind these. ValueError where it may not have as many."""
+    size = int.from_bytes(length, "big")
+    if size > most:
+        raise ValueError(f"a frame of {size} bytes: another program speaks here")
+    return size
+
+
+class Frames:
+    """Bytes as they come, in frames.
+
+    Attributes:
+        most: bytes of a frame.
+    """
+
+    def __init__(self, most: int = LARGEST_BYTES - LENGTH_BYTES) -> None:
+        self.most = most
         self._bytes = bytearray()
 
     def feed(self, more: bytes) -> list[Any]:
@@ -40,16 +79,15 @@ class Frames:
 
         Raises:
             ValueError: these are no frames.
+            Refused: this end isn't let in.
         """
         self._bytes += more
         found = []
         while len(self._bytes) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + int.from_bytes(self._bytes[:LENGTH_BYTES], "big")
-            if end > LARGEST_BYTES:
-                raise ValueError(f"a frame of {end} bytes: another program speaks here")
+            end = LENGTH_BYTES + size_of(self._bytes[:LENGTH_BYTES], self.most)
             if len(self._bytes) < end:
                 break
-            found.append(json.loads(self._bytes[LENGTH_BYTES:end]))
+            found.append(message(self._bytes[LENGTH_BYTES:end]))
             del self._bytes[:end]
         return found
 
@@ -59,20 +97,30 @@ def receive(connection: socket.socket) -> Any:
 
     Raises:
         ValueError: it is none.
+        Refused: this end isn't let in.
         OSError: the connection has ended.
     """
-    size = int.from_bytes(receive_bytes(connection, LENGTH_BYTES), "big")
-    if size > LARGEST_BYTES:
-        raise ValueError(f"a frame of {size} bytes: another program speaks here")
-    return json.loads(receive_bytes(connection, size))
+    return message(receive_bytes(connection, size_of(receive_bytes(connection, LENGTH_BYTES))))
 
 
-def receive_bytes(connection: socket.socket, size: int) -> bytearray:
-    """So many. OSError where the connection ends before."""
-    found = bytearray(size)
-    view, have = memoryview(found), 0
+def receive_bytes(connection: socket.socket, size: int, at_once: int = GROWTH_BYTES) -> bytearray:
+    """So many.
+
+    Args:
+        at_once: for which there is room before they come: no more than was sent before.
+
+    Raises:
+        ValueError: nobody sends so many.
+        OSError: the connection ends before.
+    """
+    if not 0 <= size <= MOST_BYTES:
+        raise ValueError(f"{size} bytes are announced: another program speaks here")
+    found, have = bytearray(min(size, at_once)), 0
     while have < size:
-        more = connection.recv_into(view[have:])
+        if have == len(found):
+            found += bytes(min(have, size - have))
+        with memoryview(found) as view:
+            more = connection.recv_into(view[have:])
         if not more:
             raise ConnectionResetError("the connection has ended")
         have += more
@@ -89,6 +137,11 @@ def greeting(wants: str) -> dict[str, str]:
     return {"job": _job(), "wants": wants}
 
 
+def refusal(why: str) -> bytes:
+    """What is sent to a guest that isn't let in."""
+    return frame({"refused": why})
+
+
 def wanted(found: Any, *known: str) -> str:
     """What a guest of the same job wants.
 
@@ -99,7 +152,10 @@ def wanted(found: Any, *known: str) -> str:
     if not hmac.compare_digest(job, _job()):
         raise ValueError(f"a guest of another job, or with another {TOKEN}")
     if wants not in known:
-        raise ValueError(f"a guest that wants {wants!r}: give every worker the same version")
+        raise ValueError(
+            f"a guest that wants {wants!r}, which nobody serves at this port: give every worker the lobby's place, and "
+            "the same version"
+        )
     return wants
 
 
@@ -124,11 +180,20 @@ def connected(place: str, wants: str, seconds: float) -> socket.socket:
     made = socket.create_connection(address(place), seconds)
     try:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keeps_alive(made)
         made.sendall(frame(greeting(wants)))
     except OSError:
         made.close()
         raise
     return made
+
+
+def keeps_alive(connection: socket.socket) -> None:
+    """A host that is gone without closing its connections doesn't keep this end's threads for ever."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": EVERY, "TCP_KEEPCNT": TIMES}.items():
+        if name in vars(socket):  # not everywhere
+            connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
 
 
 def own_address(lobby: str) -> str:

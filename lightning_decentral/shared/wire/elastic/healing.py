@@ -1,7 +1,9 @@
-"""A newcomer takes everything from one member, as that member was between two steps; its digest proves it.
+"""A newcomer takes everything from one member, as that member was between two steps; a digest of the bytes proves it.
 
 donor     a copy, made by the training thread between two steps; sent beside the training, in pieces
 newcomer  reads, compares the digest, hands it over
+
+While it prepares a copy the donor says that it lives. It has one copy at a time, and none when nobody is served.
 """
 
 import socket
@@ -9,14 +11,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive
+from lightning_decentral.shared.wire.elastic.values import received, send_value
 
-from lightning_decentral.shared.compute.digest import digest
-from lightning_decentral.shared.wire.elastic.frames import connected, frame, raw_bytes, receive, receive_bytes
-from lightning_decentral.shared.wire.plain import Packed, pack, unpack
-
-# A newcomer may be far: small pieces, so that what else it is sent gets its turn.
-PIECE_BYTES = 256 * 2**10
+ALIVE: dict[str, Any] = {"prepares": True}
+ALIVE_SECONDS = 0.2
+"""Between two signs of life."""
 
 
 class Donor:
@@ -31,7 +31,7 @@ class Donor:
         self._asked = threading.Event()
         self._made = threading.Condition()
         self._copy: Any = None
-        self._copies = 0
+        self._turn = threading.Lock()
 
     def between_steps(self, copy: Callable[[], Any]) -> None:
         """The training thread calls this where its parameters, optimizer and counters belong together.
@@ -40,30 +40,41 @@ class Donor:
             copy: of all of it, which nobody changes afterwards.
         """
         if self._asked.is_set():
-            self._asked.clear()
+            made = copy(), self._serves()
             with self._made:
-                self._copy, self._copies = (copy(), self._serves()), self._copies + 1
-                self._made.notify_all()
+                if self._asked.is_set():  # whoever asked may have gone meanwhile
+                    self._copy = made
+                    self._asked.clear()
+                    self._made.notify_all()
 
-    def serve(self, connection: socket.socket, seconds: float = 60.0) -> None:
-        """Answer one newcomer; by nothing where there is nothing to give."""
-        if self._serves() is None:
-            return
-        with self._made:
-            before = self._copies
-            self._asked.set()
-            if not self._made.wait_for(lambda: self._copies > before, seconds):
+    def serve(self, connection: socket.socket) -> None:
+        """Answer one newcomer, in its turn; by nothing where there is nothing to give."""
+        while self._serves() is not None:
+            connection.sendall(frame(ALIVE))
+            if self._turn.acquire(timeout=ALIVE_SECONDS):
+                try:
+                    self._give(connection)
+                finally:
+                    self._turn.release()
                 return
-            value, given = self._copy
-        if given is None:
-            return
-        packed = pack(value)
-        head = {"head": packed.head.decode(), "bytes": [len(p) for p in packed.payload], "digest": digest(value)}
-        connection.sendall(frame({**head, "origin": given[0], "round": given[1]}))
-        for tensor in packed.payload:
-            raw = raw_bytes(tensor)
-            for start in range(0, len(raw), PIECE_BYTES):
-                connection.sendall(raw[start : start + PIECE_BYTES])
+
+    def _give(self, connection: socket.socket) -> None:
+        self._asked.set()
+        try:
+            while not (made := self._taken()):
+                connection.sendall(frame(ALIVE))
+        finally:
+            self._asked.clear()
+        value, given = made
+        if given is not None:
+            send_value(connection, {"origin": given[0], "round": given[1]}, value)
+
+    def _taken(self) -> Any:
+        """What was made within `ALIVE_SECONDS`; it is nobody else's."""
+        with self._made:
+            self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
+            made, self._copy = self._copy, None
+            return made
 
 
 def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
@@ -78,14 +89,10 @@ def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
     """
     with connected(place, "heal", seconds) as connection:
         connection.settimeout(seconds)
-        found = receive(connection)
-        payload = [
-            torch.frombuffer(receive_bytes(connection, size), dtype=torch.uint8)
-            if size
-            else torch.empty(0, dtype=torch.uint8)
-            for size in found["bytes"]
-        ]
-    value = unpack(Packed(found["head"].encode(), payload))
-    if digest(value) != found["digest"]:
-        raise ValueError(f"what came from {place} isn't what was sent: its digest differs")
-    return value, str(found["origin"]), int(found["round"])
+        while (words := receive(connection)) == ALIVE:
+            pass
+        try:
+            words, value = received(connection, words)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    return value, str(words["origin"]), int(words["round"])

@@ -9,9 +9,12 @@ from typing import Any
 from lightning_decentral.shared.plan.elastic.lobby import Lobby, Words
 from lightning_decentral.shared.plan.elastic.messages import beat, plain
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
-from lightning_decentral.shared.wire.elastic.frames import Frames, frame, wanted
+from lightning_decentral.shared.wire.elastic.door import GREETING_SECONDS, Once
+from lightning_decentral.shared.wire.elastic.frames import GREETING_BYTES, LARGEST_BYTES, Frames, frame, refusal, wanted
 
 READ_BYTES = 1 << 16
+SILENT_TIMES = 10
+"""Times `dead_after`, until a guest that has greeted and says nothing is let go."""
 UNREAD_BYTES = 1 << 18
 """That a worker may leave unread until it gets no more words: a later one says all that an earlier one said."""
 
@@ -20,12 +23,13 @@ class LobbyServer:
     """Serves a `Lobby`.
 
     Args:
-        say: called with a line for each view, and each guest that is refused.
+        say: called with a line for each view, and once for each cause for which a host's guests are refused.
         settled: no run can have begun at an earlier lobby: nobody needs to be waited for.
     """
 
     def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
         self._lobby, self._say = Lobby(bounds, times, time.monotonic(), settled=settled), say
+        self._say_once = Once(say)
         self._guests: dict[str, asyncio.StreamWriter] = {}
         self._paused = ""
         self._members: tuple[str, ...] = ()
@@ -44,14 +48,16 @@ class LobbyServer:
                 self._next(*self._lobby.ticked(time.monotonic()))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(of all views so far, those of the highest that haven't left). From any thread."""
+        """(of views so far, as far as they are there; those of the highest that haven't left). From any thread."""
         return self._members, self._lobby.stayed
 
     async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._listen(reader, writer)
         except ValueError as error:
-            self._say(f"refused {writer.get_extra_info('peername')}: {error}")
+            host = (writer.get_extra_info("peername") or ("?",))[0]
+            self._say_once(f"{host} {error}", f"refused {host}: {error}")
+            writer.write(refusal(str(error)))
         except OSError:
             pass  # it comes again, or is silent
         finally:
@@ -61,14 +67,23 @@ class LobbyServer:
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, greeted = Frames(), False
-        while more := await reader.read(READ_BYTES):
+        frames, greeted = Frames(GREETING_BYTES), False
+        end = time.monotonic() + GREETING_SECONDS
+        while more := await self._more(reader, end):
             for found in frames.feed(more):
                 if greeted:
                     self._hear(found, writer)
                 else:
                     wanted(found, "lobby")
-                    greeted = True
+                    greeted, frames.most = True, LARGEST_BYTES
+            if greeted:
+                end = time.monotonic() + SILENT_TIMES * self._lobby.times.dead_after
+
+    async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
+        try:
+            return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            raise ValueError("a guest that says nothing") from None
 
     def _hear(self, found: Any, writer: asyncio.StreamWriter) -> None:
         heard = beat(found)
@@ -79,7 +94,8 @@ class LobbyServer:
         before, self._lobby = self._lobby.view, lobby
         if lobby.view is not None and lobby.view != before:
             self._say(told(before, lobby))
-            self._members += tuple(name for name in lobby.members if name not in self._members)
+            there = {*lobby.guests, *lobby.members}
+            self._members = tuple(dict.fromkeys(n for n in (*self._members, *lobby.members) if n in there))
         for name, word in words:
             writer = self._guests.get(name)
             if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:

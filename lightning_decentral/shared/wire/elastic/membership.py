@@ -12,7 +12,8 @@ from contextlib import suppress
 from lightning_decentral.shared.plan.elastic.member import Act, Fetch, Member, Return, Send
 from lightning_decentral.shared.plan.elastic.messages import Beat, plain, word
 from lightning_decentral.shared.plan.elastic.view import Times, View
-from lightning_decentral.shared.wire.elastic.frames import Frames, connected, frame
+from lightning_decentral.shared.wire.elastic.door import Once, warned
+from lightning_decentral.shared.wire.elastic.frames import Frames, Refused, connected, frame
 
 READ_BYTES = 1 << 16
 Step = Callable[[Member, float], tuple[Member, list[Act]]]
@@ -28,6 +29,11 @@ class Membership:
         fetch: begins to fetch from (donor, place), and ends an earlier fetch.
         ask: sends a beat to the member of this name.
         changed: notified when the state has changed; None: one of its own.
+        say: prints a line where the lobby isn't there, or refuses this worker.
+
+    Attributes:
+        refused: why the lobby doesn't let this worker in; empty: it does, or hasn't answered.
+        trouble: why the lobby isn't heard; empty: it is.
     """
 
     def __init__(
@@ -39,7 +45,10 @@ class Membership:
         ask: Callable[[str, Beat], None],
         times: Times | None = None,
         changed: threading.Condition | None = None,
+        say: Callable[[str], None] = warned,
     ) -> None:
+        self.refused = self.trouble = ""
+        self._say = Once(say)
         self.changed = changed or threading.Condition()
         self._state = Member(Beat(name, 0, place), times or Times())
         self.lobby, self._fetch, self._ask = lobby, fetch, ask
@@ -135,10 +144,13 @@ class Membership:
             words = [word(found) for found in self._frames.feed(more)]
         except TimeoutError:
             return
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            self._is_amiss(error)
             more, words = b"", []
         if not more:
             self._hang_up()
+        if words:
+            self.refused = self.trouble = ""
         for said in words:
             self.step(lambda state, now, said=said: state.told(said, now))  # type: ignore[misc]
 
@@ -160,8 +172,20 @@ class Membership:
                 self._connection = connected(self.lobby, "lobby", self._state.times.beat)
             self._connection.settimeout(self._state.times.beat)
             self._connection.sendall(frame(plain(beat)))
-        except OSError:
+        except OSError as error:
+            self._is_amiss(error)
             self._hang_up()
+
+    def _is_amiss(self, error: Exception) -> None:
+        """No answer, or another one than a lobby's: whoever waits is told."""
+        with self.changed:
+            self.trouble = f"the lobby at {self.lobby} isn't heard: {error}"
+            if type(error) is Refused:
+                self.refused = f"the lobby at {self.lobby} refuses this worker: {error}"
+            elif isinstance(error, ValueError):
+                self.refused = f"what answers at {self.lobby} is no lobby of this version: {error}"
+            self.changed.notify_all()
+        self._say(self.trouble.partition(": ")[0], f"{self.refused or self.trouble}; trying again")
 
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None

@@ -5,24 +5,28 @@
     heal     a newcomer fetches everything (`healing`)
 
 A member whose connection has ended is lost until it connects again; what it sent before that isn't awaited. Who
-couldn't send a message connects again at once, so that nobody waits for it.
+couldn't send a message connects again at once, so that nobody waits for it. Of a member whose process has ended no
+thread and no connection stays; of one that isn't in the view any more nothing at all (`forget`).
 """
 
 import queue
+import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive, receive_bytes, wanted
+from lightning_decentral.shared.wire.elastic.door import Door, Serve, shut
+from lightning_decentral.shared.wire.elastic.frames import GROWTH_BYTES, connected, frame, receive, receive_bytes
 
 KEPT_ROUNDS = 8
 """Behind the present one, whose frames are still awaited by somebody."""
 AGAIN_SECONDS = 0.5
 """Between two tries to connect to a member that waits for what was lost."""
+ENDED_SECONDS = 1.0
+"""In which all connections of a process that has ended are seen to end."""
 
 
 class Slot(NamedTuple):
@@ -67,31 +71,30 @@ class Mesh:
         begun: {sender: the newest round that was heard from it}
     """
 
-    def __init__(
-        self, host: str, name: str, serve: dict[str, Callable[[socket.socket], None]], changed: threading.Condition
-    ) -> None:
+    def __init__(self, host: str, name: str, serve: dict[str, Serve], changed: threading.Condition) -> None:
         self.name, self.changed = name, changed
         self.lost: set[str] = set()
         self.round = 0
         self.awaited = True
         self.begun: dict[str, int] = {}
-        self._serve = {**serve, "rounds": self._hear}
-        self._listening = socket.create_server((host, 0), backlog=128)
-        self.place = f"{host}:{self._listening.getsockname()[1]}"
         self._inbox: dict[Slot, bytearray] = {}
         self._floor: dict[str, tuple[int, int]] = {}
         self._newest: dict[str, socket.socket] = {}
         self._lines: dict[str, Line] = {}
-        self._open: set[socket.socket] = set()
-        threading.Thread(target=self._accept, name="lightning_decentral-mesh", daemon=True).start()
+        self._largest = GROWTH_BYTES
+        self._door = Door(host, {**serve, "rounds": self._hear})
+        self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
         """Queue it; `place` is where that member listens."""
         sent = Sent(Slot(self.name, key, round, slot), payload)
-        line = self._lines.get(to)
-        if line is None or line.place != place:
-            line = self._lines[to] = Line(self, to, place)
-        line.put(sent)
+        with self.changed:
+            line = self._lines.get(to)
+            if line is None or line.place != place or line.over:
+                if line is not None:
+                    line.put(None)
+                line = self._lines[to] = Line(self, to, place)
+            line.put(sent)
         return sent
 
     def take(self, slot: Slot, expected: Callable[[], bool]) -> bytearray | None:
@@ -147,34 +150,34 @@ class Mesh:
                 self._drop(name, (sys.maxsize, 0))
             self.changed.notify_all()
 
+    def forget(self, names: Collection[str]) -> None:
+        """They are no members any more: nothing is kept of them."""
+        with self.changed:
+            for name in names:
+                self.lost.discard(name)
+                self.begun.pop(name, None)
+                self._floor.pop(name, None)
+                self._drop(name, (sys.maxsize, 0))
+            lines = [line for name in names if (line := self._lines.pop(name, None))]
+            connections = [heard for name in names if (heard := self._newest.pop(name, None))]
+            for line in lines:
+                line.put(None)
+            self.changed.notify_all()
+        for connection in [*connections, *(line.connection for line in lines)]:
+            if connection is not None:
+                shut(connection)  # who waits there ends
+
     def close(self) -> None:
         """Every connection: the others see it at once."""
-        _shut(self._listening)  # wakes up who waits there
-        for line in self._lines.values():
-            line.put(None)
-        for connection in list(self._open):
-            _shut(connection)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(
-                target=self._guest, args=(connection,), name="lightning_decentral-guest", daemon=True
-            ).start()
-
-    def _guest(self, connection: socket.socket) -> None:
-        self._open.add(connection)
-        # Garbage, another job's worker, a connection that ends: it is closed, and nothing else happens.
-        with suppress(OSError, ValueError, KeyError, TypeError), connection:
-            self._serve[wanted(receive(connection), *self._serve)](connection)
-        self._open.discard(connection)
+        self._door.close()
+        with self.changed:
+            for line in self._lines.values():
+                line.put(None)
 
     def _hear(self, connection: socket.socket) -> None:
         hello = receive(connection)
         sender, first = str(hello["from"]), (int(hello["round"]), int(hello["slot"]))
+        connection.settimeout(None)
         with self.changed:
             self._newest[sender] = connection
             self._floor[sender] = first
@@ -184,13 +187,24 @@ class Mesh:
             while True:
                 found = receive(connection)
                 slot = Slot(sender, *(int(found[name]) for name in ("key", "round", "slot")))
-                payload = receive_bytes(connection, int(found["bytes"]))
+                payload = receive_bytes(connection, int(found["bytes"]), self._largest)
                 with self.changed:
                     self._put(slot, payload)
+                    self._largest = max(self._largest, len(payload))
                     self.changed.notify_all()
         finally:
-            if self._newest.get(sender) is connection:
+            self._heard_last(sender, connection)
+
+    def _heard_last(self, sender: str, connection: socket.socket) -> None:
+        with self.changed:
+            newest = self._newest.get(sender) is connection
+            if newest:
+                del self._newest[sender]
                 self.lose(sender)
+            line = self._lines.get(sender)
+        if newest and line is not None and line.cut():  # both ways: its process has ended
+            with self.changed:
+                line.put(None)
 
     def _put(self, slot: Slot, payload: bytearray) -> None:
         self._inbox[slot] = payload
@@ -202,14 +216,16 @@ class Mesh:
 
 
 class Line(threading.Thread):
-    """Sends to one member what is queued, in order; what can't be sent is lost, and that member hears of it."""
+    """Sends to one member what is queued, in order; what can't be sent is lost, and that member hears of it. It ends
+    with None, or where that member's process has ended."""
 
     def __init__(self, mesh: Mesh, to: str, place: str) -> None:
         super().__init__(name=f"lightning_decentral-to-{to}", daemon=True)
         self.place, self._mesh, self._to = place, mesh, to
+        self.over = False
         self._queue: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
         self._last: Sent | None = None
-        self._connection: socket.socket | None = None
+        self.connection: socket.socket | None = None
         self.start()
 
     @property
@@ -217,15 +233,27 @@ class Line(threading.Thread):
         return self._last is None or self._last.done()
 
     def put(self, sent: Sent | None) -> None:
-        self._last = sent
+        self.over |= sent is None
+        self._last = sent or self._last
         self._queue.put(sent)
+
+    def cut(self) -> bool:
+        """Whether the other end has closed this connection, too, or does within `ENDED_SECONDS`."""
+        connection = self.connection
+        if connection is None:
+            return self.idle
+        try:
+            heard, _, _ = select.select([connection], [], [], ENDED_SECONDS)
+            return bool(heard) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except (OSError, ValueError):
+            return True
 
     def run(self) -> None:
         while (sent := self._queue.get()) is not None:
             try:
                 self._send(sent)
             except ConnectionRefusedError:
-                self._mesh.lose(self._to)  # its process has ended
+                self._end()  # its process has ended
             except OSError:
                 self._hang_up()
                 sent.over.set()
@@ -233,39 +261,39 @@ class Line(threading.Thread):
             sent.over.set()
         self._hang_up()
 
+    def _end(self) -> None:
+        """What is sent later has another line."""
+        self._mesh.lose(self._to)
+        with self._mesh.changed:
+            if self._queue.empty():
+                self.put(None)
+
     def _excuse(self, lost: Slot) -> None:
         """Connect where no message follows that would: a member that waits for this one sends nothing either."""
-        while self._connection is None and self._queue.empty():
+        while self.connection is None and self._queue.empty():
             try:
                 self._connect((lost.round, lost.slot + 1))
             except ConnectionRefusedError:
-                self._mesh.lose(self._to)
-                return
+                self._end()
             except OSError:
                 self._hang_up()
                 time.sleep(AGAIN_SECONDS)
 
     def _connect(self, first: tuple[int, int]) -> None:
-        self._connection = connected(self.place, "rounds", 5.0)
-        self._connection.settimeout(None)
-        self._connection.sendall(frame({"from": self._mesh.name, "round": first[0], "slot": first[1]}))
+        self.connection = connected(self.place, "rounds", 5.0)
+        self.connection.settimeout(None)
+        self.connection.sendall(frame({"from": self._mesh.name, "round": first[0], "slot": first[1]}))
 
     def _send(self, sent: Sent) -> None:
         slot = sent.slot
-        if self._connection is None:
+        if self.connection is None:
             self._connect(slot.place)
-        assert self._connection is not None
+        assert self.connection is not None
         head: dict[str, Any] = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
-        self._connection.sendall(frame(head))
-        self._connection.sendall(sent.payload)
+        self.connection.sendall(frame(head))
+        self.connection.sendall(sent.payload)
 
     def _hang_up(self) -> None:
-        connection, self._connection = self._connection, None
+        connection, self.connection = self.connection, None
         if connection is not None:
-            _shut(connection)
-
-
-def _shut(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+            shut(connection)

@@ -11,6 +11,7 @@ of this machine, and by which process: its workers end with that.
 
 import asyncio
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -181,8 +182,12 @@ def number_of(name: str) -> int:
 
 
 def title(environment: Mapping[str, str]) -> str:
-    """What the name of a worker with this environment begins with."""
-    return f"w{environment[WORKER]}-" if WORKER in environment else ""
+    """What the name of a worker with this environment begins with: its number, or the host and process."""
+    if WORKER in environment:
+        return f"w{environment[WORKER]}-"
+    host = re.sub(r"[^\w-]", "", platform.node().partition(".")[0]) or "host"
+    found = f"{host}-{os.getpid()}-"
+    return found if number_of(found) < 0 else f"host-{found}"
 
 
 def follow(environment: Mapping[str, str]) -> None:

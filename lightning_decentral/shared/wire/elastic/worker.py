@@ -18,6 +18,7 @@ from typing import Any
 from lightning_decentral.shared.plan.elastic.messages import Beat, beat, plain
 from lightning_decentral.shared.plan.elastic.view import Times, View, name_of, place_of
 from lightning_decentral.shared.wire.elastic.assembly import Assembly
+from lightning_decentral.shared.wire.elastic.door import Once
 from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive
 from lightning_decentral.shared.wire.elastic.healing import Donor, fetched
 from lightning_decentral.shared.wire.elastic.membership import Membership
@@ -68,20 +69,26 @@ class ElasticWorker:
         self.name = self.mesh.name = self.assembly.name = name
         self.membership = Membership(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
         self._value: Any = None
+        self._view: View | None = None
+        self._failed = ""
+        self._say = Once()
         self.membership.start()
 
     def healed(self, seconds: float) -> Any:
-        """What its donor gave; None: it begins the run with its own. TimeoutError after `seconds`, ValueError where it
-        refuses what it would be given."""
-        with self.membership.changed:
-            came = self.membership.changed.wait_for(
-                lambda: bool(self.membership.state.mine.origin or self._refused), seconds
-            )
-            if self._refused:
-                raise ValueError(self._refused)
-            if not came:
-                raise TimeoutError(self.membership.state.paused or "no member has healed this worker")
-        return self._value
+        """What its donor gave; None: it begins the run with its own.
+
+        Raises:
+            TimeoutError: nobody gave anything in so many seconds.
+            ValueError: the lobby doesn't let this worker in, or it refuses what it would be given; and why.
+        """
+        of = self.membership
+        with of.changed:
+            if not of.changed.wait_for(lambda: bool(of.state.mine.origin or of.refused or self._refused), seconds):
+                raise TimeoutError(of.state.paused or of.trouble or self._failed or "no member has healed this worker")
+            if self._refused or not of.state.mine.origin:
+                raise ValueError(self._refused or of.refused)
+            value, self._value = self._value, None
+            return value
 
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
         """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
@@ -100,7 +107,13 @@ class ElasticWorker:
                     raise
                 continue
             self.mesh.begins(round)
+            self._enter(view)
             return view, round
+
+    def _enter(self, view: View) -> None:
+        if self._view is not None and self._view != view:
+            self.mesh.forget(set(self._view.members).difference(view.members))
+        self._view = view
 
     def sure(self, seconds: float) -> None:
         """Wait until this worker knows that it is a member still. TimeoutError where it isn't, or after `seconds`."""
@@ -141,7 +154,9 @@ class ElasticWorker:
     def _fetch_from(self, donor: str, place: str) -> None:
         try:
             value, origin, round = fetched(place, self.membership.state.times.dead_after)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._failed = f"healing at {donor} failed: {error}"
+            self._say(self._failed, self._failed)
             self.membership.step(lambda state, now: state.failed(donor, now))
             return
         refused = self._refuses(value)

@@ -85,7 +85,7 @@ def test_without_the_oldest_the_next_one_answers(company: Company) -> None:
 def test_who_lost_the_oldest_as_it_answered_has_what_the_others_have(
     company: Company, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, answered = assembly._send, list[str]()
+    send, answered = assembly.send_value, list[str]()
 
     def sends(connection: Any, words: dict[str, Any], value: Any) -> None:
         if not words:  # an answer
@@ -96,7 +96,7 @@ def test_who_lost_the_oldest_as_it_answered_has_what_the_others_have(
                 return
         send(connection, words, value)
 
-    monkeypatch.setattr(assembly, "_send", sends)
+    monkeypatch.setattr(assembly, "send_value", sends)
     joined([company.meets(name, name, list) for name in "abc"])
     assert company.results == {name: ["a", "b", "c"] for name in "abc"}
     assert len(answered) >= 2  # by the oldest; a third by the next, unless that is the one who lost its answer

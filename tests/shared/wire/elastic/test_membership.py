@@ -107,6 +107,7 @@ def test_garbage_and_silence_at_its_port_do_not_disturb_the_lobby(lobby: LobbyPr
     ):
         garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
         garbage.settimeout(SECONDS)
+        assert b"refused" in garbage.recv(1000)
         assert garbage.recv(1) == b""
         crew = Crew(lobby)
         members = [crew.start("a"), crew.start("b")]
