@@ -1,0 +1,300 @@
+"""What a run may be: axes of named values, events at steps, and which of them go together in advance.
+
+A rule, codec or topology joins by being listed in `tests/gossip/{rules,codecs,topologies}.py`.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from lightning_decentral.gossip import (
+    AllReduce,
+    Complete,
+    DifferenceCompression,
+    Dyadic,
+    Elastic,
+    Every,
+    Gossip,
+    Int8,
+    MetropolisHastings,
+    OutDegree,
+    Ring,
+    Solo,
+    TopK,
+    Topology,
+    Travel,
+    Uniform,
+)
+from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
+from lightning_decentral.gossip.rounds import check, refuse_lossy
+from tests.gossip import codecs, rules, topologies
+
+BATCHES = 6
+"""Of an epoch on each worker."""
+EPOCHS = 3
+STEPS = BATCHES * EPOCHS
+NONE = "-"
+"""The value of an axis that the method doesn't have."""
+
+
+def _named(values: Iterable[Any]) -> dict[str, Any]:
+    return {repr(value): value for value in values}
+
+
+def _of_each_class(values: Iterable[Any]) -> list[Any]:
+    """The last listed of each class: of small blocks, and other than the default."""
+    return list({type(value): value for value in values}.values())
+
+
+WORKERS = {"2": 2, "3": 3, "4": 4}
+RULES = {"default": None, **_named([*_of_each_class(rules.instances()), Gossip(rate=0.4)])}
+SPARSE = DifferenceCompression(TopK(fraction=0.3, block=8))
+CODECS = {"default": None, **_named([*_of_each_class(codecs.instances()), SPARSE])}
+# Those that serve one of 2, 3 and 4 workers.
+_SERVING = [t for t in topologies.instances() if any(topologies.serves(t, size) for size in WORKERS.values())]
+_LOCAL = [Every(2, Complete()), Every(3, Complete()), Every(2, Ring())]
+TOPOLOGIES: dict[str, Topology | None] = {"default": None, **_named([*_of_each_class(_SERVING), *_LOCAL])}
+WEIGHTS = {"default": None, **_named([MetropolisHastings(), Uniform(), OutDegree(), Dyadic()])}
+STATES: dict[str, dict[str, Travel]] = {
+    "none": {},
+    "momentum": {"momentum_buffer": Travel()},
+    "momentum, coded": {"momentum_buffer": Travel(codec=Int8(), every=2)},
+}
+ISLANDS = {"Solo": Solo(), "AllReduce": AllReduce(2), NONE: Solo()}
+
+# The first value of an axis is what the smallest run has.
+AXES: dict[str, tuple[str, ...]] = {
+    "method": ("gossip", "fabric", "elastic", "compressed", "partial"),
+    "workers": tuple(WORKERS),
+    "rule": tuple(RULES),
+    "codec": tuple(CODECS),
+    "topology": tuple(TOPOLOGIES),
+    "weights": tuple(WEIGHTS),
+    "delay": ("1", "0", "2", "3"),
+    "island": ("Solo", "AllReduce"),
+    "states": tuple(STATES),
+    "exact": ("0", "3"),
+    "bucket": ("default", "64"),
+    "evaluate": ("mean", "own"),
+    "gradient": ("slopes", "still", "bowl"),
+    "optimizer": ("sgd", "momentum", "adamw", "two", "turns"),
+    "schedule": ("none", "decay", "restarts"),
+    "accumulate": ("1", "2"),
+    "clip": ("none", "norm", "value"),
+    "precision": ("32-true", "bf16-mixed", "bf16-true"),
+    "dtype": ("float64", "float32", "several"),
+    "layout": ("contiguous", "channels_last", "transposed"),
+    "shape": ("plain", "tied", "experts", "empty"),
+}
+GOSSIP_ALONE = ("rule", "topology", "weights", "delay", "island", "states", "exact", "evaluate")
+TRAINER_ALONE = ("island", "states", "exact", "evaluate", "accumulate", "clip")
+
+
+class Event(NamedTuple):
+    """What happens once in a run.
+
+    Args:
+        at: number of the batch, from 0, over all epochs.
+        who: the worker of events that happen to one.
+    """
+
+    kind: str
+    at: int
+    who: int
+
+
+EVENTS = (
+    *("save", "validate", "freeze", "thaw", "thaw inside", "thaw before backward", "replace", "replace one"),
+    *("prune", "reparametrize", "layout", "late buffer", "filling buffer", "write", "write at end", "apart"),
+    *("nan", "raise", "kill", "stop", "refit", "resume"),
+)
+COSTLY = ("raise", "kill")
+"""Events after which the others wait some seconds: there are fewer of them."""
+BESIDE_RESUME = ("save", "validate", "late buffer", "filling buffer", "write at end", "resume")
+"""Events that a run which goes on from a file needs no help to repeat."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a value for each axis, and events."""
+
+    values: Mapping[str, str]
+    events: tuple[Event, ...] = ()
+
+    def __getitem__(self, axis: str) -> str:
+        return self.values[axis]
+
+    @property
+    def workers(self) -> int:
+        """Devices."""
+        return WORKERS[self["workers"]]
+
+    @property
+    def replicas(self) -> int:
+        """Models that may differ."""
+        return self.workers // ISLANDS[self["island"]].devices if self.gossips else 1
+
+    @property
+    def gossips(self) -> bool:
+        return self["method"] in ("gossip", "fabric", "elastic")
+
+    @property
+    def last(self) -> int:
+        """Optimizer steps of a whole run."""
+        return STEPS // int(self["accumulate"]) if self["accumulate"] != NONE else STEPS
+
+    def has(self, *kinds: str) -> bool:
+        return any(event.kind in kinds for event in self.events)
+
+    def but(self, **values: str) -> "Case":
+        return replace(self, values=fitting({**self.values, **values}))
+
+    def __str__(self) -> str:
+        """As JSON, of what isn't the first value."""
+        small = {axis: value for axis, value in self.values.items() if value not in (AXES[axis][0], NONE)}
+        return json.dumps({**small, "events": [list(event) for event in self.events]})
+
+    @classmethod
+    def read(cls, text: str) -> "Case":
+        given = json.loads(text)
+        events = tuple(Event(*event) for event in given.pop("events", ()))
+        return cls(fitting({**smallest(), **given}), events)
+
+
+def smallest() -> dict[str, str]:
+    return {axis: values[0] for axis, values in AXES.items()}
+
+
+def fitting(values: Mapping[str, str]) -> dict[str, str]:
+    """The same values, without those of axes that the method doesn't have, with first ones where it lacks some."""
+    method = values["method"]
+    foreign = {"gossip": (), "fabric": TRAINER_ALONE, "elastic": ("island", "states", "exact")}.get(
+        method, GOSSIP_ALONE
+    )
+    filled = {axis: AXES[axis][0] if value == NONE else value for axis, value in values.items()}
+    if filled["optimizer"] in ("two", "turns"):  # manual optimization, of which Lightning does none of these
+        filled |= {"accumulate": "1", "clip": "none", "schedule": "none"}
+    return {axis: NONE if axis in foreign else value for axis, value in filled.items()}
+
+
+def options(case: Case) -> dict[str, Any]:
+    """What the strategy's constructor is given, but for those of DDP."""
+    given: dict[str, Any] = {} if case["bucket"] == "default" else {"bucket_bytes": int(case["bucket"])}
+    if case["method"] == "partial":
+        return given
+    given |= {} if case["codec"] == "default" else {"codec": CODECS[case["codec"]]}
+    if not case.gossips:
+        return given
+    for name, axis, table in (("combine", "rule", RULES), ("topology", "topology", TOPOLOGIES)):
+        given |= {} if case[axis] == "default" else {name: table[case[axis]]}  # type: ignore[index]
+    given |= {} if case["weights"] == "default" else {"weights": WEIGHTS[case["weights"]]}
+    given["delay"] = int(case["delay"])
+    if case["method"] == "elastic":
+        given["evaluate"] = case["evaluate"]
+    if case["method"] == "gossip":
+        given |= {"island": ISLANDS[case["island"]], "exact_steps": int(case["exact"]), "evaluate": case["evaluate"]}
+        given |= {"states": STATES[case["states"]]} if case["states"] != "none" else {}
+    return given
+
+
+def planned(case: Case) -> str:
+    """Why the plan of a gossip can't be, by the package's own checks of plans; empty: it can."""
+    from lightning_decentral.gossip import Auto, Plain  # here: as the strategy's own defaults
+
+    if not case.gossips:
+        return ""
+    given = options(case)
+    rule = given.get("combine") or Gossip()
+    island = ISLANDS[case["island"]]
+    topology = (given.get("topology") or Auto()).placed(case.workers // island.devices)
+    try:
+        if case.workers % island.devices:
+            return "workers don't fill the islands"
+        refuse_lossy(given.get("codec") or Plain(), rule)
+        rule = rule.placed(topology.fragments[0], case.replicas)
+        weights = given.get("weights") or rule.weights
+        plan = {"topology": topology, "combine": rule, "weights": weights, "delay": given["delay"], "island": island}
+        states = given.get("states", {})
+        check(SimpleNamespace(**plan, states=states, workers=case.replicas))  # type: ignore[arg-type]
+        if case["method"] == "elastic":
+            bounds = Elastic(workers=(case.workers, case.workers))
+            elastic_rule(rule, given.get("topology") or Auto(), weights, given["delay"], bounds)
+            refuse_remembering(given.get("codec") or Plain(), rule)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def draw(numbers: random.Random, fixed: Mapping[str, str] | None = None, patience: int = 200) -> Case:
+    """A case with these values whose plan can be, but for one in sixteen; with up to three events."""
+    anything = numbers.random() < 1 / 16
+    for _ in range(patience):
+        values = {axis: numbers.choice(values) for axis, values in AXES.items()}
+        case = Case(fitting({**_mild(values, numbers), **(fixed or {})}))
+        if anything or not planned(case):
+            break
+    return replace(case, events=drawn_events(case, numbers))
+
+
+def _mild(values: dict[str, str], numbers: random.Random) -> dict[str, str]:
+    """Half of all values are the first ones: where everything is unusual, most is refused for one reason."""
+    return {axis: AXES[axis][0] if axis != "method" and numbers.random() < 0.5 else v for axis, v in values.items()}
+
+
+def drawn_events(case: Case, numbers: random.Random) -> tuple[Event, ...]:
+    kinds = numbers.sample(EVENTS, numbers.choice((0, 1, 1, 2, 3)))
+    kinds = [kind for kind in kinds if kind not in COSTLY or numbers.random() < 0.25]
+    return tuple(event_of(kind, case, numbers) for kind in served(case, kinds))
+
+
+def event_of(kind: str, case: Case, numbers: random.Random) -> Event:
+    at = numbers.randrange(2, STEPS - 3)
+    if kind == "resume" and at % BATCHES == BATCHES - 1:  # within an epoch
+        at -= 1
+    return Event(kind, at, numbers.randrange(case.workers))
+
+
+def served(case: Case, kinds: Sequence[str]) -> list[str]:
+    """Those that mean something in this run, and in each other's company."""
+    found = [kind for kind in kinds if _serves(case, kind)]
+    if "resume" in found:
+        return [kind for kind in found if kind in BESIDE_RESUME]
+    last = [kind for kind in found if kind in ("raise", "kill")]
+    return last[:1] or found
+
+
+def _serves(case: Case, kind: str) -> bool:
+    if case["method"] == "elastic" and kind in ("resume", "stop", "nan"):
+        return False  # a run of its own each (tests/gossip/test_elastic*.py)
+    if case["method"] == "fabric":
+        return kind in (
+            "freeze",
+            "thaw",
+            "layout",
+            "write",
+            "prune",
+            "reparametrize",
+            "kill",
+            "apart",
+        )  # an exception is the user's
+    return {
+        "replace one": case["optimizer"] in ("two", "turns"),
+        "replace": case["schedule"] == "none",
+        "nan": case["gradient"] == "bowl" and case.gossips and case["island"] == "Solo",
+        "apart": case.replicas == case.workers,
+        "save": True,
+    }.get(kind, True)
+
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def pairs(case: Case) -> set[Pair]:
+    """Of values that it has, and of values and events."""
+    has = [(axis, value) for axis, value in case.values.items() if value != NONE]
+    has += sorted({("event", event.kind) for event in case.events})
+    return set(combinations(has, 2))

@@ -1,0 +1,259 @@
+"""What must hold of a run, whatever was combined: each by arithmetic that isn't the package's."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.together.pool import Outcome
+from tests.together.probe import LEARNING_RATE, WRITTEN_AT_END
+from tests.together.run import Named, Seen
+from tests.together.space import Case
+
+REFUSALS = ("ValueError", "MisconfigurationException", "TypeError")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5, torch.bfloat16: 0.3}
+ONE_ROUNDING = {"Int8": 2 / 127, "Int4": 2 / 7, "Int2": 2.0, "default": 2 / 127, "BFloat16": 0.02, "Float16": 0.002}
+"""Of a gradient in [-1, 1], by codec: what error feedback may still owe at the end."""
+BENDS_UPDATES = ("QuasiGlobal", "Outer", "PseudoGradient", "PushSum", "RelaySum", "GradientTracking")
+"""Rules that make more or less of the updates than their sum."""
+
+
+def verdict(case: Case, outcomes: Sequence[Outcome], folder: Path) -> str:
+    """What is wrong; empty: nothing, or all workers refused the run in one line before its first step."""
+    if any(outcome.hung for outcome in outcomes):
+        return f"hangs: {[outcome.error[:300] or ('hung' if outcome.hung else 'ended') for outcome in outcomes]}"
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    began = any(folder.glob("began-*"))
+    if case.has("raise", "kill") and (began or not errors):
+        planted = any(error.startswith("EOFError") or "planted by an event" in error for error in errors)
+        return "" if planted and len(errors) == len(outcomes) else f"an exception of one worker: {errors}"
+    if errors:
+        return _refused(errors, len(outcomes), began)
+    seen = [outcome.value for outcome in outcomes]
+    return next((text for check in CHECKS if (text := check(case, seen))), "")
+
+
+def refused(outcomes: Sequence[Outcome]) -> bool:
+    return all(outcome.error for outcome in outcomes)
+
+
+def _refused(errors: list[str], workers: int, began: bool) -> str:
+    short = [error[:400] for error in errors]
+    if began:
+        return f"ends after training began: {short}"
+    if len(errors) < workers:
+        return f"refused by some alone: {short}"
+    if not all(error.startswith(REFUSALS) for error in errors):
+        return f"no refusal but an error: {short}"
+    return "" if all("\n" not in error.strip() for error in errors) else f"refused in several lines: {short}"
+
+
+# ---- each of these looks at all workers ------------------------------------------------------------------------------
+
+
+def finite(case: Case, seen: list[Seen]) -> str:
+    """No number is NaN or infinite; not in the optimizers either."""
+    for worker, one in enumerate(seen):
+        wild = [name for name, value in one.last.items() if name != "least" and not value.isfinite().all()]
+        if wild:
+            return f"worker {worker} ends with NaN or infinity in {wild}"
+        if any(not value.isfinite().all() for value in one.optimizer if value.is_floating_point()):
+            return f"worker {worker}'s optimizer holds NaN or infinity"
+    return ""
+
+
+def healed_once(case: Case, seen: list[Seen]) -> str:
+    """One poisoned gradient is one heal, of one worker."""
+    if not case.has("nan"):
+        return ""
+    counts = [one.healed for one in seen]
+    who = next(event.who for event in case.events if event.kind == "nan")
+    return "" if counts[who] >= 1 else f"worker {who} had NaN gradients and was not healed: {counts}"
+
+
+def same_end(case: Case, seen: list[Seen]) -> str:
+    """All workers hand back one model, took equally many steps, and, where replicas stay equal, never differed."""
+    if len({one.steps for one in seen}) > 1 and not (case.gossips and case.has("stop")):
+        return f"workers took {[one.steps for one in seen]} steps"
+    if case["evaluate"] != "own":
+        for name in _trained(seen[0]):
+            if any(not torch.equal(seen[0].last[name], one.last[name]) for one in seen):
+                return f"workers hand back different values of {name}"
+    size = case.workers // case.replicas
+    for first in range(0, case.workers, size):
+        for other in seen[first : first + size]:
+            # Not by ==: a run that is healed has had NaN.
+            if len(other.rows) != len(seen[first].rows) or any(
+                not _alike(a, b) for a, b in zip(seen[first].rows, other.rows, strict=True)
+            ):
+                return f"replicas that stay equal differ from worker {first}'s"
+    return ""
+
+
+def sum_of_updates(case: Case, seen: list[Seen]) -> str:
+    """mean_i x_i(end) = x(0) + mean_i sum of the updates that each would have made alone."""
+    if case["gradient"] == "bowl" or case.has("write at end", "nan") or _bends(case):
+        return ""
+    for name in _trained(seen[0]):
+        first = seen[0].first[name].double()
+        due = first + sum((one.alone[name].double() - first for one in seen), torch.zeros_like(first)) / len(seen)
+        got = sum((one.last[name].double() for one in seen), torch.zeros_like(first)) / len(seen)
+        far, may = _largest(got - due), _may_miss(case, seen[0].last[name])
+        if not far <= may:
+            return f"{name} ends {far:.3g} from x(0) + the mean of all updates; {may:.3g} would be rounding"
+    return ""
+
+
+def met(case: Case, seen: list[Seen]) -> str:
+    """Without gradients, workers that were moved apart come together."""
+    if case["gradient"] != "still" or not case.has("apart") or case.has("write at end"):
+        return ""
+    at = next(event.at for event in case.events if event.kind == "apart")
+    if len(seen[0].rows) - at < 9 or case["accumulate"] == "2":
+        return ""
+    begun = 0.2 * (case.workers - 1)
+    left = max(_spread([one.own[name] for one in seen]) for name in seen[0].own)
+    return (
+        ""
+        if left <= 0.95 * begun + 1e-3
+        else f"workers were moved {begun:.2f} apart and are {left:.3g} apart at the end"
+    )
+
+
+def nearer(case: Case, seen: list[Seen]) -> str:
+    """With one optimum for all, the distance to it falls."""
+    if case["gradient"] != "bowl" or case.has("write", "write at end", "freeze", "stop", "apart", "refit", *LATE):
+        return ""
+    names = [name for name in _trained(seen[0]) if "late" not in name and "expert" not in name]
+    first, last = (
+        math.sqrt(sum(float(of[n].double().square().sum()) for n in names)) for of in (seen[0].first, seen[0].last)
+    )
+    slow = 0.98 if _slow(case) else 0.7
+    return "" if last <= slow * first else f"the distance to the optimum of all went from {first:.3g} to {last:.3g}"
+
+
+LATE = ("replace", "replace one", "prune", "reparametrize")
+
+
+def saved_is_validated(case: Case, seen: list[Seen]) -> str:
+    """What stands in the module while it is validated is what the file of that moment has, on all workers.
+
+    To rounding: the file's mean is summed anew, and an all-reduce adds in an order that depends on the place.
+    """
+    if case["evaluate"] == "own" or case.has("stop"):
+        return ""
+    for at, state in seen[0].validated.items():
+        for name, value in seen[0].saved[at].items():
+            if not _same(state[name], value):
+                far = _largest(state[name].double() - value.double())
+                return f"at batch {at} {name} was validated {far:.3g} from what was saved"
+        for worker, one in enumerate(seen):
+            for name in seen[0].own:
+                if name in state and not torch.equal(one.validated[at][name], state[name]):
+                    return f"at batch {at} workers 0 and {worker} validated different values of {name}"
+    return ""
+
+
+def bytes_are_counted(case: Case, seen: list[Seen]) -> str:
+    """What a strategy says it has sent is what torch was given to send; but for all-reduces, which torch shares out."""
+    if case.has("resume", "stop"):
+        return ""
+    for worker, one in enumerate(seen):
+        said, counted = one.sent_bytes
+        if counted not in (0, said):
+            return f"worker {worker} says that it sent {said} bytes and sent {counted}"
+    return ""
+
+
+def written_last(case: Case, seen: list[Seen]) -> str:
+    """What a callback writes where training ends is what is handed back."""
+    if not case.has("write at end"):
+        return ""
+    for worker, one in enumerate(seen):
+        for name in _trained(one):
+            if one.last[name].numel() and not bool((one.last[name] == WRITTEN_AT_END).all()):
+                return f"worker {worker} hands back another {name} than a callback wrote when training ended"
+    return ""
+
+
+def resumed_is_whole(case: Case, seen: list[Seen]) -> str:
+    """The run that goes on from a file ends as the one that wrote it, bit for bit."""
+    for worker, one in enumerate(seen):
+        for name, value in one.resumed.items():
+            if not torch.equal(value, one.last[name]):
+                far = _largest(value.double() - one.last[name].double())
+                return f"worker {worker} ends {far:.3g} off in {name} after it was resumed"
+    return ""
+
+
+CHECKS = (
+    finite,
+    healed_once,
+    same_end,
+    written_last,
+    sum_of_updates,
+    met,
+    nearer,
+    saved_is_validated,
+    resumed_is_whole,
+    bytes_are_counted,
+)
+
+
+def _trained(one: Seen) -> list[str]:
+    """Names of parameters as the model that is handed back has them, and had at the start."""
+    return [name for name in one.last if name in one.first and name not in ("level", "least", "seen")]
+
+
+def _bends(case: Case) -> bool:
+    """Whether the sum isn't that of the updates, or isn't known well enough."""
+    lossy = case["method"] == "compressed" and case["codec"] not in ("Plain()", "Float32()")
+    nonlinear = case["optimizer"] == "adamw" or case["clip"] != "none" or case["codec"].startswith(("TopK", "LowRank"))
+    coded_states = case["states"] not in ("none", "-") and case["optimizer"] != "sgd"
+    return any(rule in case["rule"] for rule in BENDS_UPDATES) or (lossy and nonlinear) or (coded_states and nonlinear)
+
+
+def _may_miss(case: Case, like: Tensor) -> float:
+    size = TOLERANCE[torch.bfloat16 if case["precision"] == "bf16-true" else like.dtype]
+    if case["method"] != "compressed":
+        return size
+    codec = next((step for name, step in ONE_ROUNDING.items() if case["codec"].startswith(name)), 0.0)
+    return size + 6 * codec * LEARNING_RATE[case["optimizer"]]
+
+
+def _slow(case: Case) -> bool:
+    """Whether too few or too small steps are taken to come far."""
+    bends = any(rule in case["rule"] for rule in BENDS_UPDATES)
+    small = case["clip"] != "none" or case["schedule"] != "none" or case["accumulate"] == "2"
+    return (
+        bends
+        or small
+        or case["optimizer"] in ("adamw", "turns")
+        or case["codec"].startswith(("TopK", "Int2", "LowRank"))
+    )
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max()) if difference.numel() else 0.0
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return (
+        bool(a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=4 * torch.finfo(a.dtype).eps))
+        if (a.is_floating_point())
+        else torch.equal(a, b)
+    )
+
+
+def _spread(values: Sequence[Tensor]) -> float:
+    stacked = torch.stack([value.double() for value in values])
+    return _largest(stacked - stacked.mean(0))
+
+
+def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
+    return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True))
+
+
+__all__ = ["Named", "refused", "verdict"]
