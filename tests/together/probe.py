@@ -124,8 +124,7 @@ class Part(nn.Module):
     def forward(self, total: Tensor, row: Tensor, gradient: str) -> Tensor:
         """total + the terms of this part."""
         for name, tensor in self.tensors(row).items():
-            if tensor.requires_grad:
-                total = total + term(row, name, tensor, gradient)
+            total = total + term(row, name, tensor, gradient)
         return total
 
 
@@ -280,7 +279,7 @@ class Happenings(Callback):
         self, case: Case, rank: int, folder: Path, writes: bool, counted: Callable[[], int] = lambda: 0
     ) -> None:
         self.case, self.rank, self.folder, self.writes, self.counted = case, rank, folder, writes, counted
-        self.sent_bytes = (0, 0)
+        self.sent_bytes, self.healed = (0, 0), 0
         self._before = 0
         self.done: set[str] = set()
         self.now = -1
@@ -338,8 +337,7 @@ class Happenings(Callback):
             if self.writes:
                 trainer.save_checkpoint(self.folder / f"{event.kind}.ckpt")
         for event in self._due("stop"):
-            # Where all must take the same updates, one of them can't stop alone.
-            if self.writes and (event.who == self.rank or not self.case.gossips):
+            if self.writes and (event.who == self.rank or not self.case.may_stop_alone):
                 trainer.should_stop = True
         self.rows.append([float(p.double().sum()) for p in module.parameters()])
 
@@ -361,8 +359,8 @@ class Happenings(Callback):
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         self.own = {name: value.detach().clone() for name, value in module.named_parameters()}
         if self.writes and self.case["method"] == "gossip":
-            trainer.strategy._mixers.settle()  # what is on its way is counted when it is launched
-            self.sent_bytes = trainer.strategy.traffic().bytes_sent, self.counted() - self._before
+            traffic = trainer.strategy.traffic()
+            self.sent_bytes, self.healed = (traffic.bytes_sent, self.counted() - self._before), traffic.healed
         if self._due("write at end"):
             for parameter in module.parameters():
                 parameter.fill_(WRITTEN_AT_END)

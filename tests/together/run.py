@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, SpilledStrategy
 from lightning_decentral.gossip import Elastic, FabricGossipStrategy
 from lightning_decentral.partial import Full
 from tests.together.pool import MEETING
@@ -104,6 +104,8 @@ def strategy_of(case: Case, lobby: str) -> Any:
     if case["method"] == "elastic":
         bounds = case.workers, case.workers
         return GossipStrategy(elastic=Elastic(lobby=lobby, workers=bounds, dead_after=5.0, host="127.0.0.1"), **given)
+    if case["method"] == "spilled":
+        return SpilledStrategy(memory_bytes=10**7, blocks=["lower", "upper"])
     made = {"gossip": GossipStrategy, "compressed": CompressedStrategy, "partial": PartialBackpropStrategy}
     fixed = {"depth": Full(), "cuts": ["upper"]} if case["method"] == "partial" else {}
     return made[case["method"]](**fixed, **given)
@@ -135,13 +137,12 @@ def _by_trainer(case: Case, rank: int, folder: Path, lobby: str) -> Seen:
     fit(trainer, module, _loader(case, rank), case)
     own, last = happenings.own, copied(module)
     files = {at: torch.load(path)["state_dict"] for at, path in happenings.saved.items() if not case.has("stop")}
-    healed = strategy.traffic().healed if case["method"] == "gossip" else 0
     states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
     steps = trainer.global_step if case.has("stop") else -1
     alone = _alone(case, rank, folder, happenings.taken, steps)
     seen = Seen(first, own, last, alone, happenings.rows, trainer.global_step)
     seen.sent_bytes = happenings.sent_bytes
-    seen.validated, seen.saved, seen.healed, seen.optimizer = happenings.validated, files, healed, states
+    seen.validated, seen.saved, seen.healed, seen.optimizer = happenings.validated, files, happenings.healed, states
     if case.has("resume"):
         seen.resumed = _resumed(case, rank, folder, lobby)
     return seen

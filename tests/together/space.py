@@ -50,12 +50,12 @@ def _of_each_class(values: Iterable[Any]) -> list[Any]:
     return list({type(value): value for value in values}.values())
 
 
-WORKERS = {"2": 2, "3": 3, "4": 4}
+WORKERS = {"2": 2, "3": 3, "4": 4, NONE: 1}
 RULES = {"default": None, **_named([*_of_each_class(rules.instances()), Gossip(rate=0.4)])}
 SPARSE = DifferenceCompression(TopK(fraction=0.3, block=8))
 CODECS = {"default": None, **_named([*_of_each_class(codecs.instances()), SPARSE])}
 # Those that serve one of 2, 3 and 4 workers.
-_SERVING = [t for t in topologies.instances() if any(topologies.serves(t, size) for size in WORKERS.values())]
+_SERVING = [t for t in topologies.instances() if any(topologies.serves(t, size) for size in (2, 3, 4))]
 _LOCAL = [Every(2, Complete()), Every(3, Complete()), Every(2, Ring())]
 TOPOLOGIES: dict[str, Topology | None] = {"default": None, **_named([*_of_each_class(_SERVING), *_LOCAL])}
 WEIGHTS = {"default": None, **_named([MetropolisHastings(), Uniform(), OutDegree(), Dyadic()])}
@@ -68,8 +68,8 @@ ISLANDS = {"Solo": Solo(), "AllReduce": AllReduce(2), NONE: Solo()}
 
 # The first value of an axis is what the smallest run has.
 AXES: dict[str, tuple[str, ...]] = {
-    "method": ("gossip", "fabric", "elastic", "compressed", "partial"),
-    "workers": tuple(WORKERS),
+    "method": ("gossip", "fabric", "elastic", "compressed", "partial", "spilled"),
+    "workers": ("2", "3", "4"),
     "rule": tuple(RULES),
     "codec": tuple(CODECS),
     "topology": tuple(TOPOLOGIES),
@@ -90,8 +90,16 @@ AXES: dict[str, tuple[str, ...]] = {
     "layout": ("contiguous", "channels_last", "transposed"),
     "shape": ("plain", "tied", "experts", "empty"),
 }
-GOSSIP_ALONE = ("rule", "topology", "weights", "delay", "island", "states", "exact", "evaluate")
-TRAINER_ALONE = ("island", "states", "exact", "evaluate", "accumulate", "clip")
+_GOSSIP = ("rule", "topology", "weights", "delay", "island", "states", "exact", "evaluate")
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "gossip": (),
+    "fabric": ("island", "states", "exact", "evaluate", "accumulate", "clip"),
+    "elastic": ("island", "states", "exact"),
+    "compressed": _GOSSIP,
+    "partial": ("codec", *_GOSSIP),
+    "spilled": ("workers", "codec", "bucket", *_GOSSIP),
+}
+"""Axes that a method doesn't have."""
 
 
 class Event(NamedTuple):
@@ -143,9 +151,9 @@ class Case:
         return self["method"] in ("gossip", "fabric", "elastic")
 
     @property
-    def last(self) -> int:
-        """Optimizer steps of a whole run."""
-        return STEPS // int(self["accumulate"]) if self["accumulate"] != NONE else STEPS
+    def may_stop_alone(self) -> bool:
+        """Whether one worker may stop early: nobody needs its gradients, or waits for it within an epoch."""
+        return self.replicas == self.workers and not self.has("save", "validate")
 
     def has(self, *kinds: str) -> bool:
         return any(event.kind in kinds for event in self.events)
@@ -171,10 +179,7 @@ def smallest() -> dict[str, str]:
 
 def fitting(values: Mapping[str, str]) -> dict[str, str]:
     """The same values, without those of axes that the method doesn't have, with first ones where it lacks some."""
-    method = values["method"]
-    foreign = {"gossip": (), "fabric": TRAINER_ALONE, "elastic": ("island", "states", "exact")}.get(
-        method, GOSSIP_ALONE
-    )
+    foreign = FOREIGN[values["method"]]
     filled = {axis: AXES[axis][0] if value == NONE else value for axis, value in values.items()}
     if filled["optimizer"] in ("two", "turns"):  # manual optimization, of which Lightning does none of these
         filled |= {"accumulate": "1", "clip": "none", "schedule": "none"}
@@ -183,10 +188,8 @@ def fitting(values: Mapping[str, str]) -> dict[str, str]:
 
 def options(case: Case) -> dict[str, Any]:
     """What the strategy's constructor is given, but for those of DDP."""
-    given: dict[str, Any] = {} if case["bucket"] == "default" else {"bucket_bytes": int(case["bucket"])}
-    if case["method"] == "partial":
-        return given
-    given |= {} if case["codec"] == "default" else {"codec": CODECS[case["codec"]]}
+    given: dict[str, Any] = {} if case["bucket"] in ("default", NONE) else {"bucket_bytes": int(case["bucket"])}
+    given |= {} if case["codec"] in ("default", NONE) else {"codec": CODECS[case["codec"]]}
     if not case.gossips:
         return given
     for name, axis, table in (("combine", "rule", RULES), ("topology", "topology", TOPOLOGIES)):
@@ -268,7 +271,7 @@ def served(case: Case, kinds: Sequence[str]) -> list[str]:
 
 
 def _serves(case: Case, kind: str) -> bool:
-    if case["method"] == "elastic" and kind in ("resume", "stop", "nan"):
+    if case["method"] == "elastic" and kind in ("resume", "stop", "nan", "refit"):
         return False  # a run of its own each (tests/gossip/test_elastic*.py)
     if case["method"] == "fabric":
         return kind in (
@@ -286,7 +289,8 @@ def _serves(case: Case, kind: str) -> bool:
         "replace": case["schedule"] == "none",
         "nan": case["gradient"] == "bowl" and case.gossips and case["island"] == "Solo",
         "apart": case.replicas == case.workers,
-        "save": True,
+        "raise": case.workers > 1,
+        "kill": case.workers > 1,
     }.get(kind, True)
 
 

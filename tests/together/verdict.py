@@ -35,8 +35,9 @@ def verdict(case: Case, outcomes: Sequence[Outcome], folder: Path) -> str:
     return next((text for check in CHECKS if (text := check(case, seen))), "")
 
 
-def refused(outcomes: Sequence[Outcome]) -> bool:
-    return all(outcome.error for outcome in outcomes)
+def refusal(outcomes: Sequence[Outcome]) -> str:
+    """The first worker's, where all ended with an error."""
+    return outcomes[0].error if all(outcome.error for outcome in outcomes) else ""
 
 
 def _refused(errors: list[str], workers: int, began: bool) -> str:
@@ -256,4 +257,4 @@ def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
     return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True))
 
 
-__all__ = ["Named", "refused", "verdict"]
+__all__ = ["Named", "refusal", "verdict"]
