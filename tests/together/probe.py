@@ -186,9 +186,10 @@ class Probe(LightningModule):
 
     Args:
         offset: added to all parameters at first; what a worker other than 0 begins with must not count.
+        last: of the last worker.
     """
 
-    def __init__(self, case: Case, offset: float = 0.0) -> None:
+    def __init__(self, case: Case, offset: float = 0.0, last: bool = False) -> None:
         super().__init__()
         self.case = case
         self.automatic_optimization = case["optimizer"] not in ("two", "turns")
@@ -198,7 +199,7 @@ class Probe(LightningModule):
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self._begin(offset)
         self._types(case["dtype"])
-        self._order(case["layout"])
+        self._order("channels_last" if last and case["layout"] == "one alone" else case["layout"])
         self.inside: dict[str, Callable[[], None]] = {}
         """Called in this training_step, by an event."""
 
@@ -310,6 +311,7 @@ class Happenings(Callback):
         for kind, happen in BEFORE_A_STEP.items():
             if self.now % _accumulated(self.case) == 0 and self._due(kind):
                 happen(trainer, module)
+        module.inside["buffers"] = lambda: self._change_buffers(module)
         if self._due("thaw inside"):
             module.inside["thaw"] = lambda: module.upper.late.requires_grad_(True)
         for event in self._due("raise", "kill"):
@@ -319,6 +321,12 @@ class Happenings(Callback):
     def on_before_backward(self, trainer: Trainer, module: Any, loss: Tensor) -> None:
         if self._due("thaw before backward"):
             module.upper.late.requires_grad_(True)
+
+    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
+        if any(event.kind == "clamp" and self.now >= event.at for event in self.case.events):
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-0.2, 0.3)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
         for event in self._due("nan"):
@@ -341,12 +349,12 @@ class Happenings(Callback):
                 trainer.should_stop = True
         self.rows.append([float(p.double().sum()) for p in module.parameters()])
 
-    def _buffers(self, module: Any) -> None:
+    def _change_buffers(self, module: Any) -> None:
         for event in self.case.events:
             if event.kind == "late buffer" and self.now >= event.at:
                 module.level += 1 + self.rank
             if event.kind == "filling buffer" and self.now >= event.at:
-                module.least.fill_(self.now + self.rank)
+                module.least[0] = self.now + self.rank
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if trainer.sanity_checking or not self.writes:

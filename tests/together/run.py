@@ -33,7 +33,7 @@ from tests.together.probe import (
     optimizers_of,
     schedule_of,
 )
-from tests.together.space import BATCHES, EPOCHS, STEPS, Case, options
+from tests.together.space import BATCHES, EPOCHS, STEPS, Case, given_to
 
 Named = dict[str, Tensor]
 TIMEOUT = timedelta(seconds=20)
@@ -99,8 +99,8 @@ def run(case: Case, rank: int, folder: str, lobby: str) -> Seen:
     return _by_trainer(case, rank, Path(folder), lobby)
 
 
-def strategy_of(case: Case, lobby: str) -> Any:
-    given = {"timeout": TIMEOUT, **options(case)}
+def strategy_of(case: Case, rank: int, lobby: str) -> Any:
+    given = {"timeout": TIMEOUT, **given_to(case, rank)}
     if case["method"] == "elastic":
         bounds = case.workers, case.workers
         return GossipStrategy(elastic=Elastic(lobby=lobby, workers=bounds, dead_after=5.0, host="127.0.0.1"), **given)
@@ -131,7 +131,7 @@ def _by_trainer(case: Case, rank: int, folder: Path, lobby: str) -> Seen:
     first = copied(Probe(case))
     happenings = Happenings(case, rank, folder, True, lambda: Sends.counted)
     offset = 0 if case["method"] == "elastic" else rank
-    module, strategy = Probe(case, offset=offset), strategy_of(case, lobby)
+    module, strategy = Probe(case, offset, rank == case.workers - 1), strategy_of(case, rank, lobby)
     trainer = _trainer(case, strategy, _devices(case), happenings, validates=True)
     Sends.watch()
     fit(trainer, module, _loader(case, rank), case)
@@ -165,8 +165,8 @@ def _resumed(case: Case, rank: int, folder: Path, lobby: str) -> Named:
     happenings = Happenings(case, rank, folder / "again", writes=True)
     (folder / "again").mkdir(exist_ok=True)
     happenings.done.add("resume")
-    module = Probe(case, offset=rank)
-    trainer = _trainer(case, strategy_of(case, lobby), case.workers, happenings, validates=True)
+    module = Probe(case, rank, rank == case.workers - 1)
+    trainer = _trainer(case, strategy_of(case, rank, lobby), case.workers, happenings, validates=True)
     fit(trainer, module, Rows([rank]), case, ckpt_path=folder / "resume.ckpt")
     return copied(module)
 
@@ -189,12 +189,12 @@ def copied(module: Any) -> Named:
 
 
 def _by_fabric(case: Case, rank: int, folder: Path) -> Seen:
-    made = FabricGossipStrategy(timeout=TIMEOUT, **options(case))
+    made = FabricGossipStrategy(timeout=TIMEOUT, **given_to(case, rank))
     precision: Any = case["precision"]
     fabric = Fabric(accelerator="cpu", devices=case.workers, strategy=made, precision=precision)
     fabric.launch()
     first = copied(Probe(case))
-    loop = Loop(case, rank, fabric, Probe(case, offset=rank), folder)
+    loop = Loop(case, rank, fabric, Probe(case, rank, rank == case.workers - 1), folder)
     loop.train()
     own = {name: value.detach().clone() for name, value in loop.probe.named_parameters()}
     made.finish()

@@ -18,6 +18,8 @@ from lightning_decentral.gossip import (
     Dyadic,
     Elastic,
     Every,
+    Float16,
+    Float32,
     Gossip,
     Int8,
     MetropolisHastings,
@@ -87,8 +89,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "clip": ("none", "norm", "value"),
     "precision": ("32-true", "bf16-mixed", "bf16-true"),
     "dtype": ("float64", "float32", "several"),
-    "layout": ("contiguous", "channels_last", "transposed"),
+    "layout": ("contiguous", "channels_last", "transposed", "one alone"),
     "shape": ("plain", "tied", "experts", "empty"),
+    "given": ("alike", "another bucket", "another delay", "another codec"),
 }
 _GOSSIP = ("rule", "topology", "weights", "delay", "island", "states", "exact", "evaluate")
 FOREIGN: dict[str, tuple[str, ...]] = {
@@ -97,7 +100,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "elastic": ("island", "states", "exact"),
     "compressed": _GOSSIP,
     "partial": ("codec", *_GOSSIP),
-    "spilled": ("workers", "codec", "bucket", *_GOSSIP),
+    "spilled": ("workers", "codec", "bucket", "given", *_GOSSIP),
 }
 """Axes that a method doesn't have."""
 
@@ -118,6 +121,7 @@ class Event(NamedTuple):
 EVENTS = (
     *("save", "validate", "freeze", "thaw", "thaw inside", "thaw before backward", "replace", "replace one"),
     *("prune", "reparametrize", "layout", "late buffer", "filling buffer", "write", "write at end", "apart"),
+    "clamp",
     *("nan", "raise", "kill", "stop", "refit", "resume"),
 )
 COSTLY = ("raise", "kill")
@@ -181,6 +185,10 @@ def fitting(values: Mapping[str, str]) -> dict[str, str]:
     """The same values, without those of axes that the method doesn't have, with first ones where it lacks some."""
     foreign = FOREIGN[values["method"]]
     filled = {axis: AXES[axis][0] if value == NONE else value for axis, value in values.items()}
+    if filled["method"] == "spilled" and filled["layout"] == "one alone":
+        filled["layout"] = "contiguous"  # there is one
+    if filled["given"].removeprefix("another ") in foreign:
+        filled["given"] = "another bucket"
     if filled["optimizer"] in ("two", "turns"):  # manual optimization, of which Lightning does none of these
         filled |= {"accumulate": "1", "clip": "none", "schedule": "none"}
     return {axis: NONE if axis in foreign else value for axis, value in filled.items()}
@@ -202,6 +210,23 @@ def options(case: Case) -> dict[str, Any]:
         given |= {"island": ISLANDS[case["island"]], "exact_steps": int(case["exact"]), "evaluate": case["evaluate"]}
         given |= {"states": STATES[case["states"]]} if case["states"] != "none" else {}
     return given
+
+
+def given_to(case: Case, rank: int) -> dict[str, Any]:
+    """`options` of this worker: the last one has another value where the case says so."""
+    given = options(case)
+    if rank < case.workers - 1 or case["given"] in ("alike", NONE):
+        return given
+    return {
+        "another bucket": {**given, "bucket_bytes": 96},
+        "another delay": {**given, "delay": (given.get("delay", 0) + 1) % 4},
+        "another codec": {**given, "codec": Float32() if isinstance(given.get("codec"), Float16) else Float16()},
+    }[case["given"]]
+
+
+def differs(case: Case) -> bool:
+    """Whether a worker was given something else than the others, of which all must be told before training."""
+    return case["given"] not in ("alike", NONE) or case["layout"] == "one alone"
 
 
 def planned(case: Case) -> str:
@@ -245,7 +270,8 @@ def draw(numbers: random.Random, fixed: Mapping[str, str] | None = None, patienc
 
 def _mild(values: dict[str, str], numbers: random.Random) -> dict[str, str]:
     """Half of all values are the first ones: where everything is unusual, most is refused for one reason."""
-    return {axis: AXES[axis][0] if axis != "method" and numbers.random() < 0.5 else v for axis, v in values.items()}
+    rare = {"given": 0.96, "layout": 0.7, "method": 0.0}
+    return {axis: AXES[axis][0] if numbers.random() < rare.get(axis, 0.5) else v for axis, v in values.items()}
 
 
 def drawn_events(case: Case, numbers: random.Random) -> tuple[Event, ...]:
