@@ -29,7 +29,7 @@ def main() -> int:
         counts["failed" if result.fault else "refused" if result.refused else "right"] += 1
         covered |= pairs(case)
         if given.v:
-            print("right" if not result.fault else "WRONG", case, flush=True)
+            print("WRONG" if result.fault else result.refused or "right", case, flush=True)
         if result.fault:
             least = case if given.whole else smallest(case, lambda other: bool(tried(other, pool).fault))
             print(f"{tried(least, pool).fault or result.fault}\n    --case '{least}'", flush=True)

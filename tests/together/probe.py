@@ -124,8 +124,7 @@ class Part(nn.Module):
     def forward(self, total: Tensor, row: Tensor, gradient: str) -> Tensor:
         """total + the terms of this part."""
         for name, tensor in self.tensors(row).items():
-            if tensor.requires_grad:
-                total = total + term(row, name, tensor, gradient)
+            total = total + term(row, name, tensor, gradient)
         return total
 
 
@@ -187,9 +186,10 @@ class Probe(LightningModule):
 
     Args:
         offset: added to all parameters at first; what a worker other than 0 begins with must not count.
+        last: of the last worker.
     """
 
-    def __init__(self, case: Case, offset: float = 0.0) -> None:
+    def __init__(self, case: Case, offset: float = 0.0, last: bool = False) -> None:
         super().__init__()
         self.case = case
         self.automatic_optimization = case["optimizer"] not in ("two", "turns")
@@ -199,7 +199,7 @@ class Probe(LightningModule):
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self._begin(offset)
         self._types(case["dtype"])
-        self._order(case["layout"])
+        self._order("channels_last" if last and case["layout"] == "one alone" else case["layout"])
         self.inside: dict[str, Callable[[], None]] = {}
         """Called in this training_step, by an event."""
 
@@ -280,7 +280,7 @@ class Happenings(Callback):
         self, case: Case, rank: int, folder: Path, writes: bool, counted: Callable[[], int] = lambda: 0
     ) -> None:
         self.case, self.rank, self.folder, self.writes, self.counted = case, rank, folder, writes, counted
-        self.sent_bytes = (0, 0)
+        self.sent_bytes, self.healed = (0, 0), 0
         self._before = 0
         self.done: set[str] = set()
         self.now = -1
@@ -311,6 +311,7 @@ class Happenings(Callback):
         for kind, happen in BEFORE_A_STEP.items():
             if self.now % _accumulated(self.case) == 0 and self._due(kind):
                 happen(trainer, module)
+        module.inside["buffers"] = lambda: self._change_buffers(module)
         if self._due("thaw inside"):
             module.inside["thaw"] = lambda: module.upper.late.requires_grad_(True)
         for event in self._due("raise", "kill"):
@@ -320,6 +321,12 @@ class Happenings(Callback):
     def on_before_backward(self, trainer: Trainer, module: Any, loss: Tensor) -> None:
         if self._due("thaw before backward"):
             module.upper.late.requires_grad_(True)
+
+    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
+        if any(event.kind == "clamp" and self.now >= event.at for event in self.case.events):
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-0.2, 0.3)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
         for event in self._due("nan"):
@@ -338,17 +345,16 @@ class Happenings(Callback):
             if self.writes:
                 trainer.save_checkpoint(self.folder / f"{event.kind}.ckpt")
         for event in self._due("stop"):
-            # Where all must take the same updates, one of them can't stop alone.
-            if self.writes and (event.who == self.rank or not self.case.gossips):
+            if self.writes and (event.who == self.rank or not self.case.may_stop_alone):
                 trainer.should_stop = True
         self.rows.append([float(p.double().sum()) for p in module.parameters()])
 
-    def _buffers(self, module: Any) -> None:
+    def _change_buffers(self, module: Any) -> None:
         for event in self.case.events:
             if event.kind == "late buffer" and self.now >= event.at:
                 module.level += 1 + self.rank
             if event.kind == "filling buffer" and self.now >= event.at:
-                module.least.fill_(self.now + self.rank)
+                module.least[0] = self.now + self.rank
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if trainer.sanity_checking or not self.writes:
@@ -361,8 +367,8 @@ class Happenings(Callback):
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         self.own = {name: value.detach().clone() for name, value in module.named_parameters()}
         if self.writes and self.case["method"] == "gossip":
-            trainer.strategy._mixers.settle()  # what is on its way is counted when it is launched
-            self.sent_bytes = trainer.strategy.traffic().bytes_sent, self.counted() - self._before
+            traffic = trainer.strategy.traffic()
+            self.sent_bytes, self.healed = (traffic.bytes_sent, self.counted() - self._before), traffic.healed
         if self._due("write at end"):
             for parameter in module.parameters():
                 parameter.fill_(WRITTEN_AT_END)

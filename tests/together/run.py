@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, SpilledStrategy
 from lightning_decentral.gossip import Elastic, FabricGossipStrategy
 from lightning_decentral.partial import Full
 from tests.together.pool import MEETING
@@ -33,7 +33,7 @@ from tests.together.probe import (
     optimizers_of,
     schedule_of,
 )
-from tests.together.space import BATCHES, EPOCHS, STEPS, Case, options
+from tests.together.space import BATCHES, EPOCHS, STEPS, Case, given_to
 
 Named = dict[str, Tensor]
 TIMEOUT = timedelta(seconds=20)
@@ -99,11 +99,13 @@ def run(case: Case, rank: int, folder: str, lobby: str) -> Seen:
     return _by_trainer(case, rank, Path(folder), lobby)
 
 
-def strategy_of(case: Case, lobby: str) -> Any:
-    given = {"timeout": TIMEOUT, **options(case)}
+def strategy_of(case: Case, rank: int, lobby: str) -> Any:
+    given = {"timeout": TIMEOUT, **given_to(case, rank)}
     if case["method"] == "elastic":
         bounds = case.workers, case.workers
         return GossipStrategy(elastic=Elastic(lobby=lobby, workers=bounds, dead_after=5.0, host="127.0.0.1"), **given)
+    if case["method"] == "spilled":
+        return SpilledStrategy(memory_bytes=10**7, blocks=["lower", "upper"])
     made = {"gossip": GossipStrategy, "compressed": CompressedStrategy, "partial": PartialBackpropStrategy}
     fixed = {"depth": Full(), "cuts": ["upper"]} if case["method"] == "partial" else {}
     return made[case["method"]](**fixed, **given)
@@ -129,19 +131,18 @@ def _by_trainer(case: Case, rank: int, folder: Path, lobby: str) -> Seen:
     first = copied(Probe(case))
     happenings = Happenings(case, rank, folder, True, lambda: Sends.counted)
     offset = 0 if case["method"] == "elastic" else rank
-    module, strategy = Probe(case, offset=offset), strategy_of(case, lobby)
+    module, strategy = Probe(case, offset, rank == case.workers - 1), strategy_of(case, rank, lobby)
     trainer = _trainer(case, strategy, _devices(case), happenings, validates=True)
     Sends.watch()
     fit(trainer, module, _loader(case, rank), case)
     own, last = happenings.own, copied(module)
     files = {at: torch.load(path)["state_dict"] for at, path in happenings.saved.items() if not case.has("stop")}
-    healed = strategy.traffic().healed if case["method"] == "gossip" else 0
     states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
     steps = trainer.global_step if case.has("stop") else -1
     alone = _alone(case, rank, folder, happenings.taken, steps)
     seen = Seen(first, own, last, alone, happenings.rows, trainer.global_step)
     seen.sent_bytes = happenings.sent_bytes
-    seen.validated, seen.saved, seen.healed, seen.optimizer = happenings.validated, files, healed, states
+    seen.validated, seen.saved, seen.healed, seen.optimizer = happenings.validated, files, happenings.healed, states
     if case.has("resume"):
         seen.resumed = _resumed(case, rank, folder, lobby)
     return seen
@@ -164,8 +165,8 @@ def _resumed(case: Case, rank: int, folder: Path, lobby: str) -> Named:
     happenings = Happenings(case, rank, folder / "again", writes=True)
     (folder / "again").mkdir(exist_ok=True)
     happenings.done.add("resume")
-    module = Probe(case, offset=rank)
-    trainer = _trainer(case, strategy_of(case, lobby), case.workers, happenings, validates=True)
+    module = Probe(case, rank, rank == case.workers - 1)
+    trainer = _trainer(case, strategy_of(case, rank, lobby), case.workers, happenings, validates=True)
     fit(trainer, module, Rows([rank]), case, ckpt_path=folder / "resume.ckpt")
     return copied(module)
 
@@ -188,12 +189,12 @@ def copied(module: Any) -> Named:
 
 
 def _by_fabric(case: Case, rank: int, folder: Path) -> Seen:
-    made = FabricGossipStrategy(timeout=TIMEOUT, **options(case))
+    made = FabricGossipStrategy(timeout=TIMEOUT, **given_to(case, rank))
     precision: Any = case["precision"]
     fabric = Fabric(accelerator="cpu", devices=case.workers, strategy=made, precision=precision)
     fabric.launch()
     first = copied(Probe(case))
-    loop = Loop(case, rank, fabric, Probe(case, offset=rank), folder)
+    loop = Loop(case, rank, fabric, Probe(case, rank, rank == case.workers - 1), folder)
     loop.train()
     own = {name: value.detach().clone() for name, value in loop.probe.named_parameters()}
     made.finish()

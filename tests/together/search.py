@@ -16,7 +16,7 @@ from tests import ports
 from tests.together import run as program
 from tests.together.pool import Pool
 from tests.together.space import AXES, COSTLY, EVENTS, NONE, Case, Pair, draw, event_of, pairs, planned, served
-from tests.together.verdict import refused, verdict
+from tests.together.verdict import refusal, verdict
 
 SECONDS = 90.0
 """The longest that a run may take; it takes one."""
@@ -35,14 +35,15 @@ class Result:
     case: Case
     fault: str
     """What is wrong; empty: nothing."""
-    refused: bool
+    refused: str
+    """In which words; empty: it trained."""
 
 
 def tried(case: Case, pool: Pool, plant: Callable[[], None] | None = None) -> Result:
     """One run. `plant` is called in each worker before it; a pool that planted must be closed."""
     with tempfile.TemporaryDirectory() as folder, _lobby(case) as lobby:
         outcomes = pool.run(in_worker, (case, folder, lobby, plant), case.workers, SECONDS)
-        return Result(case, verdict(case, outcomes, Path(folder)), refused(outcomes))
+        return Result(case, verdict(case, outcomes, Path(folder)), refusal(outcomes))
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from lightning_decentral.gossip import (
     Dyadic,
     Elastic,
     Every,
+    Float16,
+    Float32,
     Gossip,
     Int8,
     MetropolisHastings,
@@ -50,12 +52,12 @@ def _of_each_class(values: Iterable[Any]) -> list[Any]:
     return list({type(value): value for value in values}.values())
 
 
-WORKERS = {"2": 2, "3": 3, "4": 4}
+WORKERS = {"2": 2, "3": 3, "4": 4, NONE: 1}
 RULES = {"default": None, **_named([*_of_each_class(rules.instances()), Gossip(rate=0.4)])}
 SPARSE = DifferenceCompression(TopK(fraction=0.3, block=8))
 CODECS = {"default": None, **_named([*_of_each_class(codecs.instances()), SPARSE])}
 # Those that serve one of 2, 3 and 4 workers.
-_SERVING = [t for t in topologies.instances() if any(topologies.serves(t, size) for size in WORKERS.values())]
+_SERVING = [t for t in topologies.instances() if any(topologies.serves(t, size) for size in (2, 3, 4))]
 _LOCAL = [Every(2, Complete()), Every(3, Complete()), Every(2, Ring())]
 TOPOLOGIES: dict[str, Topology | None] = {"default": None, **_named([*_of_each_class(_SERVING), *_LOCAL])}
 WEIGHTS = {"default": None, **_named([MetropolisHastings(), Uniform(), OutDegree(), Dyadic()])}
@@ -68,8 +70,8 @@ ISLANDS = {"Solo": Solo(), "AllReduce": AllReduce(2), NONE: Solo()}
 
 # The first value of an axis is what the smallest run has.
 AXES: dict[str, tuple[str, ...]] = {
-    "method": ("gossip", "fabric", "elastic", "compressed", "partial"),
-    "workers": tuple(WORKERS),
+    "method": ("gossip", "fabric", "elastic", "compressed", "partial", "spilled"),
+    "workers": ("2", "3", "4"),
     "rule": tuple(RULES),
     "codec": tuple(CODECS),
     "topology": tuple(TOPOLOGIES),
@@ -87,11 +89,20 @@ AXES: dict[str, tuple[str, ...]] = {
     "clip": ("none", "norm", "value"),
     "precision": ("32-true", "bf16-mixed", "bf16-true"),
     "dtype": ("float64", "float32", "several"),
-    "layout": ("contiguous", "channels_last", "transposed"),
+    "layout": ("contiguous", "channels_last", "transposed", "one alone"),
     "shape": ("plain", "tied", "experts", "empty"),
+    "given": ("alike", "another bucket", "another delay", "another codec"),
 }
-GOSSIP_ALONE = ("rule", "topology", "weights", "delay", "island", "states", "exact", "evaluate")
-TRAINER_ALONE = ("island", "states", "exact", "evaluate", "accumulate", "clip")
+_GOSSIP = ("rule", "topology", "weights", "delay", "island", "states", "exact", "evaluate")
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "gossip": (),
+    "fabric": ("island", "states", "exact", "evaluate", "accumulate", "clip"),
+    "elastic": ("island", "states", "exact"),
+    "compressed": _GOSSIP,
+    "partial": ("codec", *_GOSSIP),
+    "spilled": ("workers", "codec", "bucket", "given", *_GOSSIP),
+}
+"""Axes that a method doesn't have."""
 
 
 class Event(NamedTuple):
@@ -110,6 +121,7 @@ class Event(NamedTuple):
 EVENTS = (
     *("save", "validate", "freeze", "thaw", "thaw inside", "thaw before backward", "replace", "replace one"),
     *("prune", "reparametrize", "layout", "late buffer", "filling buffer", "write", "write at end", "apart"),
+    "clamp",
     *("nan", "raise", "kill", "stop", "refit", "resume"),
 )
 COSTLY = ("raise", "kill")
@@ -143,9 +155,9 @@ class Case:
         return self["method"] in ("gossip", "fabric", "elastic")
 
     @property
-    def last(self) -> int:
-        """Optimizer steps of a whole run."""
-        return STEPS // int(self["accumulate"]) if self["accumulate"] != NONE else STEPS
+    def may_stop_alone(self) -> bool:
+        """Whether one worker may stop early: nobody needs its gradients, or waits for it within an epoch."""
+        return self.replicas == self.workers and not self.has("save", "validate")
 
     def has(self, *kinds: str) -> bool:
         return any(event.kind in kinds for event in self.events)
@@ -171,11 +183,12 @@ def smallest() -> dict[str, str]:
 
 def fitting(values: Mapping[str, str]) -> dict[str, str]:
     """The same values, without those of axes that the method doesn't have, with first ones where it lacks some."""
-    method = values["method"]
-    foreign = {"gossip": (), "fabric": TRAINER_ALONE, "elastic": ("island", "states", "exact")}.get(
-        method, GOSSIP_ALONE
-    )
+    foreign = FOREIGN[values["method"]]
     filled = {axis: AXES[axis][0] if value == NONE else value for axis, value in values.items()}
+    if filled["method"] == "spilled" and filled["layout"] == "one alone":
+        filled["layout"] = "contiguous"  # there is one
+    if filled["given"].removeprefix("another ") in foreign:
+        filled["given"] = "another bucket"
     if filled["optimizer"] in ("two", "turns"):  # manual optimization, of which Lightning does none of these
         filled |= {"accumulate": "1", "clip": "none", "schedule": "none"}
     return {axis: NONE if axis in foreign else value for axis, value in filled.items()}
@@ -183,10 +196,8 @@ def fitting(values: Mapping[str, str]) -> dict[str, str]:
 
 def options(case: Case) -> dict[str, Any]:
     """What the strategy's constructor is given, but for those of DDP."""
-    given: dict[str, Any] = {} if case["bucket"] == "default" else {"bucket_bytes": int(case["bucket"])}
-    if case["method"] == "partial":
-        return given
-    given |= {} if case["codec"] == "default" else {"codec": CODECS[case["codec"]]}
+    given: dict[str, Any] = {} if case["bucket"] in ("default", NONE) else {"bucket_bytes": int(case["bucket"])}
+    given |= {} if case["codec"] in ("default", NONE) else {"codec": CODECS[case["codec"]]}
     if not case.gossips:
         return given
     for name, axis, table in (("combine", "rule", RULES), ("topology", "topology", TOPOLOGIES)):
@@ -199,6 +210,23 @@ def options(case: Case) -> dict[str, Any]:
         given |= {"island": ISLANDS[case["island"]], "exact_steps": int(case["exact"]), "evaluate": case["evaluate"]}
         given |= {"states": STATES[case["states"]]} if case["states"] != "none" else {}
     return given
+
+
+def given_to(case: Case, rank: int) -> dict[str, Any]:
+    """`options` of this worker: the last one has another value where the case says so."""
+    given = options(case)
+    if rank < case.workers - 1 or case["given"] in ("alike", NONE):
+        return given
+    return {
+        "another bucket": {**given, "bucket_bytes": 96},
+        "another delay": {**given, "delay": (given.get("delay", 0) + 1) % 4},
+        "another codec": {**given, "codec": Float32() if isinstance(given.get("codec"), Float16) else Float16()},
+    }[case["given"]]
+
+
+def differs(case: Case) -> bool:
+    """Whether a worker was given something else than the others, of which all must be told before training."""
+    return case["given"] not in ("alike", NONE) or case["layout"] == "one alone"
 
 
 def planned(case: Case) -> str:
@@ -242,7 +270,8 @@ def draw(numbers: random.Random, fixed: Mapping[str, str] | None = None, patienc
 
 def _mild(values: dict[str, str], numbers: random.Random) -> dict[str, str]:
     """Half of all values are the first ones: where everything is unusual, most is refused for one reason."""
-    return {axis: AXES[axis][0] if axis != "method" and numbers.random() < 0.5 else v for axis, v in values.items()}
+    rare = {"given": 0.96, "layout": 0.7, "method": 0.0}
+    return {axis: AXES[axis][0] if numbers.random() < rare.get(axis, 0.5) else v for axis, v in values.items()}
 
 
 def drawn_events(case: Case, numbers: random.Random) -> tuple[Event, ...]:
@@ -268,7 +297,7 @@ def served(case: Case, kinds: Sequence[str]) -> list[str]:
 
 
 def _serves(case: Case, kind: str) -> bool:
-    if case["method"] == "elastic" and kind in ("resume", "stop", "nan"):
+    if case["method"] == "elastic" and kind in ("resume", "stop", "nan", "refit"):
         return False  # a run of its own each (tests/gossip/test_elastic*.py)
     if case["method"] == "fabric":
         return kind in (
@@ -286,7 +315,8 @@ def _serves(case: Case, kind: str) -> bool:
         "replace": case["schedule"] == "none",
         "nan": case["gradient"] == "bowl" and case.gossips and case["island"] == "Solo",
         "apart": case.replicas == case.workers,
-        "save": True,
+        "raise": case.workers > 1,
+        "kill": case.workers > 1,
     }.get(kind, True)
 
 

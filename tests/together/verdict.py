@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.together.pool import Outcome
 from tests.together.probe import LEARNING_RATE, WRITTEN_AT_END
 from tests.together.run import Named, Seen
-from tests.together.space import Case
+from tests.together.space import Case, differs
 
 REFUSALS = ("ValueError", "MisconfigurationException", "TypeError")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5, torch.bfloat16: 0.3}
@@ -31,12 +31,15 @@ def verdict(case: Case, outcomes: Sequence[Outcome], folder: Path) -> str:
         return "" if planted and len(errors) == len(outcomes) else f"an exception of one worker: {errors}"
     if errors:
         return _refused(errors, len(outcomes), began)
+    if differs(case):
+        return "workers that were given different things train"
     seen = [outcome.value for outcome in outcomes]
     return next((text for check in CHECKS if (text := check(case, seen))), "")
 
 
-def refused(outcomes: Sequence[Outcome]) -> bool:
-    return all(outcome.error for outcome in outcomes)
+def refusal(outcomes: Sequence[Outcome]) -> str:
+    """The first worker's, where all ended with an error."""
+    return outcomes[0].error if all(outcome.error for outcome in outcomes) else ""
 
 
 def _refused(errors: list[str], workers: int, began: bool) -> str:
@@ -74,13 +77,21 @@ def healed_once(case: Case, seen: list[Seen]) -> str:
 
 
 def same_end(case: Case, seen: list[Seen]) -> str:
-    """All workers hand back one model, took equally many steps, and, where replicas stay equal, never differed."""
+    """All workers hand back one model and took equally many steps."""
     if len({one.steps for one in seen}) > 1 and not (case.gossips and case.has("stop")):
         return f"workers took {[one.steps for one in seen]} steps"
     if case["evaluate"] != "own":
         for name in _trained(seen[0]):
             if any(not torch.equal(seen[0].last[name], one.last[name]) for one in seen):
                 return f"workers hand back different values of {name}"
+    return ""
+
+
+def equal_replicas(case: Case, seen: list[Seen]) -> str:
+    """Where they stay equal, they never differ, nor their buffers where training ends."""
+    for name in ("level", "least") if case["method"] in ("compressed", "partial") else ():
+        if any(not torch.equal(seen[0].last[name], one.last[name]) for one in seen):
+            return f"replicas that stay equal end with different values of {name}"
     size = case.workers // case.replicas
     for first in range(0, case.workers, size):
         for other in seen[first : first + size]:
@@ -192,6 +203,7 @@ CHECKS = (
     finite,
     healed_once,
     same_end,
+    equal_replicas,
     written_last,
     sum_of_updates,
     met,
@@ -210,7 +222,12 @@ def _trained(one: Seen) -> list[str]:
 def _bends(case: Case) -> bool:
     """Whether the sum isn't that of the updates, or isn't known well enough."""
     lossy = case["method"] == "compressed" and case["codec"] not in ("Plain()", "Float32()")
-    nonlinear = case["optimizer"] == "adamw" or case["clip"] != "none" or case["codec"].startswith(("TopK", "LowRank"))
+    nonlinear = (
+        case["optimizer"] == "adamw"
+        or case["clip"] != "none"
+        or case.has("clamp")
+        or case["codec"].startswith(("TopK", "LowRank"))
+    )
     coded_states = case["states"] not in ("none", "-") and case["optimizer"] != "sgd"
     return any(rule in case["rule"] for rule in BENDS_UPDATES) or (lossy and nonlinear) or (coded_states and nonlinear)
 
@@ -256,4 +273,4 @@ def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
     return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True))
 
 
-__all__ = ["Named", "refused", "verdict"]
+__all__ = ["Named", "refusal", "verdict"]
