@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
-from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
+from lightning_decentral.shared.compute.layout.model import ModelLayout, refuse_shared
 from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
@@ -45,7 +45,7 @@ class ReplicaStrategy(WorkersStrategy):
         super().__init__(**workers)
         self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
         self._pruned: PrunedTogether | None = None
-        self.model_layout = ModelLayout()
+        self.model_layout: ModelLayout = ModelLayout()
 
     def arrange(self) -> None:
         """The model is equal everywhere and the optimizers don't exist yet."""

@@ -22,6 +22,7 @@ from lightning_decentral.gossip.elastic.run import ElasticRun
 from lightning_decentral.gossip.elastic.stages import Stages
 from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout.model import ModelLayout, refuse_shared
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.objects import broadcast_world, collect_objects
@@ -113,6 +114,8 @@ class ElasticPipeline(ElasticRun):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
+        if fitting:
+            refuse_shared(module)
         if self.layout.pipelines > 1:
             raise ValueError(
                 f"an elastic worker is one pipeline, this Trainer has {self.layout.pipelines} of {self.devices} "
@@ -122,6 +125,10 @@ class ElasticPipeline(ElasticRun):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Before it is known who trains, of this pipeline's stages."""
         return broadcast_world(obj, src) if self._member is None else super().broadcast(obj, src)
+
+    def place(self, fitting: bool) -> None:
+        self._beneath.place(fitting)
+        self.model_layout = ModelLayout(self._module.parameters())
 
     def prepare(self, wire: Wire | None) -> None:
         super().prepare(wire)

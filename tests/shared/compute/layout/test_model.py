@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.layout import (
-    ModelLayout,
-    Place,
-    dense_strides,
-    described,
-    memory_order,
-    once,
-    refuse_reordered,
-    refuse_shared,
-)
+from lightning_decentral.shared.compute.layout.model import ModelLayout, described, once, refuse_shared
+from lightning_decentral.shared.compute.layout.place import Place, dense_strides, memory_order, refuse_reordered
 
 LAST = torch.channels_last
 
