@@ -114,8 +114,6 @@ class ElasticPipeline(ElasticRun):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
-        if fitting:
-            refuse_shared(module)
         if self.layout.pipelines > 1:
             raise ValueError(
                 f"an elastic worker is one pipeline, this Trainer has {self.layout.pipelines} of {self.devices} "
@@ -132,6 +130,7 @@ class ElasticPipeline(ElasticRun):
 
     def prepare(self, wire: Wire | None) -> None:
         super().prepare(wire)
+        refuse_shared(self._module)
         self._beneath.prepare(wire)
 
     def holding(self, member: ElasticMember) -> Holding:

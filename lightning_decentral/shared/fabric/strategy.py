@@ -20,7 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_decentral.shared.compute.layout.model import ModelLayout, refuse_shared
+from lightning_decentral.shared.compute.layout.model import ModelLayout
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
@@ -155,8 +155,6 @@ class FabricWorkers(DDPStrategy):
         """The module itself: equal on all workers from here on, worker 0's."""
         refuse_sharded(module)
         refuse_sync_batch_norm(type(self), module, asked=False)
-        if self.drifts:
-            refuse_shared(module)
         if self.wire is not None:
             with self._telling():
                 check_same_model(module, self.wire.roll)

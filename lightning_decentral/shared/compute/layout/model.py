@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.layout.place import Place, dense_strides, is_row_major
 
@@ -28,6 +29,8 @@ def described(module: nn.Module) -> dict[str, str]:
 
 
 def _text(tensor: Tensor) -> str:
+    if tensor.layout != torch.strided:
+        return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.layout}"
     size, strides = tuple(tensor.shape), dense_strides(tensor)
     return f"{size} {tensor.dtype}" + ("" if is_row_major(size, strides) else f" strides {strides}")
 
@@ -88,6 +91,27 @@ def once(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@torch.no_grad()
+def laid(tensor: Tensor, place: Place) -> Tensor:
+    """The tensor, or a copy of it that lies in this order."""
+    if Place.of(tensor).order == place.order:
+        return tensor
+    if is_row_major(place.shape, place.strides):
+        return tensor.contiguous()
+    return torch.empty_strided(place.shape, place.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def lay_states(optimizer: Optimizer) -> None:
+    """States of their parameter's shape lie as it does: fused optimizers go through both as through flat memory.
+
+    They don't where a model was given another memory format than the file or the worker that they come from.
+    """
+    for parameter, state in optimizer.state.items():
+        alike = [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape]
+        for name in alike:
+            state[name] = laid(state[name], Place.of(parameter))
+
+
 class ModelLayout:
     """How parameters lay in memory when the workers were compared; those that came later lie row-major everywhere."""
 
@@ -97,23 +121,27 @@ class ModelLayout:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """At set-up: those that aren't known lie as they do now."""
-        self._places |= {p: Place.of(p) for p in parameters if p not in self._places and not is_lazy(p)}
+        new = [p for p in parameters if p not in self._places and p.layout == torch.strided and not is_lazy(p)]
+        self._places |= {p: Place.of(p) for p in new}
 
     @torch.no_grad()
     def restore(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """See that these, by default all that are known, lie as they did.
+        """See that these, by default those that are trained, lie as they did.
 
         Raises:
-            ValueError: one has another shape or type.
+            ValueError: one of all that are trained has another shape or type.
         """
-        for parameter in [*self._places] if parameters is None else parameters:
-            known = self._places.get(parameter)
-            if known is not None:
-                known.check(parameter)
-            place = known or Place.row_major(parameter)
-            if Place.of(parameter).order != place.order:
-                empty = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device=parameter.device)
-                parameter.data = empty.copy_(parameter)
+        trained = [p for p in self._places if p.requires_grad]
+        for parameter in trained if parameters is None else parameters:
+            place = self._places.get(parameter) or Place.row_major(parameter)
+            # What was frozen may have become another meanwhile, on all workers: then nothing has its place yet.
+            if parameters is not None and (place.shape, place.dtype) != (parameter.shape, parameter.dtype):
+                place = Place.row_major(parameter)
+            if parameter in self._places:
+                place.check(parameter)
+            value = laid(parameter, place)
+            if value is not parameter:
+                parameter.data = value
 
     def packing(self, pack: Pack) -> Pack:
         """`pack` of parameters that lie as all workers' do: also of those that are freed later."""
