@@ -107,6 +107,8 @@ def lay_states(optimizer: Optimizer) -> None:
     They don't where a model was given another memory format than the file or the worker that they come from.
     """
     for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            continue  # an optimizer's own idea of it
         alike = [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape]
         for name in alike:
             state[name] = laid(state[name], Place.of(parameter))
