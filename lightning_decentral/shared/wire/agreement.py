@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_decentral.shared.compute.layout.model import described, once
+from lightning_decentral.shared.compute.layout.model import described, put
 from lightning_decentral.shared.plan.described import first_difference
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
@@ -43,8 +43,7 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device
     for tensor in tensors:
         values = tensor.detach().to(device).contiguous()
         over.broadcast(values).wait()
-        mine = once(tensor.detach())
-        mine.copy_(values[tuple(slice(size) for size in mine.shape)])
+        put(tensor.detach(), values)
 
 
 class RollCall:

@@ -84,11 +84,12 @@ def _share(one: Tensor, other: Tensor) -> bool:
     return bool(views[1].any())
 
 
-def once(tensor: Tensor) -> Tensor:
-    """Of an expanded tensor what it repeats, which may be written in place."""
+def put(tensor: Tensor, value: Tensor) -> None:
+    """tensor <- value, in place; of an expanded one, what it repeats is written once."""
+    mine = tensor
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        tensor = tensor.narrow(dim, 0, 1) if step == 0 and size > 1 else tensor
-    return tensor
+        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine
+    mine.copy_(value if mine is tensor else value[tuple(slice(size) for size in mine.shape)])
 
 
 @torch.no_grad()

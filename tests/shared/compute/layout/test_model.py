@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.layout.model import ModelLayout, described, lay_states, once, refuse_shared
+from lightning_decentral.shared.compute.layout.model import ModelLayout, described, lay_states, put, refuse_shared
 from lightning_decentral.shared.compute.layout.place import Place, dense_strides, memory_order, refuse_reordered
+from lightning_decentral.shared.wire.mean import Swap
 
 LAST = torch.channels_last
 
@@ -61,8 +62,18 @@ def test_a_parameter_that_repeats_its_memory_is_refused_by_name() -> None:
 
 def test_of_a_repeated_buffer_its_own_memory_is_written() -> None:
     mask = torch.zeros(3, 1).expand(3, 4)
-    once(mask).copy_(torch.ones(3, 1))
+    put(mask, torch.arange(3.0).view(3, 1).expand(3, 4))
+    assert torch.equal(mask, torch.arange(3.0).view(3, 1).expand(3, 4))
+    put(whole := torch.zeros(2, 3), torch.ones(2, 3))
+    assert bool((whole == 1).all())
+
+
+def test_the_mean_stands_in_the_place_of_a_repeated_buffer() -> None:
+    mask = torch.zeros(3, 1).expand(3, 4)
+    swap = Swap([mask], [torch.ones(3, 4)])
     assert bool((mask == 1).all())
+    swap.undo()
+    assert not mask.any()
 
 
 def test_parameters_in_one_memory_are_refused_and_neighbours_are_not() -> None:
