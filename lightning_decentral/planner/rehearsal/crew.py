@@ -64,7 +64,8 @@ class Crew:
         stacked: bool = False,
         threads: int = 1,
     ) -> None:
-        described(module), refuse_shared(module)  # a copy parts what shares memory
+        described(module)  # as at the set-up of a run
+        refuse_shared(module)  # a copy parts what shares memory
         self._boxes, loop = Mailboxes(), loop or Loop()
         self.workers = [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)]
         wires = [in_process_wire(self._boxes, rank, workers) for rank in range(workers)]
