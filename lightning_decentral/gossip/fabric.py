@@ -21,6 +21,7 @@ from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked
 
@@ -90,6 +91,7 @@ class FabricGossipStrategy(FabricWorkers):
     # ---- a round after each update ----------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> None:
+        refuse_shared(self.lightning_module)
         self._mixers.adopt(optimizer)
 
     def advance(self, optimizer: Optimizer) -> None:

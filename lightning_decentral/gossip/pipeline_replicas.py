@@ -20,7 +20,7 @@ from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, para
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
-from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
+from lightning_decentral.shared.compute.layout.model import ModelLayout, refuse_shared
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
 

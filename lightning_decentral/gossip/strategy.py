@@ -28,6 +28,7 @@ from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
@@ -152,6 +153,8 @@ class GossipStrategy(ReplicaStrategy):
 
     def prepare(self, wire: Wire | None) -> None:
         self.island.refuse(self.optimizers)
+        if wire is not None and self.island.shards == 1:
+            refuse_shared(self._module)
         self._mixers, self.health.left_out = Mixers(self._making), 0
         self._matrices = WholeMatrices(self.optimizers, self.member)
         for optimizer in self.optimizers if wire is not None else []:

@@ -16,10 +16,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
-from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
+from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states
 from lightning_decentral.shared.evaluation import PrunedTogether, callbacks_of
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
-from lightning_decentral.shared.wire.fsdp import refuse_sharded
+from lightning_decentral.shared.wire.fsdp import is_sharded, refuse_sharded
 from lightning_decentral.shared.wire.mean import mean, of_mean
 from lightning_decentral.shared.wire.transport import Transport
 from lightning_decentral.shared.workers import WorkersStrategy
@@ -45,7 +45,7 @@ class ReplicaStrategy(WorkersStrategy):
         super().__init__(**workers)
         self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
         self._pruned: PrunedTogether | None = None
-        self.model_layout = ModelLayout()
+        self.model_layout: ModelLayout = ModelLayout()
 
     def arrange(self) -> None:
         """The model is equal everywhere and the optimizers don't exist yet."""
@@ -69,8 +69,6 @@ class ReplicaStrategy(WorkersStrategy):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         refuse_sharded(module)
-        if fitting and self.drifts:
-            refuse_shared(module)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -87,6 +85,8 @@ class ReplicaStrategy(WorkersStrategy):
         super().on_train_start()
         if self.drifts:  # what is sent are parameters
             self.model_layout.restore()
+        for optimizer in self.optimizers:
+            lay_states(optimizer)
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class ReplicaStrategy(WorkersStrategy):
         self.arrange()
         if self.starts_on_host:
             self.model_to_device()  # what is left of it
-        self.model_layout = ModelLayout(self._module.parameters())
+        self.model_layout = ModelLayout(p for p in self._module.parameters() if not is_sharded(p))
 
     def _equalize(self, fitting: bool) -> None:
         if self.wire is None or (not fitting and self.evaluate == "own"):

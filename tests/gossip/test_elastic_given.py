@@ -27,8 +27,8 @@ from lightning_decentral.gossip import (
     QuasiGlobalMomentum,
     Ring,
 )
-from lightning_decentral.gossip.elastic.given import Given, settings_of
-from lightning_decentral.shared.compute.layout import described
+from lightning_decentral.gossip.elastic.checks import Given, settings_of
+from lightning_decentral.shared.compute.layout.model import described
 from lightning_decentral.shared.wire.plain import pack, unpack
 from tests.tiny import QUIET
 

@@ -3,13 +3,15 @@
 import os
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
@@ -213,16 +215,49 @@ def test_the_plain_file_is_the_mean_and_loads_anywhere(whole: Any, tmp_path: Pat
 
 
 class Other(FabricGossipStrategy):
-    """Worker 1 was given other buckets."""
+    """Worker 1 was given other buckets, or changes what this says."""
+
+    zero: ClassVar[dict[str, Any]] = {}
+    one: ClassVar[dict[str, Any]] = {"bucket_bytes": 600}
 
     def setup_environment(self) -> None:
-        self.bucket_bytes = 600 if self.local_rank == 1 else None
+        vars(self).update({0: self.zero, 1: self.one}.get(self.local_rank, self.zero))
         super().setup_environment()
 
 
-def test_workers_with_other_settings_are_told(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="worker 1 has bucket_bytes=600, worker 0 has bucket_bytes=None: give every"):
-        run(tmp_path, Other(start_method="fork"), Loop())
+class OtherTime(Other):
+    one: ClassVar[dict[str, Any]] = {"_timeout": timedelta(seconds=50)}
+
+
+class OtherPrecision(Other):
+    """Of one class."""
+
+    zero: ClassVar[dict[str, Any]] = {"_precision": MixedPrecision("bf16-mixed", "cpu")}
+    one: ClassVar[dict[str, Any]] = {"_precision": MixedPrecision("16-mixed", "cpu")}
+
+
+class OtherFormat(Other):
+    one: ClassVar[dict[str, Any]] = {}
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if self.local_rank == 1:
+            weight = next(p for p in module.parameters() if p.dim() == 2)
+            weight.data = weight.detach().t().contiguous().t()
+        return super().setup_module(module)
+
+
+OTHERS = [
+    (Other, "worker 1 has bucket_bytes=600, worker 0 has bucket_bytes=None: give every"),
+    (OtherTime, r"worker 1 has timeout=datetime.timedelta\(seconds=50\), worker 0 has timeout="),
+    (OtherPrecision, "worker 1 has precision_plugin.precision='16-mixed', worker 0 has precision_plugin.precision='bf"),
+    (OtherFormat, r"worker 1 has .* strides \(1, .*: every worker must build the same model"),
+]
+
+
+@pytest.mark.parametrize(("kind", "told"), OTHERS, ids=lambda of: getattr(of, "__name__", ""))
+def test_workers_with_other_settings_are_told(tmp_path: Path, kind: type[Other], told: str) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        run(tmp_path, kind(start_method="fork"), Loop())
 
 
 def dies(fabric: Fabric, model: nn.Module) -> None:

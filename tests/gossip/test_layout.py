@@ -26,12 +26,13 @@ from lightning_decentral.gossip import (
     Travel,
 )
 from lightning_decentral.gossip.rounds import StateMixer, pack_states
+from lightning_decentral.gossip.wire.island_member import Sharding
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
 from lightning_decentral.shared.compute.buckets import pack
-from lightning_decentral.shared.compute.layout import ModelLayout
+from lightning_decentral.shared.compute.layout.model import ModelLayout
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.transport import Transport
 from tests.backends import Backend
@@ -179,6 +180,12 @@ def start(over: Transport) -> Tensor:
 
 def test_a_buffer_that_repeats_its_memory_is_worker_0s() -> None:
     assert all(torch.equal(found, torch.arange(3.0).view(3, 1).expand(3, 4)) for found in CPU.world(2, start))
+
+
+def test_what_can_not_be_sharded_is_refused_by_name() -> None:
+    member = Sharding.__new__(Sharding)  # it has no devices yet
+    with pytest.raises(ValueError, match=r"conv.weight has strides \(12, 1, 6, 3\): give .* or use AllReduce"):
+        member.arrange(Model().to(memory_format=LAST))
 
 
 def test_a_run_is_not_resumed_in_another_memory_order() -> None:

@@ -60,7 +60,9 @@ def fit(rank: int, name: str, timeout: timedelta, callback: Callback) -> str:
 @pytest.mark.parametrize("name", ["compressed", "partial", "stages"])
 def test_who_stops_alone_where_all_take_the_same_updates_ends_all_with_the_remedy(tmp_path: Path, name: str) -> None:
     found = lines(started_apart(fit, 2, tmp_path, name, LONG, Stops()))
-    assert re.match(r"\w+: worker 1 alone stops early \(trainer.should_stop\) .*reduce_boolean_decision", found[1]), found
+    assert re.match(r"\w+: worker 1 alone stops early \(trainer.should_stop\) .*reduce_boolean_decision", found[1]), (
+        found
+    )
     assert not found[0].startswith("trained"), found
 
 

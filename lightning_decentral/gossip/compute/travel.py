@@ -18,7 +18,7 @@ from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout import Place
+from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.plan.arguments import checked
 
 

@@ -1,9 +1,15 @@
-"""What can be elastic: rules without sums over all workers, codecs that keep nothing, topologies of any number."""
+"""What can be elastic: rules without sums over all workers, codecs that keep nothing, topologies of any number.
 
+And what all members of a run must have alike (`Given`).
+"""
+
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
@@ -13,12 +19,16 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.plan.described import described, first_difference
+from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "states": (None, {}),
     "exact_steps": (0,),
 }
 """{option of GossipStrategy: the values that it may have in an elastic run}"""
+OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
+"""Places, weights, numbers and kinds of devices are each worker's own. `dead_after` is the lobby's."""
 MOST_CHECKED = 64
 """Sizes for which a topology is checked before training, and the largest."""
 
@@ -73,3 +83,47 @@ def refuse_process(island: Island, devices: int, device: torch.device) -> None:
         )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"elastic runs train on CPUs and CUDA devices, not on {device}: give accelerator='cpu'")
+
+
+def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
+    """What all members must have alike."""
+    found = {**of_method(strategy, strategy.precision_plugin), **of_trainer(trainer), **of_callbacks(trainer)}
+    found |= of_optimizers(strategy.optimizers, strategy.own)
+    alike = {name: text for name, text in found.items() if not _is_own(name)}
+    plan = described(strategy.elastic.workers, "elastic.workers")
+    return {**versions(), **alike, **plan, **described(strategy.elastic.asynchronous, "elastic.asynchronous")}
+
+
+def _is_own(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{own}.") for own in OF_ONE_MEMBER)
+
+
+class Given:
+    """What one worker was given, compared with what the run's were before it takes part.
+
+        donor     its settings and model, as text, beside everything else that a newcomer takes
+        newcomer  the first difference: it takes nothing, and its `fit` ends with that line
+
+    All but the first take from a member, so each has what the first one has.
+
+    Args:
+        settings: as `settings_of`.
+        model: as `layout.described`, of the whole model before anything was made of it.
+    """
+
+    def __init__(self, settings: Mapping[str, str], model: Mapping[str, str]) -> None:
+        self._settings, self._model = dict(settings), dict(model)
+
+    def sent(self) -> Tensor:
+        """For a newcomer: bytes, since the text of a large model is longer than a frame may be."""
+        text = json.dumps([self._settings, self._model])
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    def refuses(self, value: Mapping[str, Any]) -> str:
+        """Why this worker can't take what a member gives; empty: it can."""
+        settings, model = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {})
+        if found := first_difference(self._settings, settings):
+            return f"this worker has {found[0]}, the run has {found[1]}: give every worker the same"
+        if found := first_difference(self._model, model, sign=" "):
+            return f"this worker has {found[0]} where the run has {found[1]}: every worker must build the same model"
+        return ""

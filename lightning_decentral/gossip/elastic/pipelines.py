@@ -22,6 +22,7 @@ from lightning_decentral.gossip.elastic.run import ElasticRun
 from lightning_decentral.gossip.elastic.stages import Stages
 from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states, refuse_shared
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.objects import broadcast_world, collect_objects
@@ -123,9 +124,19 @@ class ElasticPipeline(ElasticRun):
         """Before it is known who trains, of this pipeline's stages."""
         return broadcast_world(obj, src) if self._member is None else super().broadcast(obj, src)
 
+    def place(self, fitting: bool) -> None:
+        self._beneath.place(fitting)
+        self.model_layout = ModelLayout(self._module.parameters())
+
     def prepare(self, wire: Wire | None) -> None:
         super().prepare(wire)
+        refuse_shared(self._module)
         self._beneath.prepare(wire)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for optimizer in self.optimizers:
+            lay_states(optimizer)
 
     def holding(self, member: ElasticMember) -> Holding:
         return Holding(self.root_device) if self.wire is None else Stages(self.root_device, member, self.wire)

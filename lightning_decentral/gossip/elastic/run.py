@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
-from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
+from lightning_decentral.gossip.elastic.checks import Given, elastic_rule, refuse_remembering, settings_of
 from lightning_decentral.gossip.elastic.elastic import Elastic
-from lightning_decentral.gossip.elastic.given import Given, settings_of
 from lightning_decentral.gossip.elastic.holding import Holding
 from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
@@ -52,9 +51,8 @@ from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
-from lightning_decentral.shared.compute import layout
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.layout import ModelLayout
+from lightning_decentral.shared.compute.layout.model import ModelLayout, described
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
@@ -71,6 +69,8 @@ class ElasticRun(WatchedProcess):
     """
 
     drifts: ClassVar[bool] = True
+    model_layout: ModelLayout
+    """Of what this device has."""
 
     def plan_rounds(
         self,
@@ -124,15 +124,9 @@ class ElasticRun(WatchedProcess):
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
-        if fitting:
-            layout.refuse_shared(module)
+        self._described = described(module) if fitting else {}
         if fitting and not self._module.automatic_optimization:
             raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
-
-    def place(self, fitting: bool) -> None:
-        self._described = layout.described(self._module) if fitting else {}
-        super().place(fitting)
-        self.model_layout = ModelLayout(self._module.parameters())
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""

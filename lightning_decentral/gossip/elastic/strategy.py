@@ -30,6 +30,7 @@ from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
@@ -107,6 +108,8 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
 
     def prepare(self, wire: Wire | None) -> None:
         super().prepare(wire)
+        if self.island.shards == 1:
+            refuse_shared(self._module)
         self._matrices = WholeMatrices(self.optimizers, self.member)
 
     def holding(self, member: ElasticMember) -> Holding:

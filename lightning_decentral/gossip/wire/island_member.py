@@ -14,6 +14,7 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
+from lightning_decentral.shared.compute.layout.place import is_row_major
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.gradient_average import GradientAverage
@@ -179,6 +180,12 @@ class Sharding(IslandMember):
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
 
     def arrange(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if not is_row_major(parameter.shape, parameter.stride()):
+                raise ValueError(
+                    f"FullyShard cuts rows of contiguous parameters, {name} has strides {parameter.stride()}: give "
+                    "the model torch.contiguous_format, or use AllReduce"
+                )
         self._sharded = Sharded(module, self._inside, self._device, self._compute)
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:

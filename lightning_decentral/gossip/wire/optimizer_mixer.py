@@ -21,7 +21,7 @@ from lightning_decentral.gossip.wire.making import Making as Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.recovery import Recovery
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
-from lightning_decentral.shared.compute.layout import orders, refuse_reordered
+from lightning_decentral.shared.compute.layout.place import orders, refuse_reordered
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.transport import Transport
 

@@ -23,6 +23,7 @@ from lightning_decentral.planner.rehearsal.members.strategies import member_of
 from lightning_decentral.planner.rehearsal.noise import NoiseScale
 from lightning_decentral.planner.rehearsal.stacked import Stack
 from lightning_decentral.planner.rehearsal.worker import Loop, Worker
+from lightning_decentral.shared.compute.layout.model import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 
 LOOK = 10
@@ -63,6 +64,8 @@ class Crew:
         stacked: bool = False,
         threads: int = 1,
     ) -> None:
+        described(module)  # as at the set-up of a run
+        refuse_shared(module)  # a copy parts what shares memory
         self._boxes, loop = Mailboxes(), loop or Loop()
         self.workers = [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)]
         wires = [in_process_wire(self._boxes, rank, workers) for rank in range(workers)]

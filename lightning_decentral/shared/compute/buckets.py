@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.layout import Place
+from lightning_decentral.shared.compute.layout.place import Place
 
 ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
 MOST_BUCKET_BYTES = 256 * 2**20

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
+from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
@@ -155,8 +155,6 @@ class FabricWorkers(DDPStrategy):
         """The module itself: equal on all workers from here on, worker 0's."""
         refuse_sharded(module)
         refuse_sync_batch_norm(type(self), module, asked=False)
-        if self.drifts:
-            refuse_shared(module)
         if self.wire is not None:
             with self._telling():
                 check_same_model(module, self.wire.roll)
@@ -258,6 +256,8 @@ class FabricWorkers(DDPStrategy):
             return super().load_checkpoint(path, state, strict, weights_only)
         with self._telling(), self._checkpoints.reading(path, state, weights_only):
             remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+        for optimizer in self.optimizers:
+            lay_states(optimizer)
         return remainder
 
     # ---- what checkpoints and the mean ask of a worker --------------------------------------------------------------

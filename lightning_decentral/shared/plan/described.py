@@ -40,6 +40,15 @@ def constructed(value: object, within: Iterable[type], skip: Iterable[str] = ())
 _NOTHING = object()
 
 
+def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str], sign: str = "=") -> tuple[str, str] | None:
+    """Of what two have, by name: (as the one has it, as the other does), `no name` where it's missing; None: none."""
+    name = next((name for name in (*theirs, *mine) if theirs.get(name) != mine.get(name)), None)
+    if name is None:
+        return None
+    one, other = (f"{name}{sign}{of[name]}" if name in of else f"no {name}" for of in (mine, theirs))
+    return one, other
+
+
 def _arguments(cls: type) -> list[str]:
     if "__init__" not in vars(cls):
         return []

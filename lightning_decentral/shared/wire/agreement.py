@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_decentral.shared.compute.layout import described, once
-from lightning_decentral.shared.plan.compared import Given, model_difference
+from lightning_decentral.shared.compute.layout.model import described, put
+from lightning_decentral.shared.plan.described import first_difference
 from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -26,15 +26,12 @@ def check_same_model(module: nn.Module, over: Transport) -> None:
     Raises:
         ValueError: on every worker, naming the first difference.
     """
-    check_same_layout(described(module), over)
-
-
-def check_same_layout(mine: Given, over: Transport) -> None:
-    """The same of what `layout` says of tensors. Collective."""
-    rows = gather_objects(over, [*mine.items()])
+    rows = gather_objects(over, [*described(module).items()])
     for rank, row in enumerate(rows):
-        if line := model_difference(dict(row), dict(rows[0]), f"worker {rank}", "worker 0"):
-            raise ValueError(line)
+        if found := first_difference(dict(row), dict(rows[0]), sign=" "):
+            raise ValueError(
+                f"worker {rank} has {found[0]} where worker 0 has {found[1]}: every worker must build the same model"
+            )
 
 
 def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device: torch.device) -> None:
@@ -46,8 +43,7 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device
     for tensor in tensors:
         values = tensor.detach().to(device).contiguous()
         over.broadcast(values).wait()
-        mine = once(tensor.detach())
-        mine.copy_(values[tuple(slice(size) for size in mine.shape)])
+        put(tensor.detach(), values)
 
 
 class Uneven(RuntimeError):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_decentral.shared.compute.buckets import Bucket, Matrix
-from lightning_decentral.shared.compute.layout import Place
+from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.wire.transport import Transport
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")

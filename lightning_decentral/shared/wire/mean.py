@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.carried import carried_of
+from lightning_decentral.shared.compute.layout.model import put
 from lightning_decentral.shared.wire.fsdp import local
 from lightning_decentral.shared.wire.gradients import pack, parts
 from lightning_decentral.shared.wire.transport import Transport
@@ -91,7 +92,7 @@ class Swap:
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._tensors, values, strict=True):
-            tensor.copy_(value)
+            put(tensor, value)
 
     def undo(self) -> None:
         """Put back, bit for bit, what was there; a buffer that changed meanwhile keeps its change."""

@@ -32,7 +32,7 @@ from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.members.partial import Cutting
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
-from lightning_decentral.shared.compute.layout import ModelLayout
+from lightning_decentral.shared.compute.layout.model import ModelLayout
 from lightning_decentral.shared.wire.transport import Wire
 
 TAKE = "take gossip, compressed, partial_backprop or ddp"

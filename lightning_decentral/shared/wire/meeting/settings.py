@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from lightning_decentral.shared.plan.compared import settings_difference
+from lightning_decentral.shared.plan.described import first_difference
 
 LONGEST_PAUSE = 0.05
 GOODBYE_SECONDS = 10.0
@@ -84,7 +84,8 @@ def _difference(rank: int, text: str, mine: Mapping[str, str]) -> str:
         first = dict(json.loads(text))
     except (ValueError, TypeError):
         return f"worker {rank} can't read what worker 0 wrote: give every worker the same version"
-    return settings_difference(mine, first, f"worker {rank}", "worker 0")
+    found = first_difference(mine, first)
+    return f"worker {rank} has {found[0]}, worker 0 has {found[1]}: give every worker the same" if found else ""
 
 
 def _workers(ranks: list[int]) -> str:

@@ -1,21 +1,16 @@
 """Layouts of models: what is compared, what is refused, what is put back."""
 
 import warnings
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.layout import (
-    ModelLayout,
-    Place,
-    dense_strides,
-    described,
-    memory_order,
-    once,
-    refuse_reordered,
-    refuse_shared,
-)
+from lightning_decentral.shared.compute.layout.model import ModelLayout, described, lay_states, put, refuse_shared
+from lightning_decentral.shared.compute.layout.place import Place, dense_strides, memory_order, refuse_reordered
+from lightning_decentral.shared.wire.mean import Swap
 
 LAST = torch.channels_last
 
@@ -67,8 +62,18 @@ def test_a_parameter_that_repeats_its_memory_is_refused_by_name() -> None:
 
 def test_of_a_repeated_buffer_its_own_memory_is_written() -> None:
     mask = torch.zeros(3, 1).expand(3, 4)
-    once(mask).copy_(torch.ones(3, 1))
+    put(mask, torch.arange(3.0).view(3, 1).expand(3, 4))
+    assert torch.equal(mask, torch.arange(3.0).view(3, 1).expand(3, 4))
+    put(whole := torch.zeros(2, 3), torch.ones(2, 3))
+    assert bool((whole == 1).all())
+
+
+def test_the_mean_stands_in_the_place_of_a_repeated_buffer() -> None:
+    mask = torch.zeros(3, 1).expand(3, 4)
+    swap = Swap([mask], [torch.ones(3, 4)])
     assert bool((mask == 1).all())
+    swap.undo()
+    assert not mask.any()
 
 
 def test_parameters_in_one_memory_are_refused_and_neighbours_are_not() -> None:
@@ -95,6 +100,36 @@ def test_what_changed_is_put_back_and_what_came_later_is_row_major() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layout.restore()
+
+
+def test_frozen_parameters_may_become_others() -> None:
+    encoder = nn.Conv2d(3, 5, 3).requires_grad_(False)
+    layout = ModelLayout(encoder.parameters())
+    encoder.half().to(memory_format=LAST)
+    layout.restore()
+    layout.restore(encoder.parameters())  # it is freed now
+    assert encoder.weight.is_contiguous()
+    assert encoder.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["adamw", "sgd"])
+def test_states_lie_as_their_parameters(make: Any) -> None:
+    """A fused optimizer goes on as one by itself, whatever format its states came in."""
+
+    def run(fused: bool) -> Tensor:
+        weight = nn.Parameter(torch.linspace(0, 1, 60).view(5, 3, 2, 2).to(memory_format=LAST))
+        optimizer = make([weight], lr=0.1, fused=fused)
+        for step in range(4):
+            if step == 2:
+                state = optimizer.state[weight]
+                state.update({n: v.contiguous() for n, v in state.items() if v is not None})
+                lay_states(optimizer)
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).to(weight)
+            weight.grad = weight.grad.to(memory_format=LAST)
+            optimizer.step()
+        return weight.detach()
+
+    torch.testing.assert_close(run(True), run(False))
 
 
 def test_another_shape_or_type_is_refused() -> None:

@@ -1,0 +1,156 @@
+"""Layout of a model: what is compared of it at set-up, what is refused, and what is put back later."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.compute.layout.place import Place, dense_strides, is_row_major
+
+Pack = Callable[[Sequence[nn.Parameter]], list[Any]]
+
+
+def described(module: nn.Module) -> dict[str, str]:
+    """{name: shape, type, strides unless they are row-major, whether it's frozen} of parameters and buffers.
+
+    Raises:
+        ValueError: a parameter without a shape, or with numbers that share memory.
+    """
+    if any(map(is_lazy, module.parameters())):
+        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+    parameters = {name: _text(p) + ("" if p.requires_grad else " (frozen)") for name, p in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        refuse_repeated(name, parameter)
+    return parameters | {name: _text(buffer) for name, buffer in module.named_buffers()}
+
+
+def _text(tensor: Tensor) -> str:
+    if tensor.layout != torch.strided:
+        return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.layout}"
+    size, strides = tuple(tensor.shape), dense_strides(tensor)
+    return f"{size} {tensor.dtype}" + ("" if is_row_major(size, strides) else f" strides {strides}")
+
+
+def refuse_repeated(name: str, parameter: Tensor) -> None:
+    """ValueError for an expanded one: an update in place would be one of all that share a number."""
+    if any(step == 0 and n > 1 for n, step in zip(parameter.shape, parameter.stride(), strict=True)):
+        raise ValueError(
+            f"{name} of shape {tuple(parameter.shape)} repeats its memory (strides {parameter.stride()}): expand it "
+            "in forward, or make it nn.Parameter(x.clone())"
+        )
+
+
+def refuse_shared(module: nn.Module) -> None:
+    """ValueError for a trained parameter in another tensor's memory: in a message it has numbers of its own, and the
+    two part."""
+    found = dict(chain(module.named_parameters(), module.named_buffers()))
+    ranges = sorted((*_range(tensor), name) for name, tensor in found.items() if _has_memory(tensor))
+    open_ones: list[tuple[int, str]] = []
+    for start, end, name in ranges:
+        open_ones = [(until, other) for until, other in open_ones if until > start]
+        for _, other in open_ones:
+            pair = found[name], found[other]
+            if any(t.requires_grad for t in pair) and _share(*pair):
+                raise ValueError(
+                    f"{other} and {name} share memory without being one parameter, and messages would part them: "
+                    "tie them as one (head.weight = embedding.weight), or clone one"
+                )
+        open_ones.append((end, name))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.numel() > 0 and not (tensor.is_meta or is_lazy(tensor))
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Addresses from its first number to behind its last."""
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether they have a number in common: columns of one matrix lie in one range, and don't."""
+    if one.device != other.device or one.dtype != other.dtype:
+        return one.device == other.device
+    first, each = min(one.data_ptr(), other.data_ptr()), one.element_size()
+    places = torch.zeros(max(_range(one)[1], _range(other)[1]) - first, dtype=torch.bool)
+    starts = [(t.data_ptr() - first) // each for t in (one, other)]
+    views = [torch.as_strided(places, t.shape, t.stride(), at) for t, at in zip((one, other), starts, strict=True)]
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
+def put(tensor: Tensor, value: Tensor) -> None:
+    """tensor <- value, in place; of an expanded one, what it repeats is written once."""
+    mine = tensor
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine
+    mine.copy_(value if mine is tensor else value[tuple(slice(size) for size in mine.shape)])
+
+
+@torch.no_grad()
+def laid(tensor: Tensor, place: Place) -> Tensor:
+    """The tensor, or a copy of it that lies in this order."""
+    if Place.of(tensor).order == place.order:
+        return tensor
+    if is_row_major(place.shape, place.strides):
+        return tensor.contiguous()
+    return torch.empty_strided(place.shape, place.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def lay_states(optimizer: Optimizer) -> None:
+    """States of their parameter's shape lie as it does: fused optimizers go through both as through flat memory.
+
+    They don't where a model was given another memory format than the file or the worker that they come from.
+    """
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            continue  # an optimizer's own idea of it
+        alike = [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape]
+        for name in alike:
+            state[name] = laid(state[name], Place.of(parameter))
+
+
+class ModelLayout:
+    """How parameters lay in memory when the workers were compared; those that came later lie row-major everywhere."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._places: dict[nn.Parameter, Place] = {}
+        self.note(parameters)
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """At set-up: those that aren't known lie as they do now."""
+        new = [p for p in parameters if p not in self._places and p.layout == torch.strided and not is_lazy(p)]
+        self._places |= {p: Place.of(p) for p in new}
+
+    @torch.no_grad()
+    def restore(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """See that these, by default those that are trained, lie as they did.
+
+        Raises:
+            ValueError: one of all that are trained has another shape or type.
+        """
+        trained = [p for p in self._places if p.requires_grad]
+        for parameter in trained if parameters is None else parameters:
+            place = self._places.get(parameter) or Place.row_major(parameter)
+            # What was frozen may have become another meanwhile, on all workers: then nothing has its place yet.
+            if parameters is not None and (place.shape, place.dtype) != (parameter.shape, parameter.dtype):
+                place = Place.row_major(parameter)
+            if parameter in self._places:
+                place.check(parameter)
+            value = laid(parameter, place)
+            if value is not parameter:
+                parameter.data = value
+
+    def packing(self, pack: Pack) -> Pack:
+        """`pack` of parameters that lie as all workers' do: also of those that are freed later."""
+
+        def restored(parameters: Sequence[nn.Parameter]) -> list[Any]:
+            self.restore(parameters)
+            return pack(parameters)
+
+        return restored
