@@ -1,4 +1,4 @@
-"""Steps that draw, count, read and write by other means than torch's generator: once on every stage, as in one process."""
+"""Steps that draw, count, read and write by other means than torch's generator: once, as in one process."""
 
 import random
 from collections import deque
