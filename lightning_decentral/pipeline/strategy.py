@@ -99,8 +99,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
-        self.evaluation = StageEvaluation(self)
-        self._deferred, self._updates = Deferred(), 0
+        self.evaluation, self._deferred, self._updates = StageEvaluation(self), Deferred(), 0
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
         self._totals: StageTotals | None = None

@@ -31,8 +31,8 @@ OWN = (
 
 
 class StageTotals:
-    """From set-up to `close`: clipping by Lightning, `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, Lightning's `grad_norm`, and a
-    warning for any other reading of all parameters.
+    """From set-up to `close`: clipping, `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, Lightning's `grad_norm`,
+    and a warning for any other reading of all parameters.
     """
 
     def __init__(

@@ -16,8 +16,11 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from lightning_decentral.pipeline import Uniform
+from lightning_decentral.pipeline.compute.causal.trial import adapted
+from lightning_decentral.pipeline.compute.intercept import called
 from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_unserved
 from lightning_decentral.pipeline.wire.ownership import check_same_groups, settings_of
+from tests.pipeline.causal import built
 from tests.pipeline.training import Language, forked, pipeline
 
 
@@ -75,6 +78,13 @@ def test_what_the_refusal_says_trains(tmp_path: Path) -> None:
 def test_other_errors_of_configure_optimizers_stay_as_they_are() -> None:
     with pytest.raises(ValueError, match=r"^another$"), nothing_to_train(0, 2):
         raise ValueError("another")
+
+
+def test_generation_is_refused_in_its_own_words() -> None:
+    model, ids = adapted(built("llama")), torch.zeros(1, 4, dtype=torch.int64)
+    words = r"keys and values of an earlier call, as generate\(\) does, which no stage keeps: generate after the fit"
+    with pytest.raises(ValueError, match=words):
+        called(model, lambda: model.module.generate(ids, max_new_tokens=2, pad_token_id=0))
 
 
 # ---- groups that differ -------------------------------------------------------------------------------------------
