@@ -18,7 +18,7 @@ from lightning_decentral.pipeline.evaluation import StageEvaluation, evaluated
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
-from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_unserved
+from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, place_of
 from lightning_decentral.pipeline.stage_training import StageTraining, pipelined, said
 from lightning_decentral.pipeline.totals import StageTotals
@@ -185,13 +185,13 @@ class TokenPipelineStrategy(WorkersStrategy):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
-        # The bond is made later.
         options = {"planned": lambda: said(self.summary()), "average": lambda *of: self.bond.gradients(*of)}
         self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, **options)
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
+        refuse_replaced(self._totals is not None, self.drifts, self.optimizers)
         with nothing_to_train(self.stage, self.num_stages):
             super().setup_optimizers(trainer)
 

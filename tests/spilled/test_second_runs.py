@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_decentral import SpilledStrategy
+from lightning_decentral.spilled import OnDevice
 from tests.spilled.spilling import WIDTH, Chain, fit, rows, same_states
 
 SHORT: dict[str, Any] = {"max_steps": 4, "limit_val_batches": 0}
@@ -155,3 +156,23 @@ class KeptSquared(Kept):
 def test_other_derivatives_are_refused_by_name(module: type[LightningModule], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fit(module(), rows(), SpilledStrategy(), **SHORT)
+
+
+class Replacing(Callback):
+    """Other optimizers in the middle of a run."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        kind = torch.optim.SGD if trainer.global_step == 2 else torch.optim.LBFGS
+        pl_module.configure_optimizers = lambda: kind(pl_module.parameters(), lr=0.1)  # type: ignore[assignment]
+        if trainer.global_step >= 2:
+            trainer.strategy.setup_optimizers(trainer)
+
+
+def test_optimizers_may_be_replaced_and_are_looked_at_again() -> None:
+    torch.manual_seed(2)
+    loader = rows()
+    runs = [fit(Chain(), loader, how, callbacks=[Replacing()], **{**SHORT, "max_steps": 2})
+            for how in (SpilledStrategy(update=OnDevice()), "auto")]  # fmt: skip
+    assert same_states(*runs)
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(Chain(), loader, SpilledStrategy(update=OnDevice()), callbacks=[Replacing()], **SHORT)
