@@ -165,8 +165,8 @@ class TrainingStep:
             )
         return ValueError(
             f"training_step gives {type(self._pipe.model.module).__name__} other inputs on one stage than on another, "
-            "from the same batch: behind its call of the model it runs on the last stage alone, so draw and count "
-            "before the call, or in the dataset, with nothing that was drawn or counted behind it"
+            "from the same batch: behind its call of the model it runs on the last stage alone, so let nothing before "
+            "the call depend on what was drawn or counted behind it, nor on the rank"
         )
 
     def _computed(self) -> Tensor:
