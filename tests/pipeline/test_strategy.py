@@ -439,7 +439,7 @@ CASES = {
     "inputs": (
         Turning,
         {"devices": 2},
-        "gives GPT2LMHeadModel other inputs on one stage than on another, from the same",
+        "gives GPT2LMHeadModel other inputs on one stage than on another",
     ),
     "manual": (Manual, {"devices": 2}, "set automatic_optimization = True"),
     "two models": (
