@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -15,8 +16,9 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.wire.island import FullyShard, Island
 from lightning_decentral.gossip.wire.island_member import IslandMember, inside
 from lightning_decentral.shared.checkpoint.replica import WholeModel
+from lightning_decentral.shared.compute.redirect import Redirected
 from lightning_decentral.shared.evaluation import callbacks_of
-from lightning_decentral.shared.wire.fsdp import full_tensor, like, local, mapped, own_part
+from lightning_decentral.shared.wire.fsdp import WholeScalars, full_tensor, like, local, mapped, own_part
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 if TYPE_CHECKING:
@@ -162,17 +164,46 @@ class IslandModel(WholeModel):
 
 
 class WholeMatrices:
-    """Muon's matrices are whole where it orthogonalizes them, until `close`."""
+    """Muon's matrices are whole where it orthogonalizes them, and totals where hooks read them, until `close`."""
 
     def __init__(self, optimizers: Sequence[Optimizer], member: IslandMember) -> None:
+        self._totals = WholeTotals(member)
         self._muons = _muons(optimizers) if member.shards > 1 else []
         for muon in self._muons:
             # On the instance, over the method of its class: `close` has only to take it away.
             muon.change = member.change  # type: ignore[method-assign]
 
     def close(self) -> None:
+        self._totals.close()
         for muon in self._muons:
             vars(muon).pop("change", None)
+
+
+class WholeTotals:
+    """Single numbers that hooks read off shards, and Lightning's grad_norm, are the whole model's until `close`."""
+
+    def __init__(self, member: IslandMember) -> None:
+        sharded = member.shards > 1
+        self._served: list[WholeScalars | Redirected] = []
+        if sharded:
+            self._served = [WholeScalars(), Redirected(grads.grad_norm, _grad_norm)]
+
+    def close(self) -> None:
+        for served in self._served:
+            served.close()
+        self._served = []
+
+
+def _grad_norm(
+    _: Callable[..., Any], module: nn.Module, norm_type: float | str, group_separator: str = "/"
+) -> dict[str, Any]:
+    """As Lightning's, whose `torch.tensor` takes no shards. Collective."""
+    p = float(norm_type)
+    if p <= 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {p}")
+    found = [(name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None]
+    norms = {f"grad_{p}_norm{group_separator}{name}": full_tensor(grad.detach().norm(p)) for name, grad in found}
+    return {**norms, f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)} if norms else norms
 
 
 def _muons(optimizers: Sequence[Optimizer]) -> "list[Muon]":

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.checkpoint import PipelineCheckpoints
-from lightning_decentral.pipeline.clipping import GlobalNorm
 from lightning_decentral.pipeline.compute.activation_codec import Boundary, ExactActivations
 from lightning_decentral.pipeline.compute.deferred_init import Deferred, materialized
 from lightning_decentral.pipeline.compute.stage import Activations, Keep
@@ -19,9 +18,10 @@ from lightning_decentral.pipeline.evaluation import StageEvaluation, evaluated
 from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import OneForwardOneBackward, Schedule, ScheduleForecast
 from lightning_decentral.pipeline.plan.slicing import Slicing
-from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_unserved
+from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
 from lightning_decentral.pipeline.stage_layout import StageGroups, StageLayout, place_of
 from lightning_decentral.pipeline.stage_training import StageTraining, pipelined, said
+from lightning_decentral.pipeline.totals import StageTotals
 from lightning_decentral.pipeline.training_step import moved
 from lightning_decentral.pipeline.wire.cost_cache import CostCache
 from lightning_decentral.pipeline.wire.ownership import Ownership
@@ -92,22 +92,17 @@ class TokenPipelineStrategy(WorkersStrategy):
         if microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {microbatches}: 1 doesn't split the batch")
         self.stages, self.slicing, self.microbatches, self.cost_cache = stages, slicing, microbatches, cost_cache
-        self.schedule = schedule or OneForwardOneBackward()
-        self.partition = partition or Even()
-        self.activations = activations or Keep()
-        self.boundary = boundary or ExactActivations()
-        self.replicas = replicas or AverageGradients()
-        self.bond = Bond()
+        self.schedule, self.partition = schedule or OneForwardOneBackward(), partition or Even()
+        self.activations, self.boundary = activations or Keep(), boundary or ExactActivations()
+        self.replicas, self.bond = replicas or AverageGradients(), Bond()
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
         self.plans = SlicePlanner(self.schedule, microbatches, CostCache(cost_cache))
         """Slices of each length that came, and the measurements they rest on."""
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._attendance.join_groups)
-        self.evaluation = StageEvaluation(self)
-        self._deferred = Deferred()
+        self.evaluation, self._deferred, self._updates = StageEvaluation(self), Deferred(), 0
         self._groups: StageGroups | None = None
         self._stage: StageTraining | None = None
-        self._norm: GlobalNorm | None = None
-        self._updates = 0
+        self._totals: StageTotals | None = None
 
     # ---- who is who -------------------------------------------------------------------------------------------------
 
@@ -190,20 +185,20 @@ class TokenPipelineStrategy(WorkersStrategy):
             kept.update(holdings.kept)
         options: Any = {"schedule": self.schedule, "activations": self.activations, "boundary": self.boundary}
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
-        # The bond is made later.
         options = {"planned": lambda: said(self.summary()), "average": lambda *of: self.bond.gradients(*of)}
         self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, **options)
         mine = f"{counts[self.stage]} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
+        refuse_replaced(self._totals is not None, self.drifts, self.optimizers)
         with nothing_to_train(self.stage, self.num_stages):
             super().setup_optimizers(trainer)
 
     def prepare(self, wire: Wire | None) -> None:
         stage, layout, self._updates = self._stage, self.layout, 0
         assert stage is not None
-        self._norm = GlobalNorm(stage.pipe, stage.holdings, self.precision_plugin, self.optimizers, self.root_device)
+        self._totals = StageTotals(stage.pipe, stage.holdings, self._module, self.precision_plugin, self.optimizers)
         if self._groups is not None and layout.pipelines > 1:
             make = self._groups.replica_group, self._groups.replica_hosts
             self.bond = self.replicas.join(*make, self.root_device, layout.pipelines_per_node)
@@ -268,14 +263,14 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     def release(self) -> None:
         """Make the module whole again on every worker, unless an exception keeps the workers from meeting."""
-        if self._norm is not None:
-            self._norm.close()
+        if self._totals is not None:
+            self._totals.close()
         self.bond.release()
         self.bond, self.mean_model.apart = Bond(), False
         if self._stage is not None and not self.alone:
             self._module.zero_grad()
             self._stage.holdings.give_back(self.root_device)
-        self._stage, self._norm, self._groups = None, None, None
+        self._stage, self._totals, self._groups = None, None, None
 
     # ---- what users watch -------------------------------------------------------------------------------------------
 
@@ -283,6 +278,11 @@ class TokenPipelineStrategy(WorkersStrategy):
     def step_seconds(self) -> float:
         """Of the latest step's forward and backward on this stage, its waits included."""
         return 0.0 if self._stage is None else self._stage.seconds
+
+    def total(self, number: Tensor) -> Tensor:
+        """The sum of a number over the stages of this pipeline, during a fit. Collective."""
+        assert self._stage is not None, "stages sum between set-up and teardown"
+        return self._stage.pipe.total(number.detach().to(self.root_device, copy=True))
 
     def summary(self) -> dict[str, str]:
         together = f", replicas by {self.replicas!r}" if self.layout.pipelines > 1 else ""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_decentral.pipeline.compute.intercept import Suspended, called
 from lightning_decentral.pipeline.compute.loss import TargetCount, total, weighed
-from lightning_decentral.pipeline.compute.model import Call, Pipelined
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, checksum
 from lightning_decentral.pipeline.compute.padding import part_of, remember, tensors_in
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
@@ -165,8 +165,8 @@ class TrainingStep:
             )
         return ValueError(
             f"training_step gives {type(self._pipe.model.module).__name__} other inputs on one stage than on another, "
-            "from the same batch: behind its call of the model it runs on the last stage alone, so draw and count "
-            "before the call, or in the dataset, with nothing that was drawn or counted behind it"
+            "from the same batch: behind its call of the model it runs on the last stage alone, so let nothing before "
+            "the call depend on what was drawn or counted behind it, nor on the rank"
         )
 
     def _computed(self) -> Tensor:
@@ -227,13 +227,3 @@ def split(batch: Any, parts: int) -> list[Any]:
             f"number of rows, {parts} at least"
         )
     return [apply_to_collection(batch, Tensor, lambda tensor, m=m: part_of(tensor, parts, m)) for m in range(parts)]
-
-
-def checksum(inputs: Sequence[Tensor]) -> float:
-    """The same for the same inputs of all calls, on the host, and hardly for others."""
-    result = 0.0
-    for tensor in inputs:
-        flat = tensor.flatten().double()
-        # Weighed by place: the same tokens in another order are another batch.
-        result += float((flat * (torch.arange(flat.numel(), dtype=torch.float64) % 1009 + 1)).sum())
-    return result

@@ -101,10 +101,13 @@ class SpilledStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         _refuse_unserved(self.lightning_module)
         super().setup(trainer)
-        for optimizer in self.optimizers:
-            self.update.refuse(optimizer)
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = host_scaler(self.precision_plugin.scaler)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.update.refuse(optimizer)
 
     def model_to_device(self) -> None:
         module = self.lightning_module

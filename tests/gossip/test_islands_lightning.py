@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
@@ -301,3 +302,30 @@ class Counters(Callback):
             "said": strategy.summary()["bytes per worker and step"],
         }
         torch.save(row, self._folder / f"traffic-{trainer.global_rank}.pt")
+
+
+class Totals(Callback):
+    """What a hook reads of sharded gradients, and the same of whole ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, _: Any) -> None:
+        named = [(name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None]
+        found = grad_norm(pl_module, 2)
+        read = [float(sum(g.square().sum() for _, g in named)), max(float(g.max()) for _, g in named)]
+        whole = [(name, full_tensor(g)) for name, g in named]
+        wanted = [float(sum(g.square().sum() for _, g in whole)), max(float(g.max()) for _, g in whole)]
+        norms = [float(found[f"grad_2.0_norm/{name}"]) for name, _ in named]
+        rows = (
+            [*read, float(found["grad_2.0_norm_total"]), *norms],
+            [*wanted, wanted[0] ** 0.5, *(float(g.norm()) for _, g in whole)],
+        )
+        torch.save(rows, self._folder / f"totals.{trainer.global_rank}")
+
+
+def test_totals_that_hooks_read_off_shards_are_of_the_whole_model(tmp_path: Path) -> None:
+    in_processes(run, tmp_path, Net(), {"island": FullyShard(2)}, {"max_steps": 1}, [Totals(tmp_path)], None, 2)
+    rows = [torch.load(tmp_path / f"totals.{rank}") for rank in range(2)]
+    assert rows[0][0] == pytest.approx(rows[0][1], rel=1e-5)
+    assert rows[1][0] == pytest.approx(rows[0][0], rel=1e-6)

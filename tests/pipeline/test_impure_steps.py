@@ -1,4 +1,4 @@
-"""Steps that draw, count, read and write by other means than torch's generator: once on every stage, as in one process."""
+"""Steps that draw, count, read and write by other means than torch's generator: once, as in one process."""
 
 import random
 from collections import deque
@@ -91,3 +91,19 @@ class Before(Perceptron):
 def test_layers_in_front_of_the_model_would_not_be_trained(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"ValueError: training_step gives \w+ inputs that need gradients, which no"):
         forked(Before(), pipeline(2, slicing=None), tmp_path, **SHORT)
+
+
+class Sampled(Language):
+    """Evaluates at tokens that it draws, from other numbers on each stage."""
+
+    def on_validation_start(self) -> None:
+        random.seed(self.global_rank)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ids = (batch[0] + random.randrange(50)) % VOCABULARY
+        self.log("val", self.model(input_ids=ids).logits.mean())
+
+
+def test_an_evaluation_that_differs_between_stages_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="an evaluation gives LlamaForCausalLM other inputs on stage 0 than on the"):
+        forked(Sampled("llama"), pipeline(2), tmp_path, max_steps=1)

@@ -15,9 +15,13 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
+from lightning_decentral.optim import QuasiGlobalAdam
 from lightning_decentral.pipeline import Uniform
-from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_unserved
+from lightning_decentral.pipeline.compute.causal.trial import adapted
+from lightning_decentral.pipeline.compute.intercept import called
+from lightning_decentral.pipeline.refusals import nothing_to_train, refuse_replaced, refuse_unserved
 from lightning_decentral.pipeline.wire.ownership import check_same_groups, settings_of
+from tests.pipeline.causal import built
 from tests.pipeline.training import Language, forked, pipeline
 
 
@@ -75,6 +79,23 @@ def test_what_the_refusal_says_trains(tmp_path: Path) -> None:
 def test_other_errors_of_configure_optimizers_stay_as_they_are() -> None:
     with pytest.raises(ValueError, match=r"^another$"), nothing_to_train(0, 2):
         raise ValueError("another")
+
+
+def test_generation_is_refused_in_its_own_words() -> None:
+    model, ids = adapted(built("llama")), torch.zeros(1, 4, dtype=torch.int64)
+    words = r"keys and values of an earlier call, as generate\(\) does, which no stage keeps: generate after the fit"
+    with pytest.raises(ValueError, match=words):
+        called(model, lambda: model.module.generate(ids, max_new_tokens=2, pad_token_id=0))
+
+
+def test_optimizers_that_somebody_knows_are_not_replaced_in_a_fit() -> None:
+    sgd, adam = (kind([nn.Parameter(torch.ones(1))], lr=0.1) for kind in (torch.optim.SGD, QuasiGlobalAdam))
+    refuse_replaced(False, True, [adam])
+    refuse_replaced(True, False, [sgd])
+    with pytest.raises(ValueError, match="in the middle of a fit: pipelines that gossip know the former optimizers"):
+        refuse_replaced(True, True, [sgd])
+    with pytest.raises(ValueError, match="QuasiGlobalAdam's norm over all stages knows the former optimizers"):
+        refuse_replaced(True, False, [adam])
 
 
 # ---- groups that differ -------------------------------------------------------------------------------------------

@@ -381,6 +381,11 @@ class Weighted(Language):
 
 
 class Differing(Language):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [tensor.roll(self.global_rank, 0) for tensor in batch]
+
+
+class Turning(Language):
     def training_step(self, batch, batch_idx):
         return super().training_step([tensor.roll(self.global_rank, 0) for tensor in batch], batch_idx)
 
@@ -431,6 +436,11 @@ CASES = {
     ),
     "rows": (lambda: Language(batch=2), {"devices": 2, "microbatches": 3}, r"the batch have \[2\] rows"),
     "batches": (Differing, {"devices": 2}, "the stages of one pipeline read different batches"),
+    "inputs": (
+        Turning,
+        {"devices": 2},
+        "gives GPT2LMHeadModel other inputs on one stage than on another",
+    ),
     "manual": (Manual, {"devices": 2}, "set automatic_optimization = True"),
     "two models": (
         Two,

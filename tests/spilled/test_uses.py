@@ -1,5 +1,6 @@
 """What users and their callbacks see of spilling, and what is refused."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,13 +96,14 @@ class InPlace(Chain):
 
 
 class Counted(nn.Linear):
-    """Remembers, in no buffer, how often it was called."""
+    """Remembers, where nothing can put it back, how often it was called."""
 
-    calls = 0
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.numbers = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * self.calls
+        return super().forward(x) * next(self.numbers)
 
 
 class Remembers(Chain):
@@ -114,8 +116,7 @@ class Grows(Counted):
     """As a cache that is passed along does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return nn.functional.linear(x, self.weight[:, : WIDTH + 1 - self.calls])
+        return nn.functional.linear(x, self.weight[:, : WIDTH + 1 - next(self.numbers)])
 
 
 class Caches(Chain):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.pipeline.compute.activation_codec import Boundary
 from lightning_decentral.pipeline.compute.kv_cache import KVCache
-from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace
+from lightning_decentral.pipeline.compute.model import Call, Pipelined, Shape, StagePlace, checksum
 from lightning_decentral.pipeline.compute.repeatable import put_back, unchanged
 from lightning_decentral.pipeline.compute.stage import Activations, Stage
 from lightning_decentral.pipeline.compute.weight_grad import Apart, AtOnce
@@ -91,13 +91,18 @@ class StageRunner:
         return Program(own, in_step(stages, slices)[self.rank] if queued else two_ahead(own))
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
-        """The model's output, on every stage. Collective."""
+        """The model's output, on every stage. Collective.
+
+        Raises:
+            ValueError: this stage was asked something else than the last one.
+        """
         stages = self.schedule.actions(self.size, 1, len(slices))
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():
             _, stage = self._run([call], slices, lambda _, output: output, self._posting(forward, len(slices)))
         parts = stage.outputs.get(0, [])
-        return self._from_last(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None)
+        asked = checksum([call.inputs.cpu()])
+        return self._from_last(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else None, asked)
 
     def _run(
         self,
@@ -164,17 +169,28 @@ class StageRunner:
 
     # ---- what is said when a step ends --------------------------------------------------------------------------
 
-    def _from_last(self, tensor: Tensor | None) -> Tensor:
-        """The last stage's tensor, on every stage."""
+    def _from_last(self, tensor: Tensor | None, asked: float) -> Tensor:
+        """The last stage's tensor, on every stage.
+
+        Args:
+            asked: a checksum of what it answers, the same on all stages.
+        """
         if self.over is None:
             assert tensor is not None
             return tensor
         # Only the last stage knows type and shape: they travel first.
-        head = torch.zeros(10, dtype=torch.int64, device=self.device)
+        head = torch.zeros(11, dtype=torch.int64, device=self.device)
+        mine = torch.tensor(asked, dtype=torch.float64).view(torch.int64)
         if tensor is not None:
             head[: 2 + tensor.dim()] = torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
+            head[-1] = mine
         self.over.broadcast(head, self.size - 1).wait()
-        kind, dims, *shape = head.tolist()
+        kind, dims, *shape, theirs = head.tolist()
+        if theirs != int(mine):
+            raise ValueError(
+                f"an evaluation gives {type(self.model.module).__name__} other inputs on stage {self.rank} than on the "
+                "last one: give every stage the same batches, and draw from generators that all stages seed alike"
+            )
         values = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self.device)
         if tensor is not None:
             values.copy_(tensor)

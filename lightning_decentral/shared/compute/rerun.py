@@ -28,6 +28,7 @@ class Remembered:
         self._random: Any = random.getstate()
         self._numpy: Any = np.random.get_state()
         parts = [vars(part) for part in module.modules()]
+        self._names = [(held, frozenset(held)) for held in parts]
         own = [(held, name, value) for held in parts for name, value in held.items() if name not in TORCH]
         self._bound = [row for row in own if _rebound(row[2])]
         self._held = [(value, _copied(value)) for _, _, value in own if type(value) in HELD]
@@ -39,6 +40,9 @@ class Remembered:
         """As it was then; afterwards as it is now."""
         numbers, drawn = random.getstate(), np.random.get_state()
         back: list[Callable[[], None]] = []
+        for held, names in self._names:
+            for name in [name for name in held.keys() - names if _rebound(held[name])]:
+                back.append(_attribute(held, name, held.pop(name)))
         for held, name, value in self._bound:
             if name in held and held[name] is not value:
                 back.append(_attribute(held, name, held[name]))

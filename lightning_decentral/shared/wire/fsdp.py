@@ -193,6 +193,37 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 
+class WholeScalars:
+    """From its making to `close`, `float(x)` and `x.item()` of a sharded tensor are of the whole, not of this device's
+    part: a sum of squares, a maximum. Collective where the tensor isn't known everywhere."""
+
+    _open = 0
+
+    def __init__(self) -> None:
+        self._closed = False
+        WholeScalars._open += 1
+        _handlers()[_SCALAR] = _whole_scalar
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            WholeScalars._open -= 1
+            if not WholeScalars._open:
+                _handlers().pop(_SCALAR, None)
+
+
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+
+def _handlers() -> dict[Any, Any]:
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def _whole_scalar(_: Any, args: tuple[Tensor, ...], kwargs: Mapping[str, Any]) -> Any:
+    return full_tensor(args[0]).item()
+
+
 class ShardBucket(Bucket):
     """`flat` is a copy of this device's shards, which `adopt` reads and `store` writes: their storage is FSDP's."""
 

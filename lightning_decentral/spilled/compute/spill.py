@@ -210,8 +210,8 @@ class Run:
     def _unlike(self, reason: str) -> ValueError:
         return ValueError(
             f"block {self._block.name} gives another result when its backward runs it again{reason}: keep what it "
-            "remembers from call to call in buffers, draw random numbers from torch only, and pass no cache "
-            "(use_cache=False)"
+            "remembers from call to call in buffers, numbers or lists of its own, not in iterators, files or other "
+            "objects, draw from generators that it holds, and pass no cache (use_cache=False)"
         )
 
     def landed(self) -> list[Tensor | None]:

@@ -136,6 +136,11 @@ class CausalModel(Pipelined):
 
     def _refuse_foreign(self, given: Mapping[str, Any]) -> None:
         """ValueError for what a pipeline knows nothing of."""
+        if given.get("past_key_values") is not None:
+            raise ValueError(
+                f"{type(self.module).__name__} was called with keys and values of an earlier call, as generate() does, "
+                "which no stage keeps: generate after the fit, when the module is whole, or give all tokens each time"
+            )
         asked = {name: value for name, value in given.items() if value is not None and value is not False}
         if asked.get("logits_to_keep") == 0:  # all of them
             del asked["logits_to_keep"]

@@ -1,0 +1,132 @@
+"""Totals over parameters where a stage has a part of them: norms of gradients are those of all stages, once each.
+
+Whoever sums over `parameters()` by hand sums over one stage, which is said.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import grads
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from lightning_decentral.pipeline.clipping import GlobalNorm
+from lightning_decentral.pipeline.wire.ownership import Ownership
+from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
+from lightning_decentral.shared.compute.redirect import Redirected
+from lightning_decentral.shared.wire.objects import gather_objects
+
+OWN = (
+    *("lightning_decentral", "torch.nn.modules", "torch.nn.utils", "torch.optim.optimizer"),
+    *(f"{trainer}.{part}" for trainer in ("lightning.pytorch", "pytorch_lightning")
+      for part in ("core", "loops", "strategies", "trainer", "plugins", "utilities", "tuner")),
+)  # fmt: skip
+"""Modules whose reading of all parameters is for one stage, or is served here."""
+
+
+class StageTotals:
+    """From set-up to `close`: clipping, `torch.nn.utils.get_total_norm` and `clip_grad_norm_`, Lightning's `grad_norm`,
+    and a warning for any other reading of all parameters.
+    """
+
+    def __init__(
+        self,
+        pipe: StageRunner,
+        holdings: Ownership,
+        module: nn.Module,
+        precision: Precision,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._pipe, self._holdings = pipe, holdings
+        self._clipping = GlobalNorm(pipe, holdings, precision, optimizers, pipe.device)
+        cut = pipe.model.module
+        self._cut = {part for part in module.modules() if any(part_inside is cut for part_inside in part.modules())}
+        self._told = False
+        mine = [holdings.order[p] for p in (*holdings.tied, *holdings.outside)]
+        every = [mine] if pipe.over is None else gather_objects(pipe.over, mine)
+        self._several = list(dict.fromkeys(name for names in every for name in names))  # on more than one stage
+        pairs: Sequence[tuple[Callable[..., Any], Callable[..., Any]]] = (
+            (get_total_norm, self._total_norm),
+            (grads.grad_norm, self._grad_norm),
+            (nn.Module.named_parameters, self._named_parameters),
+        )
+        self._redirected = [Redirected(function, by) for function, by in pairs] if pipe.size > 1 else []
+
+    def close(self) -> None:
+        self._clipping.close()
+        for redirected in self._redirected:
+            redirected.close()
+        self._redirected = []
+
+    def _total_norm(self, original: Callable[..., Tensor], tensors: Any, norm_type: float = 2.0, *args: Any,
+                    **kwargs: Any) -> Tensor:  # fmt: skip
+        """Of gradients, over all stages; of any other tensors, as torch has it. Collective."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        names = {id(p.grad): name for p, name in self._holdings.order.items() if p.grad is not None}
+        if tensors and not any(id(tensor) in names for tensor in tensors):
+            return original(tensors, norm_type, *args, **kwargs)
+        parts: dict[str, list[Tensor]] = {name: [] for name in ("", *self._several)}
+        for tensor in tensors:  # a stage without any of them takes part
+            name = names.get(id(tensor), "")
+            parts[name if name in parts else ""].append(tensor)
+        mine = torch.zeros(len(parts), dtype=torch.float64, device=self._pipe.device)
+        for place, part in zip(mine, parts.values(), strict=True):
+            if part:
+                place.copy_(original(part, norm_type, *args, **kwargs))
+        rows = rows_of(mine, self._pipe.over)
+        # What stands on several stages is the same on each that has it.
+        total = torch.cat([rows[:, 0], rows[:, 1:].amax(0)]).norm(float(norm_type))
+        whole: Tensor = total.to(tensors[0].dtype if tensors else torch.get_default_dtype())
+        return whole
+
+    def _grad_norm(
+        self, original: Callable[..., dict[str, Any]], module: nn.Module, norm_type: Any, group_separator: str = "/"
+    ) -> dict[str, Any]:
+        """Of all stages' parameters, each once by the name that it has on the first stage with it. Collective."""
+        own, p = original(module, norm_type, group_separator), float(norm_type)
+        order, start = self._holdings.order, f"grad_{p}_norm{group_separator}"
+        mine = {
+            order.get(parameter, name): (f"{start}{name}", float(own[f"{start}{name}"]))
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
+        assert self._pipe.over is not None
+        found: dict[str, tuple[str, float]] = {}
+        for row in reversed(gather_objects(self._pipe.over, mine)):
+            found.update(row)
+        norms = {name: torch.tensor(value) for name, value in found.values()}
+        total = {f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)} if norms else {}
+        return {**norms, **total}
+
+    def _named_parameters(self, original: Callable[..., Iterator[Any]], part: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._told or part not in self._cut:
+            return original(part, *args, **kwargs)
+        return self._watched(original(part, *args, **kwargs))
+
+    def _watched(self, named: Iterator[Any]) -> Iterator[Any]:
+        yield from named
+        # Behind the last one: `next(self.parameters()).device` asks for no total.
+        reader = _reader(sys._getframe(1))
+        if reader is not None and not self._told:
+            self._told = True
+            stage = f"stage {self._pipe.rank} of {self._pipe.size}"
+            warnings.warn(
+                f"{reader} reads all parameters, which are those of {stage} alone: a norm, a number or an average over "
+                "them is this stage's. Lightning's grad_norm, torch's get_total_norm and clip_grad_norm_ are over all "
+                "stages; for others sum over trainer.strategy.total(number)",
+                stacklevel=2,
+            )
+
+
+def _reader(frame: FrameType | None) -> str | None:
+    """Who reads, behind torch's own functions; None for what needs no word."""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.modules"):
+        frame = frame.f_back
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return None if frame is None or name.startswith(OWN) else f"{name}, line {frame.f_lineno},"
