@@ -37,6 +37,16 @@ def new_board() -> str:
     return f"notices/{_boards}"
 
 
+class Gone:
+    """In place of a connection to the store that was given back, as is one whose store is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"the meeting is over: its store can't be asked for {name} any more")
+
+
+GONE: Any = Gone()
+
+
 @dataclass(frozen=True)
 class Ending:
     """Why a worker ended."""
@@ -71,6 +81,10 @@ class Notices:
         self.ignored = 0
         self._beats = self._agreed = 0
         self._endings: dict[int, Ending] = {}
+
+    def close(self) -> None:
+        """Give the connection back, whoever still holds this board."""
+        self._store = GONE
 
     def beat(self) -> None:
         """This worker lives."""
