@@ -150,6 +150,13 @@ class ReplicaHealth:
         found = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
         self._judge(sorted(found, key=lambda one: -one.apart))
 
+    def shown_alike(self, named: Mapping[str, Tensor]) -> bool:
+        """Whether all workers evaluate the same numbers, bit for bit; True where nobody can tell: of shards, and of
+        runs whose workers come and go. Collective."""
+        if self._of.replica_group() is None or any(map(is_sharded, named.values())):
+            return True
+        return all(len(set(of.values())) == 1 for of in self._grouped(self._same_stage(), bits(named)))
+
     def _together(self) -> Callable[[int], int] | None:
         """A number for every worker, the same for those that hold the same; None: there are no two."""
         if self._of.drifts:
