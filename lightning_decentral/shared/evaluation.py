@@ -125,7 +125,7 @@ class Evaluation:
         parameters = dict(self._of._module.named_parameters())
         if not self._of.health.shown_alike(parameters):
             tensors = list(parameters.values())
-            self._swapped_in = Swap(tensors, self._of.health.mean(tensors))
+            self._swapped_in = Swap(tensors, self._of.mean_model.mean_of(tensors))
 
     def _end(self) -> None:
         """Whoever swapped parameters in finds them again, bit for bit, before it takes them back."""
