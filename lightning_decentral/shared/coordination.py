@@ -164,7 +164,7 @@ class LoopPatches:
     def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall) -> None:
         self._trainer, self._stop, self._roll = trainer, stop, roll
         self._undo: list[Callable[[], None]] = []
-        self._epoch_ended = self._ended_one = False
+        self._epoch_ended = self._ended_one = self._took = False
         loop = trainer.fit_loop.epoch_loop
         self._undo.append(partial(setattr, loop, "max_steps", loop.max_steps))
         self._replace(loop, "_broadcast_sigterm_tensor", self._stop_if_agreed)
@@ -215,7 +215,7 @@ class LoopPatches:
         rank_zero_info("all workers stop after the same step; another Ctrl-C stops this process at once")
 
     def _end_batch(self, inner: Callable[[Any], None], fetcher: Any) -> None:
-        loop = self._trainer.fit_loop.epoch_loop
+        loop, self._took = self._trainer.fit_loop.epoch_loop, True
         if self._ends():  # before `inner`, which may validate, where all workers meet
             self._call_roll(lambda: loop._should_check_val_fx(fetcher) and not loop._skip_next_val)
         else:
@@ -255,6 +255,8 @@ class LoopPatches:
             self._refuse_no_batch()
         self._call_roll()  # does nothing where a batch was known to be the last
         self._epoch_ended, self._ended_one = False, True
+        if self._took:  # of a resumed epoch: Lightning would leave out a plateau's step, though metrics are new
+            self._trainer.fit_loop.restarting = False
         inner()
 
     def _call_roll(self, validates: Callable[[], bool] = bool) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from lightning_decentral.shared.replica_health import ReplicaHealth
-from lightning_decentral.shared.wire.mean import MeanModel, of_mean
+from lightning_decentral.shared.wire.mean import MeanModel, Swap, of_mean
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -93,12 +93,18 @@ class Evaluated(Protocol):
     def settle(self) -> None: ...
 
 
+def nothing() -> None:
+    return
+
+
 class Evaluation:
     """Of one strategy: what Lightning does once for all workers sees their mean, or replicas that are equal."""
 
     def __init__(self, of: Evaluated) -> None:
         self._of = of
-        self._before_others = BeforeOthers(self._begin)
+        self._before_others = BeforeOthers(self._begin, self._evaluate, self._end)
+        self._awaited = False  # whether the first batch is still to come
+        self._swapped_in: Swap | None = None
 
     def watch(self, trainer: Trainer) -> None:
         """From now on, until `close`."""
@@ -108,6 +114,25 @@ class Evaluation:
         self._of.health.check_equal()
         if self._of.shows_mean:
             self._of.mean_model.show(*self._of.averaged())
+            self._awaited = True
+
+    def _evaluate(self) -> None:
+        """At the first batch, behind all hooks that may have put other parameters in the mean's place: of workers that
+        each made them of a state of its own (an average in an optimizer, say) the mean is evaluated. Collective."""
+        if not self._awaited:
+            return
+        self._awaited = False
+        parameters = dict(self._of._module.named_parameters())
+        if not self._of.health.shown_alike(parameters):
+            tensors = list(parameters.values())
+            self._swapped_in = Swap(tensors, self._of.mean_model.mean_of(tensors))
+
+    def _end(self) -> None:
+        """Whoever swapped parameters in finds them again, bit for bit, before it takes them back."""
+        self._evaluate()  # a worker without a batch takes part
+        if self._swapped_in is not None:
+            self._swapped_in.undo()
+            self._swapped_in = None
 
     def arrive(self) -> None:
         """Land what is in flight; the mean of the workers for all where training ends at it. Collective."""
@@ -120,14 +145,18 @@ class Evaluation:
     def close(self) -> None:
         """The tensors are their owners' again."""
         self._of.mean_model.forget()
+        self._awaited, self._swapped_in = False, None
         self._before_others.remove()
 
 
 class BeforeOthers(Callback):
-    """Calls `begin` where a validation, test or prediction begins; the first of a trainer's callbacks, for one run."""
+    """Calls `begin` where a validation, test or prediction begins, `evaluate` at each batch, `end` where the last one
+    is over; the first of a trainer's callbacks, for one run."""
 
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
+    def __init__(
+        self, begin: Callable[[], None], evaluate: Callable[[], None] = nothing, end: Callable[[], None] = nothing
+    ) -> None:
+        self._begin, self._evaluate, self._end = begin, evaluate, end
         self._callbacks: list[Callback] = []
 
     def insert(self, trainer: Trainer) -> None:
@@ -142,5 +171,15 @@ class BeforeOthers(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
 
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        self._evaluate()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+
     on_test_start: Any = on_validation_start
     on_predict_start: Any = on_validation_start
+    on_test_batch_start: Any = on_validation_batch_start
+    on_predict_batch_start: Any = on_validation_batch_start
+    on_test_epoch_end: Any = on_validation_epoch_end
+    on_predict_epoch_end: Any = on_validation_epoch_end

@@ -111,6 +111,7 @@ class Attendance:
         self._together = Uncoordinated()
         self._presence: Presence | None = None
         self._notices: Notices | None = None
+        self._stop: StopAgreement | None = None
         self._store: Any = None
         self._fits = 0
 
@@ -210,7 +211,7 @@ class Attendance:
         assert self._presence is not None
         notices, presence = self._notices, self._presence
         place = notices.rank, notices.size, self.timeout.total_seconds()
-        stop = StopAgreement(self._store, notices.read, *place, presence.wake)
+        self._stop = stop = StopAgreement(self._store, notices.read, *place, presence.wake)
         self._together.close()  # set-up was watched
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
         self._together = Coordination(self.wire, trainer, optimizers, of, stop, presence, name)
@@ -260,7 +261,12 @@ class Attendance:
             if not alone:
                 with suppress(RuntimeError):  # the store is gone, as is whom there would be to wait for
                     self._say_goodbye(self._notices.rank, self._notices.size)
-        self._presence = self._notices = self._store = None
+            # Trainer and strategy refer to each other: what they hold waits for Python's collector, and an open
+            # connection with it.
+            self._notices.close()
+            if self._stop is not None:
+                self._stop.close()
+        self._presence = self._notices = self._store = self._stop = None
         self.ready = self._saving = False
 
     def _say_goodbye(self, rank: int, size: int) -> None:

@@ -34,6 +34,15 @@ WHY = {
 }
 
 
+ROUNDING = 1e-4
+"""Of a tensor's largest magnitude: workers that average exactly in every step are less apart."""
+OTHER_MODELS = (
+    "all_gather(sync_grads=True) while the workers' models differ: the others' rows (negatives, say) are of other "
+    "models than this worker's, and only near its own. For the loss of one model train by compressed or "
+    "partial_backprop, or by GossipStrategy(topology=Complete(), delay=0)"
+)
+
+
 class Replica(Protocol):
     """What is asked of the strategy whose replicas are judged."""
 
@@ -72,6 +81,7 @@ class ReplicaHealth:
     def __init__(self, of: Replica) -> None:
         self.left_out = 0
         self._of = of
+        self._gathered = False  # whether a gather with gradients was looked at
         self._told: dict[str, float] = {}  # the largest difference that was said
         self._constants: set[int] = set()
 
@@ -149,6 +159,24 @@ class ReplicaHealth:
         self._check_same_tensors(list(named.values()))
         found = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
         self._judge(sorted(found, key=lambda one: -one.apart))
+
+    def gathers(self, gradients: bool) -> bool:
+        """`gradients`; a warning, once, where rows of other models come with them. Collective, as what follows is."""
+        of, module = self._of, self._of.lightning_module
+        if gradients and of.drifts and not self._gathered and module is not None and any(of.rounds()):
+            self._gathered = True
+            every = self._grouped(self._same_stage(), looks(self._alike()))
+            if any(one.apart > ROUNDING for rows in every for one in unequal(rows)):
+                rank_zero_warn(OTHER_MODELS)
+        return gradients
+
+    def shown_alike(self, named: Mapping[str, Tensor]) -> bool:
+        """Whether all workers evaluate the same numbers, bit for bit; of shards nobody can tell: True. Collective."""
+        if any(map(is_sharded, named.values())):
+            return True
+        fixed = self._of.replica_group() is not None  # workers that come and go are all replicas
+        of_group = self._same_stage() if fixed else lambda rank: 0
+        return all(len(set(of.values())) == 1 for of in self._grouped(of_group, bits(named)))
 
     def _together(self) -> Callable[[int], int] | None:
         """A number for every worker, the same for those that hold the same; None: there are no two."""

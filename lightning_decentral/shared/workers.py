@@ -211,7 +211,7 @@ class WorkersStrategy(DDPStrategy):
         return self.meet(lambda: gather_world(value))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self.wire is None or sync_grads or group is not None:
+        if self.wire is None or self.health.gathers(sync_grads) or group is not None:
             return self.meet(partial(super().all_gather, tensor, group, sync_grads))
         return gather_rows(self.wire.world, tensor, self.meet)
 

@@ -13,7 +13,11 @@ from lightning_decentral.shared.checkpoint.worker import OF_MODELS, Checkpoints,
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
+from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.transport import connected
+
+LOADERS = "combined_loader"
+"""Where Lightning keeps the states of loaders, in its fit loop's; of one worker alone."""
 
 
 class WholeModel:
@@ -82,8 +86,18 @@ class ReplicaCheckpoints(Checkpoints):
             self._save_own(checkpoint, path, identity, storage_options)
             return
         mark = {"random": self._worker.gather(worker_state.random_state()), "mid_epoch": self.mid_epoch()}
+        mark |= self._loaders(checkpoint) if self._full(checkpoint) else {}
         full = {KEY: {**self._saving.mark(""), **mark}} if self._full(checkpoint) else {}
         self._saving.commit({**checkpoint, **full}, None, path, identity, storage_options)
+
+    def _loaders(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """How far each worker has read its data, where its loaders say so. Collective."""
+        states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        try:
+            return {"loaders": self._worker.gather(states.get(LOADERS))}
+        except NotPlain as error:
+            rank_zero_warn(f"the checkpoint holds the state of worker 0's loaders alone: {error}")
+            return {}
 
     def _full(self, checkpoint: Mapping[str, Any]) -> bool:
         return "optimizer_states" in checkpoint and bool(self._progress.rounds())
@@ -119,7 +133,7 @@ class ReplicaCheckpoints(Checkpoints):
             return checkpoint
         self._optimizers = mark.get("optimizers")
         if not mark.get("id"):
-            self._take_random(mark)
+            self._take_own(mark, checkpoint)
             return checkpoint
         own = self._reading.read_own(path, mark, weights_only, self._misfit(mark))
         if own is None:
@@ -127,10 +141,14 @@ class ReplicaCheckpoints(Checkpoints):
         self._restored = own.pop(KEY)
         return self.held.restored(own, checkpoint)
 
-    def _take_random(self, mark: Mapping[str, Any]) -> None:
-        """Of equal workers: only their random numbers are their own."""
+    def _take_own(self, mark: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
+        """Of equal workers: only their random numbers are their own, and how far each has read its data."""
+        rank = self._worker.global_rank
         if len(mark.get("random", ())) == self._worker.world_size:
-            self._random = mark["random"][self._worker.global_rank], mark["mid_epoch"]
+            self._random = mark["random"][rank], mark["mid_epoch"]
+            loaders = mark.get("loaders", {})
+            if loaders and loaders[rank] is not None:
+                checkpoint["loops"]["fit_loop"]["state_dict"][LOADERS] = loaders[rank]
 
     def _misfit(self, mark: Mapping[str, Any]) -> str | None:
         layout = self.held.layout
@@ -154,6 +172,8 @@ class ReplicaCheckpoints(Checkpoints):
         return False
 
     def resume(self) -> None:
+        if self._source is not None and self.fitting:
+            self._say_what_is_lost()
         if self._restored is not None:
             self.held.resume()
             self._mean_model.apart = self._restored["apart"]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import store
 from lightning_decentral.shared.checkpoint.reading import Reading
@@ -102,6 +103,17 @@ class Checkpoints(ABC):
         """Of these models' states over the workers. Collective."""
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
+
+    def _say_what_is_lost(self) -> None:
+        """Of a checkpoint that is resumed: Lightning steps a schedule of this kind after it has saved."""
+        configs = self._module.trainer.lr_scheduler_configs
+        monitored = dict.fromkeys(str(config.monitor) for config in configs if config.reduce_on_plateau)
+        if monitored:
+            rank_zero_warn(
+                f"resuming: ReduceLROnPlateau looks at {', '.join(monitored)}, which no checkpoint holds. Where the "
+                "save was due to be followed by its step, that step is lost, as under ddp: save within an epoch "
+                "(every_n_train_steps) to go on with the rates of the whole run"
+            )
 
     # ---- where we are -----------------------------------------------------------------------------------------------
 

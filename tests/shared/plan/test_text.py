@@ -27,13 +27,13 @@ READERS: dict[str, Callable[[Path], Any]] = {
 def test_what_is_no_utf_8_is_one_line_with_the_remedy(tmp_path: Path, reader: str, encoding: str) -> None:
     path = tmp_path / "given.csv"
     path.write_bytes("jobs: [{name: Größe, seconds: [1]}]".encode(encoding))
-    with pytest.raises(ValueError, match="given.csv is no UTF-8 text .byte .*: save it as UTF-8, or ") as error:
+    with pytest.raises(ValueError, match=r"given\.csv is no UTF-8 text \(byte .*\): save it as UTF-8, or ") as error:
         READERS[reader](path)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_byte_order_mark_is_none_of_the_text(tmp_path: Path) -> None:
     path = tmp_path / "jobs.yaml"
-    path.write_bytes("jobs: [{name: Größe, seconds: [1]}]".encode("utf-8-sig"))
+    path.write_bytes("jobs: [{name: Größe, pieces: [1]}]".encode("utf-8-sig"))
     assert text_of(path, "give a file").startswith("jobs")
     assert [queue.name for queue in read_jobs(path).queues] == ["Größe"]

@@ -25,7 +25,19 @@ SILENT_SECONDS = 2.5
 """A worker that didn't beat for so long, when another has been lost, is the one to blame."""
 LINGER_SECONDS = 1.5
 """Worker 0 takes the store with it: the others get so long to read why."""
+STORE_SECONDS = 10.0
+"""So long the store has to answer whoever ends; it takes milliseconds, and `SILENT_SECONDS` to find who is silent."""
 LONGEST_REASON = 500
+
+
+class Gone:
+    """In place of a connection to the store that was given back, as is one whose store is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"the meeting is over: its store can't be asked for {name} any more")
+
+
+GONE: Any = Gone()
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,10 @@ class Notices:
         self.ignored = 0
         self._beats = self._agreed = 0
         self._endings: dict[int, Ending] = {}
+
+    def close(self) -> None:
+        """Give the connection back, whoever still holds this board."""
+        self._store = GONE
 
     def beat(self) -> None:
         """This worker lives."""
@@ -158,6 +174,12 @@ ALL_LIVE = (
 )
 
 
+CUT_OFF = (
+    "the store doesn't answer, so this worker is cut off from the network, or worker 0 is stopped; see its own output, "
+    "then start all workers again from the last checkpoint"
+)
+
+
 class Presence:
     """One worker's place on the board: a thread that beats and reads, since whoever waits is blocked in a message.
 
@@ -213,15 +235,29 @@ class Presence:
     def leave(self, error: BaseException) -> None:
         """Tell the others why this worker ends; an error that says it lost a peer is given the reason in one line."""
         lost, phase = self.freed or is_loss(error), self.phase()
+        answers = True
         if lost:
             head = one_line(error).split(" (")[0].split(":")[0] if isinstance(error, PeerLost) else None
-            cause = self.notices.blame() or ALL_LIVE
+            answers, blamed = within(STORE_SECONDS, self.notices.blame)
+            cause = (blamed or ALL_LIVE) if answers else CUT_OFF
             error.args = (f"{head or f'worker {self.notices.rank} lost the others'} in {phase}: {cause}",)
         reason = one_line(error) if lost else f"{type(error).__name__}: {one_line(error)}"
+        if answers and within(STORE_SECONDS, lambda: self._end(Ending(reason[:LONGEST_REASON], phase, lost)))[0]:
+            time.sleep(LINGER_SECONDS if self.notices.rank == 0 else 0)
+
+    def _end(self, ending: Ending) -> None:
         with suppress(RuntimeError):  # the store is gone: so is who could read it
-            self.notices.end(Ending(reason[:LONGEST_REASON], phase, lost))
-            if self.notices.rank == 0:
-                time.sleep(LINGER_SECONDS)
+            self.notices.end(ending)
+
+
+def within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:
+    """(True, what it returned), or (False, None) where it doesn't come back in time: what is asked over a connection
+    that was cut waits for as long as the system keeps sending, a quarter of an hour."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), name="lightning_decentral-asks", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(found), found[0] if found else None
 
 
 def is_loss(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_decentral.shared.wire.meeting.notices import GONE
 from lightning_decentral.shared.wire.pending import PeerLost
 
 SIGNALS = range(1, 65)
@@ -47,6 +48,10 @@ class StopAgreement:
         self._promise: int | None = None
         self._stop: int | None = None
         self._lock, self._known = threading.Lock(), threading.Event()
+
+    def close(self) -> None:
+        """Give the connection back; what was agreed on stays."""
+        self._store = GONE
 
     def ask(self, signum: int) -> None:
         """This worker got a signal."""

@@ -1,6 +1,7 @@
 """Who is named as the cause of a loss: boards on one store in memory, without threads."""
 
 import json
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -109,3 +110,30 @@ def test_raw_words_of_the_transport_become_one_line(boards: list[Notices]) -> No
     assert str(error) == "worker 2 lost the others in step 6: worker 1 ended: ValueError: no luck (in step 6)"
     boards[0].look()
     assert boards[0]._endings[2].lost
+
+
+class Silent:
+    """A store behind a link that was cut: it is asked, and never answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*_: Any) -> None:
+            self.asked.append(name)
+            threading.Event().wait()
+
+        return ask
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_whoever_is_cut_off_ends_all_the_same(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    monkeypatch.setattr(notices, "STORE_SECONDS", 0.05)
+    store = Silent()
+    presence = Presence(Notices(store, 1, 2), lambda: "step 7")
+    error = PeerLost("worker 1 lost neighbour 0 (Timed out)") if lost else ValueError("no luck")
+    presence.leave(error)  # comes back
+    presence.close()
+    assert store.asked
+    cut = f"worker 1 lost neighbour 0 in step 7: {notices.CUT_OFF}"
+    assert str(error) == (cut if lost else "no luck")
