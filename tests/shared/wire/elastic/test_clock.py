@@ -25,7 +25,7 @@ def test_a_suspended_member_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
     member.step(lambda state, now: state.ticked(now))
     member.step(lambda state, now: state.told(told, now))
     member.sure(0.0)
-    away = clock.now() + 3600
-    monkeypatch.setattr(clock, "now", lambda: away)
+    before = clock.now
+    monkeypatch.setattr(clock, "now", lambda: before() + 3600)
     with pytest.raises(TimeoutError, match="neither the lobby nor enough members are heard"):
         member.sure(0.0)
