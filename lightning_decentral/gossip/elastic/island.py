@@ -82,6 +82,12 @@ class Leading(DeviceMember):
         broadcast_world({"value": value})
         return value
 
+    def founds(self) -> bool:
+        return bool(self._tell(super().founds))
+
+    def as_founded(self, value: Any) -> Any:
+        return self._tell(partial(super().as_founded, value))
+
     def healed(self) -> Any:
         return self._tell(super().healed)
 
@@ -134,6 +140,12 @@ class Following(DeviceMember):
         if "error" in said:
             raise RuntimeError(f"the first device of this worker ended: {said['error']}")
         return said["value"]
+
+    def founds(self) -> bool:
+        return bool(self._hear())
+
+    def as_founded(self, value: Any) -> Any:
+        return self._hear()
 
     def healed(self) -> Any:
         value = self._hear()

@@ -22,6 +22,8 @@ from lightning_decentral.shared.plan.elastic.dealing import Dealing
 from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.plain import pack as packed
 
+NOTHING: dict[str, dict[str, Any]] = {"callbacks": {}, "plateaus": {}}
+"""To be restored."""
 COUNTS = ("ready", "started", "processed", "completed")
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_decentral.gossip.elastic.course import Course
 from lightning_decentral.gossip.elastic.elastic import Elastic
@@ -22,6 +22,8 @@ from lightning_decentral.shared.plan.elastic.watch import Watch
 from lightning_decentral.shared.wire.elastic.frames import own_address
 from lightning_decentral.shared.wire.elastic.starter import title
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, Refuses, nothing
+
+Found = TypeVar("Found")
 
 
 class ElasticMember(Course):
@@ -65,15 +67,26 @@ class ElasticMember(Course):
             TimeoutError: nobody came.
             ValueError: the run's workers were given other things, or the lobby another least number of workers.
         """
-        try:
-            value = self.worker.healed(self._seconds)
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}") from None
+        value = self._in_time(self.worker.healed)
         least, told = self._elastic.workers[0], self.worker.membership.state.least
         if told != least:
             raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
         self._know(value)
         return value
+
+    def founds(self) -> bool:
+        """Whether the run begins with this worker, as soon as that is known. As `healed`."""
+        return self._in_time(self.worker.founds)
+
+    def as_founded(self, value: Any) -> Any:
+        """What the worker with whom the run began gave, the so-manieth time that all call this. As `healed`."""
+        return self._in_time(partial(self.worker.as_founded, value))
+
+    def _in_time(self, call: Callable[[float], Found]) -> Found:
+        try:
+            return call(self._seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}") from None
 
     def _know(self, value: Any) -> None:
         """Of before it takes part: where nobody is left to be asked when it does."""

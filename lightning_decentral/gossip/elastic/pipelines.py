@@ -122,7 +122,9 @@ class ElasticPipeline(ElasticRun):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Before it is known who trains, of this pipeline's stages."""
-        return broadcast_world(obj, src) if self._member is None else super().broadcast(obj, src)
+        return (
+            broadcast_world(obj, src) if self._member is None and self._early is None else super().broadcast(obj, src)
+        )
 
     def place(self, fitting: bool) -> None:
         self._beneath.place(fitting)

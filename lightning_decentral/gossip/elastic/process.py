@@ -1,6 +1,7 @@
 """What Lightning sees of an elastic worker: one process, its rank that of its age; and what all compute together."""
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from lightning_decentral.gossip.elastic.launcher import (
     started,
     starts_workers,
 )
+from lightning_decentral.gossip.elastic.logs import began, go_on, take_over
 from lightning_decentral.gossip.elastic.loops import plain
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.shared.compute.gathered import first_of, means_of, moved, on_device, reduced, stacked
@@ -37,6 +41,12 @@ class OneProcess(WorkersStrategy):
 
     batches: int
     _rank: int | None = None
+    _early: ElasticMember | None = None
+    """The member, while this worker is set up."""
+
+    _logs = False
+    """Whether it has been the one that logs."""
+
     _beside = 0
 
     def _configure_launcher(self) -> None:
@@ -66,6 +76,29 @@ class OneProcess(WorkersStrategy):
             later = self.cluster_environment.local_rank() > 0
             self._rank = int(later or (starts_workers(self.elastic, os.environ) and not started(os.environ)))
         super().set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """As ever. Then, for a fit, it is known with whom the run begins, before anybody opens a log or a folder."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._attendance.join_groups()
+            self._early = self.comes()
+            founds = self._early.founds()
+            self._rank_as(int(not founds))
+            versions = self.broadcast(began(trainer) if founds else None)
+            if not founds:
+                go_on(trainer.loggers, versions or ())
+
+    @abstractmethod
+    def comes(self) -> ElasticMember:
+        """Its member, which comes to the lobby."""
+
+    def _log_as_oldest(self, trainer: Trainer) -> None:
+        if self.global_rank == 0 and not self._logs:
+            self._logs = True
+            take_over(trainer)
 
     def setup_distributed(self) -> None:
         if self.devices > 1:
@@ -114,7 +147,9 @@ class OneProcess(WorkersStrategy):
         """Nobody waits: what is needed of others is asked for."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The oldest member's; what can't be sent is this worker's own."""
+        """The oldest member's; what can't be sent is this worker's own. In set-up, of the one that began the run."""
+        if self._member is None and self._early is not None:
+            return self._early.as_founded(obj)
         return self.together(obj, first_of) if plain("", obj) else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -1,12 +1,11 @@
 """A run whose workers come and go: each is a process and a Trainer of its own, or several; they meet at a lobby.
 
-Lightning sees one process everywhere: this binding alone knows the others. A round is as in `GossipStrategy`, over the
-members of the moment (`ElasticMember`); what Lightning does once for all workers is done by all, with their mean, and
-what it does by worker 0 is done by the oldest.
+Lightning sees one process everywhere: this binding alone knows the others. What Lightning does once for all workers is
+done by all, with their mean, and what it does by worker 0 is done by the oldest.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ from lightning_decentral.gossip.elastic.holding import Holding
 from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.loops import (
+    NOTHING,
     agreed_states,
     batches_of,
     calendar_of,
@@ -56,9 +56,6 @@ from lightning_decentral.shared.compute.layout.model import ModelLayout, describ
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
-
-NOTHING: Mapping[str, Any] = {"callbacks": {}, "plateaus": {}}
-"""To be restored."""
 
 
 class ElasticRun(WatchedProcess):
@@ -97,6 +94,11 @@ class ElasticRun(WatchedProcess):
         self._planned = self._processed = 0
         self._described: dict[str, str] = {}
         self._given = Given({}, {})
+
+    def comes(self) -> ElasticMember:
+        lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
+        # Asked where a donor gives something, for which set-up is over.
+        return member_of(lobby, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
@@ -138,14 +140,14 @@ class ElasticRun(WatchedProcess):
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
         if self._planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
         self._given = Given(settings_of(self, trainer), self._described)
-        self._member = member_of(lobby, seconds, self.wire, self.batches, self._given.refuses)
+        self._member, self._early = self._early or self.comes(), None
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
         self._held = self.holding(self._member)
         value = self._member.healed()
-        self._rank_as(0 if value is None and self._member.leads else 1)
+        self._logs = value is None and self._member.leads
+        self._rank_as(int(not self._logs))
         if value is not None:
             self._take(trainer, value["trainer"])
         if self._held.mixes:
@@ -242,6 +244,7 @@ class ElasticRun(WatchedProcess):
             leave_out(trainer, goes_on, member.round, left_out)
         member.enter(exchange)
         self._rank_as(member.place if member.leads else 1)
+        self._log_as_oldest(trainer)
         state = member.agreed(lambda: self._state(member, calendar))
         if state is not None:
             member.learn(state["run"])
@@ -309,7 +312,7 @@ class ElasticRun(WatchedProcess):
         self._mixers.settle()
 
     def teardown(self) -> None:
-        member, self._member = self._member, None
+        member, self._member, self._early = self._member or self._early, None, None
         if member is not None:
             member.leave()
         super().teardown()

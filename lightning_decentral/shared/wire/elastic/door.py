@@ -27,6 +27,8 @@ GREETING_SECONDS = 5.0
 """In which a guest greets, and in which it says the first of what it wants."""
 MOST_WAITING = 64
 """Guests that haven't greeted; one more, and the oldest goes."""
+LOOK_SECONDS = 1.0
+"""Until it is seen that the door was closed, where the system doesn't say so."""
 FULL_SECONDS = 0.1
 """Until the next try to accept where descriptors have run out."""
 LINES = 100
@@ -105,7 +107,8 @@ class Door:
     def close(self) -> None:
         """Nobody is let in any more, and who is, is shut out."""
         self._closed = True
-        shut(self._listening)  # wakes up who waits there
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes up the thread, which closes it
         for connection in list(self._open):
             shut(connection)
 
@@ -123,10 +126,11 @@ class Door:
                     self._refuse(selector, late, "a guest that doesn't greet")
             for connection in list(self._waiting):
                 self._drop(selector, connection)
+            self._listening.close()
 
-    def _patience(self) -> float | None:
-        first = min((greeting.until for greeting in self._waiting.values()), default=None)
-        return None if first is None else max(0.0, first - time.monotonic())
+    def _patience(self) -> float:
+        first = min((greeting.until for greeting in self._waiting.values()), default=float("inf"))
+        return min(LOOK_SECONDS, max(0.0, first - time.monotonic()))
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:

@@ -1,7 +1,6 @@
 """The lobby's server: beats come, words go, on one connection for each worker; it keeps no file and may be killed."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from lightning_decentral.shared.plan.elastic.lobby import Lobby, Words
 from lightning_decentral.shared.plan.elastic.messages import beat, plain
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
+from lightning_decentral.shared.wire.elastic import clock
 from lightning_decentral.shared.wire.elastic.door import GREETING_SECONDS, Once
 from lightning_decentral.shared.wire.elastic.frames import GREETING_BYTES, LARGEST_BYTES, Frames, frame, refusal, wanted
 
@@ -28,7 +28,7 @@ class LobbyServer:
     """
 
     def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
-        self._lobby, self._say = Lobby(bounds, times, time.monotonic(), settled=settled), say
+        self._lobby, self._say = Lobby(bounds, times, clock.now(), settled=settled), say
         self._say_once = Once(say)
         self._guests: dict[str, asyncio.StreamWriter] = {}
         self._paused = ""
@@ -45,7 +45,7 @@ class LobbyServer:
             ready(server.sockets[0].getsockname()[1])
             while True:
                 await asyncio.sleep(self._lobby.times.beat)
-                self._next(*self._lobby.ticked(time.monotonic()))
+                self._next(*self._lobby.ticked(clock.now()))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(of views so far, as far as they are there; those of the highest that haven't left). From any thread."""
@@ -68,7 +68,7 @@ class LobbyServer:
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         frames, greeted = Frames(GREETING_BYTES), False
-        end = time.monotonic() + GREETING_SECONDS
+        end = clock.now() + GREETING_SECONDS
         while more := await self._more(reader, end):
             for found in frames.feed(more):
                 if greeted:
@@ -77,18 +77,18 @@ class LobbyServer:
                     wanted(found, "lobby")
                     greeted, frames.most = True, LARGEST_BYTES
             if greeted:
-                end = time.monotonic() + SILENT_TIMES * self._lobby.times.dead_after
+                end = clock.now() + SILENT_TIMES * self._lobby.times.dead_after
 
     async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
         try:
-            return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - time.monotonic()))
+            return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - clock.now()))
         except TimeoutError:
             raise ValueError("a guest that says nothing") from None
 
     def _hear(self, found: Any, writer: asyncio.StreamWriter) -> None:
         heard = beat(found)
         self._guests[heard.sender] = writer
-        self._next(*self._lobby.heard(heard, time.monotonic()))
+        self._next(*self._lobby.heard(heard, clock.now()))
 
     def _next(self, lobby: Lobby, words: Words) -> None:
         before, self._lobby = self._lobby.view, lobby

@@ -12,6 +12,7 @@ from contextlib import suppress
 from lightning_decentral.shared.plan.elastic.member import Act, Fetch, Member, Return, Send
 from lightning_decentral.shared.plan.elastic.messages import Beat, plain, word
 from lightning_decentral.shared.plan.elastic.view import Times, View
+from lightning_decentral.shared.wire.elastic import clock
 from lightning_decentral.shared.wire.elastic.door import Once, warned
 from lightning_decentral.shared.wire.elastic.frames import Frames, Refused, connected, frame
 
@@ -67,7 +68,7 @@ class Membership:
     def step(self, step: Step) -> None:
         """The next state is what `step` makes of this one and the time; what follows from it is done."""
         with self.changed:
-            self._state, acts = step(self._state, time.monotonic())
+            self._state, acts = step(self._state, clock.now())
             self.changed.notify_all()
         for act in acts:
             self._do(act)
@@ -83,10 +84,10 @@ class Membership:
         Raises:
             TimeoutError: with why it waits.
         """
-        end = time.monotonic() + seconds
+        end = clock.now() + seconds
         with self.changed:
             while True:
-                now, state = time.monotonic(), self._state
+                now, state = clock.now(), self._state
                 round = max(state.mine.round, at_least)
                 view = state.view_of(round)
                 if view is not None and not state.waits(now):
@@ -102,9 +103,9 @@ class Membership:
         Raises:
             TimeoutError: they do, or nobody has said in so many seconds that they don't.
         """
-        end = time.monotonic() + seconds
+        end = clock.now() + seconds
         with self.changed:
-            while why := self._state.doubts(now := time.monotonic()):
+            while why := self._state.doubts(now := clock.now()):
                 if now > end or self._state.out:
                     raise TimeoutError(why)
                 self.changed.wait(min(self._state.times.beat, max(0.0, end - now)))

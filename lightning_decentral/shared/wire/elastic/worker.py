@@ -1,6 +1,7 @@
 """An elastic worker's parts on one machine: its membership, its connections, its healing.
 
 worker = ElasticWorker("10.0.0.1:29400", "10.0.0.7")
+worker.founds()                              whether the run begins with it; then `as_founded`, while it is set up
 value = worker.healed()                      None: its own parameters are those the run begins with
 while training:
     view, round = worker.begin(pace, copy)   then a step, and a round over `worker.links(view)`
@@ -18,12 +19,15 @@ from typing import Any
 from lightning_decentral.shared.plan.elastic.messages import Beat, beat, plain
 from lightning_decentral.shared.plan.elastic.view import Times, View, name_of, place_of
 from lightning_decentral.shared.wire.elastic.assembly import Assembly
+from lightning_decentral.shared.wire.elastic.beginnings import Beginnings, asked
 from lightning_decentral.shared.wire.elastic.door import Once
 from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive
 from lightning_decentral.shared.wire.elastic.healing import Donor, fetched
 from lightning_decentral.shared.wire.elastic.membership import Membership
 from lightning_decentral.shared.wire.elastic.mesh import Mesh
 
+AGAIN_SECONDS = 0.05
+"""Between two questions for what isn't decided yet."""
 Refuses = Callable[[Any], str]
 """Why what a member gives can't be taken; empty: it can."""
 
@@ -54,8 +58,9 @@ class ElasticWorker:
         weight: int = 1,
         refuses: Refuses = nothing,
     ) -> None:
-        self._donor = Donor(self._given)
+        self._donor, self.beginnings = Donor(self._given), Beginnings()
         self._refuses, self._refused = refuses, ""
+        self._set_up = threading.Event()
         changed = threading.Condition()
         self.assembly = Assembly("", place_of)
         served: dict[str, Callable[[socket.socket], None]] = {
@@ -63,6 +68,7 @@ class ElasticWorker:
             "beat": self._met,
             "meet": self.assembly.serve,
             "refuse": self._hear_of_refused,
+            "beginnings": self.beginnings.serve,
         }
         self.mesh = Mesh(host, "", served, changed)
         name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)
@@ -74,21 +80,50 @@ class ElasticWorker:
         self._say = Once()
         self.membership.start()
 
+    def founds(self, seconds: float) -> bool:
+        """Whether the run begins with this worker, as soon as that is known. As `healed`."""
+        self._until(lambda: bool(self.membership.state.mine.origin or self.membership.state.mine.donor), seconds)
+        return bool(self.membership.state.mine.origin)
+
+    def as_founded(self, value: Any, seconds: float) -> Any:
+        """What the worker with whom the run began gave, the so-manieth time that this is called; its own there.
+
+        Raises:
+            TimeoutError: nobody has said it in so many seconds.
+        """
+        nth, end = len(self.beginnings.given), time.monotonic() + seconds
+        while not (mine := self.membership.state.mine).origin:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                found, none, given = asked(place_of(mine.donor), nth) if mine.donor else (False, False, None)
+                if found:
+                    return self.beginnings.add(given)
+                if none:
+                    break
+            if time.monotonic() > end:
+                raise TimeoutError(f"{mine.donor or 'nobody'} didn't say how the run began")
+            time.sleep(AGAIN_SECONDS)
+        return self.beginnings.add(value)
+
     def healed(self, seconds: float) -> Any:
-        """What its donor gave; None: it begins the run with its own.
+        """What its donor gave; None: it begins the run with its own. This worker is set up.
 
         Raises:
             TimeoutError: nobody gave anything in so many seconds.
             ValueError: the lobby doesn't let this worker in, or it refuses what it would be given; and why.
         """
+        self.beginnings.close()
+        self._set_up.set()
+        self._until(lambda: bool(self.membership.state.mine.origin), seconds)
+        value, self._value = self._value, None
+        return value
+
+    def _until(self, holds: Callable[[], bool], seconds: float) -> None:
         of = self.membership
         with of.changed:
-            if not of.changed.wait_for(lambda: bool(of.state.mine.origin or of.refused or self._refused), seconds):
+            if not of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused), seconds):
                 raise TimeoutError(of.state.paused or of.trouble or self._failed or "no member has healed this worker")
-            if self._refused or not of.state.mine.origin:
+            if self._refused or not holds():
                 raise ValueError(self._refused or of.refused)
-            value, self._value = self._value, None
-            return value
 
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
         """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
@@ -152,6 +187,9 @@ class ElasticWorker:
         threading.Thread(target=self._fetch_from, args=args, name="lightning_decentral-heals", daemon=True).start()
 
     def _fetch_from(self, donor: str, place: str) -> None:
+        self._set_up.wait()  # a member that isn't set up would hold up the others
+        if self.membership.state.mine.donor != donor:
+            return
         try:
             value, origin, round = fetched(place, self.membership.state.times.dead_after)
         except (OSError, ValueError, KeyError, TypeError) as error:

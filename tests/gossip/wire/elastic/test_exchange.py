@@ -21,7 +21,7 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.plan.elastic.view import Times
-from lightning_decentral.shared.wire.elastic import healing, mesh
+from lightning_decentral.shared.wire.elastic import mesh, values
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 from tests import world
 from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess, ends_with
@@ -47,20 +47,20 @@ def dies_while_sending(armed: Any) -> None:
 
 
 def dies_while_healing() -> None:
-    healing.unpack = die  # type: ignore[attr-defined, assignment]
+    values.unpack = die  # type: ignore[attr-defined, assignment]
 
 
 def dies_while_serving(armed: Any) -> None:
     """One worker, the first that is asked after `armed` was set: when the newcomer has the head and nothing else."""
-    whole = healing.frame
+    whole = values.frame
 
     def frame(message: Any) -> bytes:
-        if "digest" in message and armed.is_set():
+        if "origin" in message and armed.is_set():
             armed.clear()
-            healing.raw_bytes = die  # type: ignore[attr-defined, assignment]
+            values.raw_bytes = die  # type: ignore[attr-defined, assignment]
         return whole(message)
 
-    healing.frame = frame  # type: ignore[attr-defined]
+    values.frame = frame  # type: ignore[attr-defined]
 
 
 def train(parent: int, lobby: str, pipe: Any, stop: Any, dies: Any, prepare: Callable[[], None] | None) -> None:

@@ -1,12 +1,15 @@
 """Passes over the examples: each is dealt to exactly one of those that are there when its pass ends."""
 
+import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_decentral.shared.plan.elastic import dealing as module
 from lightning_decentral.shared.plan.elastic.calendar import Calendar, rounds_before
 from lightning_decentral.shared.plan.elastic.dealing import Dealing
 from lightning_decentral.shared.plan.elastic.view import name_of, place_of, weight_of
@@ -82,6 +85,74 @@ def test_a_newcomer_that_knows_the_views_deals_as_the_others() -> None:
     for dealing in (there, newcomer):
         dealing.enter(35, "abc")
     assert np.array_equal(there.share(36, "c"), newcomer.share(36, "c"))
+
+
+class Whole(Dealing):
+    """Remembers everything."""
+
+    def _settle(self, tick: int) -> None: ...
+
+
+@pytest.mark.parametrize(("late", "kept", "examples"), [(5, 0, 97), (20, 3, 7), (60, 10, 2000)])
+def test_what_is_kept_is_bounded_and_a_newcomer_deals_as_all(
+    late: int, kept: int, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LATE_TICKS", late)
+    monkeypatch.setattr(module, "KEPT_VIEWS", kept)
+    draw = random.Random(late)
+    whole, own, newcomers = Whole(examples, 2), Dealing(examples, 2), list[Dealing]()
+    names, came, most = ["n0", "n1"], 2, 0
+    for tick in range(250):
+        if tick == 0 or draw.random() < 0.2:
+            names = [name for name in names if draw.random() < 0.8] or [f"z{tick}"]
+            if draw.random() < 0.6:
+                names, came = [*names, f"n{came}"], came + 1
+            first = max([tick - draw.randrange(late), *whole.views]) if draw.random() < 0.5 else tick
+            for dealing in (whole, own, *newcomers):
+                dealing.enter(first, names)  # as they hear of it, some time behind it
+        if draw.random() < 0.05:
+            newcomers = [*newcomers[-2:], Dealing(examples, 2)]
+            newcomers[-1].take(own.state())
+        for name in whole._members(tick):
+            share = whole.share(tick, name)
+            for dealing in (own, *newcomers):
+                assert np.array_equal(dealing.share(tick, name), share)
+        most = max(most, len(own.views) + len(own._starts))
+    assert most <= 2 * late + kept + 10
+    assert len(whole.views) > 25
+
+
+def test_a_newcomer_does_not_deal_passes_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permutation of each pass takes seconds, where there are many examples."""
+    monkeypatch.setattr(module, "LATE_TICKS", 5)
+    made, begun = list[int](), Dealing._begun
+
+    def counted(self: Dealing, of: Any) -> Any:
+        made.append(of.number)
+        return begun(self, of)
+
+    there, newcomer = (Dealing(examples=50, batch=3) for _ in range(2))
+    there.enter(0, "ab")
+    for tick in range(500):
+        there.share(tick, "a")
+    newcomer.take(there.state())
+    monkeypatch.setattr(Dealing, "_begun", counted)
+    for dealing in (there, newcomer):
+        dealing.enter(502, "abc")
+    assert np.array_equal(there.share(503, "c"), newcomer.share(503, "c"))
+    assert min(made) > 50
+
+
+def test_other_examples_begin_a_new_pass_for_all() -> None:
+    before, other, newcomer = Dealing(50, 3), Dealing(60, 3), Dealing(60, 3)
+    for tick, members in {0: "ab", 7: "abc"}.items():
+        before.enter(tick, members)
+    before.share(20, "a")
+    other.begin(before, 21)
+    newcomer.take(other.state())
+    taken = [i for tick in range(21, 28) for name in "abc" for i in other.share(tick, name)]
+    assert set(taken) == set(range(60))
+    assert np.array_equal(newcomer.share(30, "c"), other.share(30, "c"))
 
 
 def test_few_examples_are_repeated_and_strangers_have_no_share() -> None:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 
@@ -10,9 +11,11 @@ import pytest
 
 from lightning_decentral.shared.plan.elastic.messages import Beat, Word, plain, word
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
-from lightning_decentral.shared.wire.elastic.frames import connected, frame, receive
+from lightning_decentral.shared.wire.elastic.frames import Refused, connected, frame, receive, refusal
 from lightning_decentral.shared.wire.elastic.membership import Membership
 from lightning_decentral.shared.wire.elastic.starter import OwnLobby
+from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
+from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess
 
 pytestmark = pytest.mark.threads
@@ -139,3 +142,72 @@ def test_the_lobby_sees_a_connection_end_long_before_its_worker_counts_as_dead()
             assert hears(x, "x", 1, None).donor is None  # there is no room
         counts = count(2)
         until(lambda: hears(x, "x", next(counts), None).donor == ("a", "a:1"))
+
+
+def test_who_is_refused_is_told_at_once(lobby: LobbyProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "another")
+    worker = ElasticWorker(lobby.place, "127.0.0.1", Times(DEAD))
+    with pytest.raises(ValueError, match=f"the lobby at {lobby.place} refuses this worker: a guest of another job"):
+        worker.healed(SECONDS)
+    worker.leave()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", refusal("nobody here wants that")])
+def test_what_is_no_lobby_is_said_at_once(answer: bytes) -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        member = Membership(
+            "a", "a:1", place, lambda donor, at: None, lambda to, beat: None, Times(DEAD), say=said.append
+        )
+        member.start()
+        connection, _ = other.accept()
+        with connection:
+            connection.recv(1)
+            connection.sendall(answer)
+            until(lambda: bool(member.refused))
+        member.close()
+    assert place in member.refused
+    assert len(said) == 1
+
+
+def test_a_lobby_that_is_not_there_is_said_once() -> None:
+    said: list[str] = []
+    member = Membership(
+        "a", "a:1", "127.0.0.1:1", lambda donor, at: None, lambda to, beat: None, Times(0.2), say=said.append
+    )
+    member.start()
+    until(lambda: member.state.mine.count > 3)
+    member.close()
+    assert said == [f"{member.trouble}; trying again"]
+    assert "127.0.0.1:1 isn't heard: " in member.trouble
+
+
+def test_what_the_first_decided_in_set_up_is_given_to_all(lobby: LobbyProcess) -> None:
+    workers = [ElasticWorker(lobby.place, "127.0.0.1", Times(DEAD)) for _ in range(2)]
+    founds = [worker.founds(SECONDS) for worker in workers]
+    assert sorted(founds) == [False, True]
+    first, second = (workers[founds.index(of)] for of in (True, False))
+    with ThreadPoolExecutor(1) as waiting:
+        asked = waiting.submit(second.as_founded, "mine", SECONDS)
+        time.sleep(0.2)
+        assert not asked.done()
+        assert first.as_founded("the run's", SECONDS) == "the run's"
+        assert asked.result(SECONDS) == "the run's"
+    unsent = object()  # every worker has its own
+    assert first.as_founded(unsent, SECONDS) is unsent
+    assert second.as_founded("mine", SECONDS) == "mine"
+    assert first.healed(SECONDS) is None
+    assert second.as_founded("more", SECONDS) == "more"  # the first one was set up without
+    for worker in workers:
+        worker.leave()
+
+
+def test_a_refused_guest_is_said_once_by_the_lobby(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    lobby = OwnLobby(Bounds(1, 2), Times(600.0), lines.append)
+    for _ in range(5):
+        with connected(lobby.place, "tea", SECONDS) as guest, pytest.raises(Refused):
+            receive(guest)
+    assert [line for line in lines if line.startswith("refused")] == lines
+    assert len(lines) == 1

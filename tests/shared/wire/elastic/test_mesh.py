@@ -1,8 +1,10 @@
 """Messages among members: told apart by view, round and slot; what doesn't come any more is given up."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,6 +163,50 @@ def test_where_nobody_waits_nothing_is_kept_of_who_is_lost(pair: tuple[Mesh, Mes
     b.lose("a")
     assert not b._inbox
     assert not b.begun
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts descriptors as Linux shows them")
+@pytest.mark.parametrize("both", [True, False])
+def test_nothing_stays_of_members_that_ended(pair: tuple[Mesh, Mesh], both: bool) -> None:
+    """They sent, or were only sent something."""
+    a, _ = pair
+    before = threading.active_count(), descriptors()
+    for nth in range(8):
+        other = Mesh("127.0.0.1", f"c{nth}", {}, threading.Condition())
+        if both:
+            sent(other, a, 1)
+            assert a.take(Slot(other.name, 1, 1, 0), always)
+        sent(a, other, 1)
+        assert other.take(Slot("a", 1, 1, 0), always)
+        other.close()
+        if not both:  # its end is seen when something is sent
+            eventually(partial(_sends, a, other.name, other.place))
+    eventually(lambda: threading.active_count() <= before[0] and descriptors() <= before[1])
+    a.forget([f"c{nth}" for nth in range(8)])
+    kept = a.lost, a._lines, a._newest, a._floor, a.begun, a._inbox
+    assert not any(kept)
+
+
+def _sends(a: Mesh, name: str, place: str) -> bool:
+    a.send(name, place, 1, 2, 0, memoryview(b"x")).wait()
+    return name in a.lost
+
+
+def test_who_is_forgotten_is_heard_again_when_it_connects(pair: tuple[Mesh, Mesh]) -> None:
+    a, b = pair
+    sent(a, b, 5)
+    assert b.take(Slot("a", 1, 5, 0), always)
+    b.forget(["a"])
+    eventually(lambda: _sent_and_taken(a, b))
+
+
+def _sent_and_taken(a: Mesh, b: Mesh) -> bool:
+    sent(a, b, 6)
+    return b.take(Slot("a", 1, 6, 0), lambda: False) is not None
 
 
 def eventually(holds: Callable[[], bool]) -> None:

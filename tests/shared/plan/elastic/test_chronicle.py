@@ -1,0 +1,39 @@
+"""A long run's views: few are remembered, all are counted; what was missed is found or said."""
+
+import pytest
+
+from lightning_decentral.shared.plan.elastic.chronicle import KEPT_VIEWS, Missed, Tally, kept, new
+from lightning_decentral.shared.plan.elastic.view import View
+from lightning_decentral.shared.plan.elastic.watch import came_and_went
+
+
+def views(count: int) -> list[View]:
+    found, there = [], ("a", "b")
+    for number in range(1, count + 1):
+        before, there = there, (*there[1 if number % 3 else 0 :], f"n{number}")[-5:]
+        left = tuple(set(before) - set(there)) if number % 2 else ()
+        found.append(View(number, there, 10 * number, before, "a", 2, left))
+    return found
+
+
+def test_few_views_are_remembered_and_all_are_counted() -> None:
+    all_of_them, remembered, tally = views(300), dict[int, View](), Tally()
+    for view in all_of_them:
+        remembered, tally = kept({**remembered, view.number: view}, tally)
+    assert len(remembered) == KEPT_VIEWS
+    counted = came_and_went(remembered.values())
+    told = tuple(a + b for a, b in zip(counted, (tally.came, tally.lost, tally.left), strict=True))
+    assert told == came_and_went(all_of_them)
+    assert max(tally.most, *(len(v.members) for v in remembered.values())) == max(len(v.members) for v in all_of_them)
+
+
+def test_one_view_that_was_missed_is_found_and_more_are_said() -> None:
+    first, second, third, fourth = views(4)
+    found = new({1: first}, third, lambda number: [25, 20] if number == 2 else [])
+    assert [(v.number, v.members, v.first_round) for v in found] == [(2, second.members, 20), (3, third.members, 30)]
+    assert came_and_went([first, *found]) == came_and_went([first, second, third])
+    assert new({1: first, 2: second}, second, lambda number: []) == []
+    assert new({2: second}, first, lambda number: []) == []  # older than what is remembered
+    for known, firsts in ((1, [20]), (2, [])):
+        with pytest.raises(Missed, match=f"knows view {known}, is in view 4, .* start it again"):
+            new({known: views(4)[known - 1]}, fourth, lambda number, firsts=firsts: firsts)
