@@ -54,7 +54,5 @@ def test_loaders_of_several_lengths_are_refused_by_name() -> None:
 
 def test_a_founder_with_other_data_than_the_oldest_is_refused() -> None:
     refuse_other_calendar(Calendar(20, before=3), Calendar(20))
-    with pytest.raises(
-        ValueError, match="oldest worker has 20 batches, 1 in a step, and of this one 21"
-    ):
+    with pytest.raises(ValueError, match="oldest worker has 20 batches, 1 in a step, and of this one 21"):
         refuse_other_calendar(Calendar(21), Calendar(20))
