@@ -3,10 +3,18 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lightning_decentral.gossip.elastic.loops import agreed_states, restored
+from lightning_decentral.gossip.elastic.loops import (
+    agreed_states,
+    refuse_combined,
+    refuse_other_calendar,
+    refuse_several_lengths,
+    restored,
+)
+from lightning_decentral.shared.plan.elastic.calendar import Calendar
 
 
 def of(metrics: list[float]) -> Any:
@@ -29,3 +37,22 @@ def test_a_schedule_that_follows_a_metric_is_the_members_own() -> None:
     rates = [trainer.optimizer.param_groups[0]["lr"] for trainer in (member, newcomer)]
     assert rates[0] < 0.1
     assert rates[1] == rates[0]
+
+
+def test_loaders_of_several_lengths_are_refused_by_name() -> None:
+    calendar = Calendar(20)
+    refuse_several_lengths(20, calendar)
+    with pytest.raises(ValueError, match="loaders of 20 and of 40 batches don't go together"):
+        refuse_several_lengths(40, calendar)
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[1, 2]), max_batches=40)
+    trainer: Any = SimpleNamespace(fit_loop=loop)
+    with pytest.raises(ValueError, match="2 loaders make an epoch of 40 batches, and an elastic run's has 20"):
+        refuse_combined(trainer, calendar)
+    loop.max_batches = 20
+    refuse_combined(trainer, calendar)
+
+
+def test_a_founder_with_other_data_than_the_oldest_is_refused() -> None:
+    refuse_other_calendar(Calendar(20, before=3), Calendar(20))
+    with pytest.raises(ValueError, match="oldest worker has 20 batches, 1 in a step, and of this one 21"):
+        refuse_other_calendar(Calendar(21), Calendar(20))

@@ -229,11 +229,7 @@ class ElasticRun(WatchedProcess):
         return calendar_of(self._module.trainer, dataloader, weights)
 
     def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
-        """The next round.
-
-        Args:
-            calendar: makes the run's, where this worker is the oldest of the first view.
-        """
+        """The next round. `calendar` makes the run's, where this worker is the oldest of the first view."""
         member, exchange, trainer = self._member, self._exchange, self._module.trainer
         assert member is not None
         assert exchange is not None
