@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 from hardware import description, slug
-from quiet_recipe import built, composed
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from quiet_recipe import built, composed, own_batches
 from rehearsed import crew_of
 from rehearsed_seconds import HOSTS, RECIPES, SEED
 from rich.console import Console
 from rich.progress import track
 
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.rehearse import METHODS
-from lightning_decentral.planner.rehearsal.worker import configured, quiet
+from lightning_decentral.planner.rehearsal.worker import QUIET, quiet
 
 COST_STEPS, TURNS, PLAIN = 30, 3, "plain"
 
@@ -42,15 +43,16 @@ def shares() -> dict[str, float]:
 def _plain_share() -> float:
     cfg = composed([*RECIPES["gpt"].words], SEED)
     data, module, _ = built(cfg)
-    optimizer, _ = configured(quiet(module).train(), RECIPES["gpt"].steps)
-    batches = shared_out(loader_of(module, data), HOSTS)[0](0)
+    module.trainer = Trainer(max_steps=RECIPES["gpt"].steps, **QUIET)
+    (optimizer,), *_ = _configure_optimizers(quiet(module).train().configure_optimizers())
+    batches = own_batches(data, HOSTS, 0)
     rows = [next(batches) for _ in range(3 + COST_STEPS)]
 
     def train(some: list[Any]) -> None:
         for index, batch in enumerate(some):
             loss = module.training_step(batch, index)
             optimizer.zero_grad()
-            loss.backward()
+            module.backward(loss)
             torch.nn.utils.clip_grad_norm_(module.parameters(), cfg.trainer.gradient_clip_val)
             optimizer.step()
 
@@ -72,23 +74,18 @@ def _share(words: str) -> float:
 
 def _counted(module: Any) -> list[float]:
     """Seconds of each forward and backward from now on."""
-    forward, found = module.training_step, []
+    found: list[float] = []
 
-    def step(*batch: Any) -> torch.Tensor:
-        begun = time.process_time()
-        loss = forward(*batch)
-        backward = loss.backward
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            begun = time.process_time()
+            result = call(*given)
+            found.append(time.process_time() - begun)
+            return result
 
-        def timed() -> None:
-            start = time.process_time()
-            backward()
-            found.append(time.process_time() - start)
+        return counted
 
-        loss.backward = timed
-        found.append(time.process_time() - begun)
-        return loss  # type: ignore[no-any-return]
-
-    module.training_step = step
+    module.training_step, module.backward = timed(module.training_step), timed(module.backward)
     return found
 
 

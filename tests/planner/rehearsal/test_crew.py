@@ -37,7 +37,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.partial import AutoFreeze, Staircase
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.rehearsal.loop import Loop
 from tests.gossip.test_lightning import Inspect, seen
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
