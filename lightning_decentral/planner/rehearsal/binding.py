@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
@@ -228,16 +230,25 @@ class Binding(DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's; gradients are averaged before hooks see them, as in ddp."""
         plugin, module = self.precision_plugin, self._module
-        loss = plugin.pre_backward(closure_loss, module)
+        loss, ends = plugin.pre_backward(closure_loss, module), [] if self.member.drifts else [self._average]
+
+        def end() -> None:
+            while ends:
+                ends.pop()()
+
+        if is_overridden("backward", module) and loss.device.type == "cpu":  # what follows in it sees means, too
+            loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
         with self.member.backward():
             back = partial(plugin.backward, loss, module, optimizer, *args, **kwargs)
             self._common.way.backward(self.global_rank, back)
-        if not self.member.drifts:
-            self._common.way.end(self.global_rank)
-            if self._begun % LOOK == 0:
-                self._common.look()
-            self.member.average()
+        end()
         return plugin.post_backward(loss, module)
+
+    def _average(self) -> None:
+        self._common.way.end(self.global_rank)
+        if self._begun % LOOK == 0:
+            self._common.look()
+        self.member.average()
 
 
 def joinable(optimizer: Optimizer) -> bool:

@@ -170,11 +170,12 @@ class Crew:
         with self._running():
             self._common.quota.allow(steps)
         errors = [worker.error for worker in self.workers if worker.error is not None]
-        if errors:  # not of those who then waited in vain
-            raise next((e for e in errors if not isinstance(e, (ConnectionError, BrokenBarrierError))), errors[0])
+        for error in errors:
+            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # of those who then waited in vain
+                raise error
         rows = [worker.binding.losses for worker in self.workers]
         taken = min(map(len, rows))
-        if taken < steps:
+        if taken < steps or errors:
             name = type(self.workers[0].module).__name__
             raise ValueError(f"the training of {name} ended after {taken} of {steps} steps: rehearse fewer steps")
         self.losses += [torch.stack(losses) for losses in list(zip(*rows, strict=True))[self._steps :]]

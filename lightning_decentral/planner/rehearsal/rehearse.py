@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
@@ -98,6 +99,8 @@ def rehearse(
     most = (threads or torch.get_num_threads()) if place == CPU else 1
     given = data_of(data)
     evaluation = Evaluation(module, held_out(module, given, validation), place, most)
+    if left_out := [name for name in dir(LightningModule) if "on_validation" in name and is_overridden(name, module)]:
+        say(f"not called, as a rehearsal validates by training_step: {', '.join(left_out)} of {type(module).__name__}")
     course = Course(steps, target, evaluation, clock.tick)
     ask = Ask(module, given, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
     chosen = METHODS if methods is None else _asked(methods)

@@ -59,7 +59,7 @@ class OwnTurn(Turn):
     def __enter__(self) -> None:
         super().__enter__()
         set_generators(self._own.states, self._device)
-        rank_zero_only.rank = self._own.rank
+        rank_zero_only.rank = self._own.rank  # type: ignore[attr-defined]
 
     def __exit__(self, *_: object) -> None:
         self._own.states = generators(self._device)
@@ -83,7 +83,7 @@ class OwnTurn(Turn):
             yield
         finally:
             set_generators(states, self._device)
-            rank_zero_only.rank = rank
+            rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 class Meeting:
@@ -106,11 +106,15 @@ class Meeting:
 
 
 class Quota:
-    """Steps that workers may take, all alike; who has taken them waits for more."""
+    """Steps that workers may take, all alike; who has taken them waits for more.
+
+    Attributes:
+        allowed: so many in all.
+    """
 
     def __init__(self, turn: Turn, workers: int) -> None:
         self._turn, self._changed = turn, Condition()
-        self._allowed, self._closed = 0, False
+        self.allowed, self._closed = 0, False
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
@@ -119,10 +123,10 @@ class Quota:
         Raises:
             Ended: nobody asks for it.
         """
-        if taken >= self._allowed or self._closed:
+        if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
                 self._has(rank, taken)
-                self._changed.wait_for(lambda: self._closed or taken < self._allowed)
+                self._changed.wait_for(lambda: self._closed or taken < self.allowed)
         if self._closed:
             raise Ended
 
@@ -138,7 +142,7 @@ class Quota:
     def allow(self, steps: int) -> None:
         """So many in all; returns when all workers have taken them, or can't."""
         with self._changed:
-            self._allowed = steps
+            self.allowed = steps
             self._changed.notify_all()
             self._changed.wait_for(lambda: min(self._taken) >= steps)
 

@@ -73,6 +73,8 @@ class Worker:
         try:
             with self._common.turn:
                 self._trainer.fit(self.module, **{given: self._data})
+            if len(self.binding.losses) < self._common.quota.allowed:  # the others would wait for it
+                self._common.close()
         except Ended:
             pass
         except BaseException as error:

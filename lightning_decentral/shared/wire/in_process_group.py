@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import ReduceOp, distributed_c10d
 from torch.futures import Future
 
@@ -42,7 +42,7 @@ class InProcessGroup(dist.ProcessGroup):
     """One worker's default group. A call has ended when it returns."""
 
     def __init__(self, over: InProcessTransport) -> None:
-        super().__init__(over.rank, over.size)
+        super().__init__(over.rank, over.size)  # type: ignore[call-arg]
         self._over = over
 
     def rank(self) -> int:
@@ -54,7 +54,7 @@ class InProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's)
         return BACKEND
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         operation = ReduceOp.SUM if opts is None else opts.reduceOp
         for tensor in tensors:
             if operation == ReduceOp.SUM:
@@ -68,7 +68,7 @@ class InProcessGroup(dist.ProcessGroup):
         pending.wait()
         return rows
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         for rows, tensor in zip(outputs, inputs, strict=True):
             torch._foreach_copy_(list(rows), self._gathered(tensor))
         return _done(outputs)
@@ -77,9 +77,9 @@ class InProcessGroup(dist.ProcessGroup):
         output.copy_(torch.cat([row.reshape(-1) for row in self._gathered(tensor)]).view_as(output))
         return _done(output)
 
-    all_gather_single = _allgather_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         for tensor in tensors:
             self._over.broadcast(tensor, 0 if opts is None else opts.rootRank).wait()
         return _done(tensors)

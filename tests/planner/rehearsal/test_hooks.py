@@ -76,7 +76,7 @@ class Traced(LightningModule):
         weight = self.net[0].weight
         gradient = None if weight.grad is None else float(weight.grad.double().sum())
         self.trace.append((name, *moment, float(weight.double().sum()), gradient))
-        if self.moves:
+        if self.moves and not name.startswith("configure_callbacks"):  # before seeds are set: a fork has random ones
             weight += NUDGE * (torch.rand(()) + np.random.rand() + random.random())
 
 
@@ -173,7 +173,8 @@ def test_every_hook_is_called_when_it_is_in_a_run(tmp_path: Path, name: str) -> 
     for rank, trace in enumerate(rehearsed(Everything, TracedData, name)):
         real = torch.load(tmp_path / f"{rank}.pt")
         called |= {entry[0] for entry in real}
-        assert trace[: len(real)] == real
+        end = [entry[0] for entry in real].index("on_train_end ended")  # then a run of gossip takes the workers' mean
+        assert trace[:end] == real[:end]
     names = {f"data.{hook}" for hook in DATA_HOOKS - ONCE - DATA_NEVER} | (HOOKS - NEVER)
     assert names - called <= {"teardown", "data.teardown", "data.on_exception"}  # a new one has to be looked at
 

@@ -55,7 +55,7 @@ def test_collectives_are_everybodys() -> None:
     ("name", "call"),
     [
         ("reduce_scatter", lambda: dist.reduce_scatter(torch.zeros(1), [torch.zeros(1)] * SIZE)),
-        ("send", lambda: dist.send(torch.zeros(1), 0)),
+        ("send", lambda: dist.send(torch.zeros(1), (dist.get_rank() + 1) % SIZE)),
         ("new_group", lambda: dist.new_group([0, 1])),
         ("by", lambda: dist.all_reduce(torch.zeros(1, dtype=torch.int), dist.ReduceOp.BAND)),
     ],
