@@ -50,7 +50,7 @@ class Common:
         mixes: whether workers that drift have rounds.
     """
 
-    strategy: Strategy
+    strategy: object
     loop: Loop
     boxes: Mailboxes
     turn: OwnTurn

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor
@@ -63,7 +62,7 @@ class Crew:
         self,
         module: LightningModule,
         batches: Callable[[int], Any],
-        strategy: Strategy,
+        strategy: object,
         workers: int,
         steps: int,
         *,

@@ -25,6 +25,7 @@ from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, genera
 from lightning_decentral.planner.rehearsal.ways import Way
 from lightning_decentral.planner.rehearsal.worker import Worker, quiet
 
+LOGGING = ("log", "log_dict")
 VALUES = (bool, int, float, str, type(None))
 """What a batch may hold beside tensors, alike for all workers."""
 
@@ -114,13 +115,13 @@ class Stacked(Way):
 @contextmanager
 def muted(module: LightningModule) -> Iterator[None]:
     """Within, `self.log` says nothing: a value of all workers is no worker's metric."""
-    own = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
+    own: dict[str, Any] = {name: module.__dict__.pop(name) for name in LOGGING if name in module.__dict__}
     quiet(module)
     try:
         yield
     finally:
-        for name in ("log", "log_dict"):
-            module.__dict__.pop(name, None)
+        for name in LOGGING:
+            module.__dict__.pop(name)
         module.__dict__.update(own)
 
 

@@ -4,7 +4,7 @@
     all_reduce, all_gather, broadcast, barrier, and objects      over the threads' mailboxes
 
 For code that asks torch.distributed itself: streams that share themselves out, metrics, Lightning's own collectives.
-Beside `transport` the one file that imports torch.distributed: it answers, and opens nothing.
+It imports torch.distributed to answer in its place, and opens nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence

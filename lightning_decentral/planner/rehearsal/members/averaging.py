@@ -123,7 +123,8 @@ class Averaging(Member):
         pairs = [] if self._place.worker == 0 else list(zip(self._parameters, rows, strict=True))
         dense = [(p.grad, row) for p, row in pairs if _dense(p.grad) and _dense(row)]
         if dense:
-            torch._foreach_copy_(*map(list, zip(*dense, strict=True)))
+            own, means = zip(*dense, strict=True)
+            torch._foreach_copy_(own, means)
         for parameter, row in pairs:
             if not (_dense(parameter.grad) and _dense(row)):
                 parameter.grad = None if row is None else row.clone()
