@@ -109,13 +109,14 @@ def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Cre
     """(What makes the crew at a learning rate, what its losses are taken by)."""
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(data_of(data), workers)
+    given = data_of(data)
+    batches, epoch = shared_out(given, workers)
     clip = cfg.trainer.gradient_clip_val
 
     def make(rate: float) -> Crew:
         return Crew(module, batches, strategy_of(words), workers, STEPS, loop=Loop(clip, rate, epoch, STEPS))
 
-    return make, Evaluation(module, held_out(module, data, None))
+    return make, Evaluation(module, held_out(module, given, None))
 
 
 def apart(recipe: str) -> Iterator[dict[str, Any]]:

@@ -44,7 +44,11 @@ NEVER = {
 }
 DATA_HOOKS = public(LightningDataModule, object)
 DATA_NEVER = {
-    *(name for name in DATA_HOOKS if any(part in name for part in ("dataloader", "state_dict", "hparams"))),
+    *(
+        name
+        for name in DATA_HOOKS
+        if any(part in name for part in ("dataloader", "checkpoint", "state_dict", "hparams"))
+    ),
     *("from_datasets", "on_exception", "save_hyperparameters"),
 }
 ONCE = {"prepare_data", "setup"}
