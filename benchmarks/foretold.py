@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from hardware import description, slug
-from quiet_recipe import built, composed
+from quiet_recipe import built, composed, own_batches
 from rich.console import Console
 from rich.progress import track
 from torch import nn
@@ -48,14 +48,15 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, probed
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
+from lightning_decentral.planner.rehearsal.loop import Loop, loss_of
 from lightning_decentral.planner.rehearsal.noise import steps_ratio
 from lightning_decentral.planner.rehearsal.rehearse import METHODS
 from lightning_decentral.planner.rehearsal.search import Course, Found, apart_now, beyond, reached, search, smoothed
-from lightning_decentral.planner.rehearsal.worker import Loop, loss_of, quiet
+from lightning_decentral.planner.rehearsal.worker import quiet
 
 RESULTS = Path(__file__).parent / "results"
 CURVES = RESULTS / "loss-per-second-2-cores.json"
@@ -108,13 +109,14 @@ def making(recipe: str, workers: int, words: str) -> tuple[Callable[[float], Cre
     """(What makes the crew at a learning rate, what its losses are taken by)."""
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(loader_of(module, data), workers)
+    given = data_of(data)
+    batches, epoch = shared_out(given, workers)
     clip = cfg.trainer.gradient_clip_val
 
     def make(rate: float) -> Crew:
         return Crew(module, batches, strategy_of(words), workers, STEPS, loop=Loop(clip, rate, epoch, STEPS))
 
-    return make, Evaluation(module, held_out(module, data, None))
+    return make, Evaluation(module, held_out(module, given, None))
 
 
 def apart(recipe: str) -> Iterator[dict[str, Any]]:
@@ -163,8 +165,7 @@ def stacked(recipe: str) -> float:
     torch.set_num_threads(1)
     cfg = composed([f"recipe={recipe}"], 0)
     data, module, _ = built(cfg)
-    batches, _ = shared_out(loader_of(module, data), STACKED)
-    rows = [next(batches(rank)) for rank in range(STACKED)]
+    rows = [next(own_batches(data, STACKED, rank)) for rank in range(STACKED)]
     workers = [Loss(quiet(copy.deepcopy(module)).train()) for _ in rows]
     parameters, buffers = (
         {name: torch.stack([dict(named(w))[name].detach() for w in workers]) for name, _ in named(workers[0])}
@@ -223,8 +224,7 @@ def whole() -> dict[str, Any]:
 def alone_seconds(recipe: str, times: int = 100) -> float:
     """Of a forward and a backward, median of so many."""
     data, module, _ = built(composed([f"recipe={recipe}"], 0))
-    batches, _ = shared_out(loader_of(module, data), STACKED)
-    rows, model, own, found = batches(0), Loss(quiet(module).train()), torch.get_num_threads(), []
+    rows, model, own, found = own_batches(data, STACKED, 0), Loss(quiet(module).train()), torch.get_num_threads(), []
     for threads in (own, 1):
         torch.set_num_threads(threads)
         seconds = []

@@ -22,9 +22,9 @@ from loss_methods import SHARED
 from peers import LOCAL, OUTER_LR, OUTER_MOMENTUM
 from quiet_recipe import built, composed
 
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.rehearsal.loop import Loop
 
 TORCHFT = [
     *["strategy=gossip", "strategy/topology=every", f"strategy.topology.steps={LOCAL}", "strategy.delay=0"],
@@ -47,7 +47,7 @@ def rehearsed(recipe: Recipe, words: list[str], hosts: int, seed: int) -> dict[s
     cfg = composed([*recipe.words, *_strategy(words), f"trainer.max_steps={updates}", *NO_END], seed)
     cfg.data.batch_size *= together
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(loader_of(module, data), hosts)
+    batches, epoch = shared_out(data_of(data), hosts)
     loop = Loop(cfg.trainer.gradient_clip_val, 1.0, epoch, updates)
     strategy, rows = instantiate(cfg.strategy, _convert_="all"), []
     steps = list(range(recipe.every, recipe.steps + 1, recipe.every))

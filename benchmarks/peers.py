@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
+from quiet_recipe import own_batches
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.optim import muon_groups
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.recipes.learner import Learner
 from lightning_decentral.recipes.loaders import Loaders
@@ -138,7 +138,7 @@ def with_decent_dp(
         topology="one-peer-exp",
         grad_clip_norm=cfg.trainer.gradient_clip_val or 0.0,
     )
-    batches = shared_out(loader_of(learner, data), hosts)[0](torch.distributed.get_rank())
+    batches = own_batches(data, hosts, torch.distributed.get_rank())
     for _ in range(steps):
         model(next(batches)).backward()
         each()

@@ -34,11 +34,11 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader, Subset
 
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
+from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
+from lightning_decentral.planner.rehearsal.loop import Loop
 from lightning_decentral.planner.rehearsal.search import MARKS, Course, Point, reached, search, smoothed
-from lightning_decentral.planner.rehearsal.worker import Loop
 
 HERE = Path(__file__).parent / "results"
 WITHIN, ALIKE = 0.15, 0.1
@@ -53,7 +53,7 @@ def crew_of(
     """(module, data, what makes the crew at a learning rate)."""
     cfg = composed([*recipe.words, *words], SEED)
     data, module, _ = built(cfg)
-    batches, epoch = shared_out(loader_of(module, data), hosts)
+    batches, epoch = shared_out(data_of(data), hosts)
     used = strategy or instantiate(cfg.strategy, _convert_="all")
 
     def make(rate: float) -> Crew:

@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 from hardware import description, slug
-from quiet_recipe import built, composed
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from quiet_recipe import built, composed, own_batches
 from rehearsed import crew_of
 from rehearsed_seconds import HOSTS, RECIPES, SEED
 from rich.console import Console
 from rich.progress import track
 
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal.batches import loader_of, shared_out
 from lightning_decentral.planner.rehearsal.rehearse import METHODS
-from lightning_decentral.planner.rehearsal.worker import configured, quiet
+from lightning_decentral.planner.rehearsal.worker import QUIET, quiet
 
 COST_STEPS, TURNS, PLAIN = 30, 3, "plain"
 
@@ -42,20 +43,21 @@ def shares() -> dict[str, float]:
 def _plain_share() -> float:
     cfg = composed([*RECIPES["gpt"].words], SEED)
     data, module, _ = built(cfg)
-    optimizer, _ = configured(quiet(module).train(), RECIPES["gpt"].steps)
-    batches = shared_out(loader_of(module, data), HOSTS)[0](0)
+    module.trainer = Trainer(max_steps=RECIPES["gpt"].steps, **QUIET)
+    (optimizer,), *_ = _configure_optimizers(quiet(module).train().configure_optimizers())
+    batches = own_batches(data, HOSTS, 0)
     rows = [next(batches) for _ in range(3 + COST_STEPS)]
 
     def train(some: list[Any]) -> None:
         for index, batch in enumerate(some):
             loss = module.training_step(batch, index)
             optimizer.zero_grad()
-            loss.backward()
+            module.backward(loss)
             torch.nn.utils.clip_grad_norm_(module.parameters(), cfg.trainer.gradient_clip_val)
             optimizer.step()
 
     train(rows[:3])
-    needed, begun = _counted(module), time.process_time()
+    needed, begun = _counted(module, module), time.process_time()
     train(rows[3:])
     return (time.process_time() - begun) / sum(needed)
 
@@ -64,31 +66,26 @@ def _share(words: str) -> float:
     _, _, make = crew_of(RECIPES["gpt"], [], strategy_of(words))
     with make(1.0) as crew:
         crew.train(3)
-        needed = [_counted(worker.module) for worker in crew.workers]
+        needed = [_counted(worker.module, worker.binding.precision_plugin) for worker in crew.workers]
         begun = time.process_time()
         crew.train(COST_STEPS)
         return (time.process_time() - begun) / sum(map(sum, needed))
 
 
-def _counted(module: Any) -> list[float]:
-    """Seconds of each forward and backward from now on."""
-    forward, found = module.training_step, []
+def _counted(module: Any, going_back: Any) -> list[float]:
+    """Seconds of each forward and backward from now on; who goes back isn't the module, which would be seen."""
+    found: list[float] = []
 
-    def step(*batch: Any) -> torch.Tensor:
-        begun = time.process_time()
-        loss = forward(*batch)
-        backward = loss.backward
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            begun = time.process_time()
+            result = call(*given)
+            found.append(time.process_time() - begun)
+            return result
 
-        def timed() -> None:
-            start = time.process_time()
-            backward()
-            found.append(time.process_time() - start)
+        return counted
 
-        loss.backward = timed
-        found.append(time.process_time() - begun)
-        return loss  # type: ignore[no-any-return]
-
-    module.training_step = step
+    module.training_step, going_back.backward = timed(module.training_step), timed(going_back.backward)
     return found
 
 

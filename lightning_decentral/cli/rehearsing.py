@@ -24,6 +24,19 @@ from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
 
 LATENCY = "100us"
+LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    "precision": ("32-true", 32, "32"),
+    "accumulate_grad_batches": (1,),
+    "gradient_clip_algorithm": ("norm", None),
+    "limit_train_batches": (None, 1.0),
+    "overfit_batches": (0.0,),
+    "use_distributed_sampler": (True,),
+    "reload_dataloaders_every_n_epochs": (0,),
+    "sync_batchnorm": (False,),
+    "fast_dev_run": (False,),
+    "plugins": (None,),
+}
+"""{what of a Trainer's changes the training: values that a rehearsal serves, the first one to give}."""
 STACKED: dict[str, bool | None] = {"auto": None, "true": True, "false": False}
 
 
@@ -66,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
     )
     profile = None if options.profile is None else read(options.profile)
     cfg = alone(options.application, words)
+    refuse_left_out(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
     data = instantiate(cfg.data, _convert_="all")
     errors = Console(stderr=True, highlight=False)
@@ -96,6 +110,16 @@ def run(options: argparse.Namespace) -> None:
     *said, last = found.sentences()
     command = command_of(found.best, kept, cfg, options.per_node)
     answer(options, rehearsed(found, command), table(found), *said, command or last)
+
+
+def refuse_left_out(cfg: DictConfig) -> None:
+    """ValueError for what the recipe's Trainer would train by, and no rehearsal has."""
+    given = {key: value for key, value in cfg.trainer.items() if key in LEFT_OUT}
+    for key, value in given.items():
+        if value not in LEFT_OUT[key]:
+            served = LEFT_OUT[key][0]
+            remedy = "leave it out" if served is None else f"give trainer.{key}={served}"
+            raise ValueError(f"trainer.{key}={value} can't be rehearsed: {remedy}")
 
 
 def split(words: list[str]) -> tuple[list[str], list[int]]:

@@ -1,9 +1,11 @@
 """Trains n workers in one process, before there is a cluster, and says which method reaches a loss soonest.
 
-`crew` trains them under one strategy, by the `members` taken from it, on the batches of `batches`; by themselves
-(`worker`) or at once (`stacked`). `jobs` are methods on so many workers, one after the other; `search` finds a learning
-rate for each by the losses of `evaluation`. `disagreement` foretells what gossip's workers lose by it, `answer` joins
-steps with the planner's seconds, `clock` bounds the time. Public: `rehearse`.
+`crew` trains them under one strategy: a `worker` is Lightning's own Trainer in a thread, whose strategy (`binding`)
+takes its part from the `members`. One has its turn (`turns`), on its copy of the data (`batches`), or gradients are
+computed some at a time (`abreast`) or at once (`stacked`), where a `trial` finds that faster. `jobs` are methods on so
+many workers, one after the other; `search` finds a learning rate for each by the losses of `evaluation`. `disagreement`
+foretells what gossip's workers lose by it, `answer` joins steps with the planner's seconds, `clock` bounds the time.
+Public: `rehearse`.
 """
 
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached

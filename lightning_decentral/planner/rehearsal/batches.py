@@ -1,64 +1,94 @@
-"""Batches of each worker, as Lightning serves them: its distributed sampler, shuffled anew in each epoch."""
+"""Data of each worker: an own copy of what a Trainer is given; Lightning's own samplers share it out."""
 
-import os
-from collections.abc import Callable, Iterator
+import copy
+import random
+from collections.abc import Callable, Generator
 from typing import Any
 
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-Batches = Callable[[int], Iterator[Any]]
-"""Of a rank, in order, without an end."""
+Batches = Callable[[int], Any]
+"""Of a rank: what `Trainer.fit` takes."""
+FEW = 1000
+"""Entries of a list: more are examples, which nobody changes."""
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+OWN = (DataLoader, Dataset, Sampler, LightningDataModule)
 
 
-def loader_of(module: LightningModule, data: LightningDataModule | DataLoader[Any] | None) -> DataLoader[Any]:
-    """The loader for training, of one worker that has all data: the data's, or the module's own.
+class AskedTooSoon:
+    """In the place of a Trainer, while data are set up once for all workers."""
+
+    def __init__(self, data: LightningDataModule) -> None:
+        self._name = type(data).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            f"{self._name} asks for trainer.{name} in prepare_data, setup or val_dataloader, which a rehearsal calls "
+            "once for all workers: ask in train_dataloader"
+        )
+
+
+def shared_out(loader: Any, workers: int, seed: int = 0) -> tuple[Batches, None]:
+    """(each worker's own copy of the data, batches of an epoch: the loaders' own). Lightning's samplers know how many
+    workers there are, and the seed."""
+    return lambda rank: own_copy(loader), None
+
+
+def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
+    """What workers get copies of: the loader, or the data module, set up; None: the module has loaders of its own.
 
     Raises:
-        ValueError: there are several loaders, or none of torch's.
+        ValueError: a data module asks for a worker's place too soon.
     """
     if isinstance(data, LightningDataModule):
+        data = copy.copy(data)
+        data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
         data.prepare_data()
         data.setup("fit")
-        found: Any = data.train_dataloader()
-    else:
-        found = module.train_dataloader() if data is None else data
-    if not isinstance(found, DataLoader):
-        raise ValueError(f"the training data are a {type(found).__name__}: one torch DataLoader can be rehearsed")
+        vars(data).update(prepare_data=_done, setup=_done)
+    return data
+
+
+def _done(*_: Any, **__: Any) -> None:
+    """For all workers."""
+
+
+def own_copy(value: Any) -> Any:
+    """With counters, generators of random numbers and objects of its own; tensors, arrays and examples stay shared.
+
+    Raises:
+        ValueError: it holds an iterator, which workers of one process would share.
+    """
+    return _copied(value, {})
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    if id(value) not in known:
+        known[id(value)] = _new(value, known)
+    return known[id(value)]
+
+
+def _new(value: Any, known: dict[int, Any]) -> Any:
+    match value:
+        case Generator():
+            raise ValueError("data hold an iterator, which workers of one process would share: make it in __iter__")
+        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+            return copy.deepcopy(value)
+        case list() | tuple() | set() if type(value) in (list, tuple, set) and len(value) <= FEW:
+            return type(value)(_copied(one, known) for one in value)
+        case dict() if type(value) is dict and len(value) <= FEW:
+            return {key: _copied(one, known) for key, one in value.items()}
+        case DataLoader() | Dataset() | Sampler() | LightningDataModule() | nn.Module():
+            return _object(value, known)
+        case _:
+            return value
+
+
+def _object(value: Any, known: dict[int, Any]) -> Any:
+    found = known[id(value)] = copy.copy(value)
+    vars(found).update({name: _copied(one, known) for name, one in vars(value).items()})
     return found
-
-
-def shared_out(loader: DataLoader[Any], workers: int, seed: int = 0) -> tuple[Batches, int | None]:
-    """(batches of each of so many workers, batches of an epoch; None: unknown). The seed is added to the run's."""
-    if isinstance(loader.dataset, IterableDataset):  # Lightning leaves these to the user, too
-        return lambda rank: _endless(loader), None
-    loaders = [_update_dataloader(loader, _sampler(loader, workers, rank, seed)) for rank in range(workers)]
-    if not len(loaders[0]):
-        raise ValueError(
-            f"{workers} workers leave less than one batch for each: take a smaller batch, or fewer workers"
-        )
-    return lambda rank: _endless(loaders[rank]), len(loaders[0])
-
-
-def _sampler(loader: DataLoader[Any], workers: int, rank: int, seed: int) -> Any:
-    own, seed = loader.sampler, seed + int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    asked: dict[str, Any] = {"num_replicas": workers, "rank": rank, "seed": seed}
-    shuffle = not isinstance(own, SequentialSampler)
-    if isinstance(own, (RandomSampler, SequentialSampler)):
-        return DistributedSampler(loader.dataset, shuffle=shuffle, **asked)
-    return DistributedSamplerWrapper(own, shuffle=shuffle, **asked)
-
-
-def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    epoch, some = 0, True
-    while some:
-        set_epoch = getattr(loader.sampler, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        some = False
-        for batch in loader:
-            some = True
-            yield batch
-        epoch += 1

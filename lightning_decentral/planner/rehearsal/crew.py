@@ -1,44 +1,52 @@
-"""So many workers under one strategy in one process: the strategy's own rules, mixers and codecs, and no network.
+"""So many workers under one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
-Gradients are computed one after the other, some at a time (`abreast`), or at once (`stacked`). While workers talk, each
-has a thread of its own, one of which runs at a time. Workers that stay equal (`ddp`, `compressed`) have one set of
-parameters, updated once. On the CPU every worker's parameters are, bit for bit, those of the run on so many processes
-that gets the same batches, each with as many threads of torch's, but where more than two all-reduce, whose sums are
-rounded in another order, and where gradients are stacked.
+Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
+the others go on. Gradients are computed one after the other, some at a time (`abreast`), or at once (`stacked`). On the
+CPU every worker's parameters are, bit for bit, those of the run on so many processes that gets the same batches, each
+with as many threads of torch's, but where more than two all-reduce, whose sums are rounded in another order, and where
+gradients are stacked.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import BrokenBarrierError, Thread
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor
+from torch.optim import LBFGS
 
-from lightning_decentral.planner.rehearsal.abreast import ThreadPool, nobody_draws
+from lightning_decentral.planner.rehearsal.abreast import Abreast
+from lightning_decentral.planner.rehearsal.binding import Common
+from lightning_decentral.planner.rehearsal.loop import Loop
 from lightning_decentral.planner.rehearsal.members.member import Member, Place
-from lightning_decentral.planner.rehearsal.members.strategies import member_of
 from lightning_decentral.planner.rehearsal.noise import NoiseScale
-from lightning_decentral.planner.rehearsal.stacked import Stack
-from lightning_decentral.planner.rehearsal.worker import Loop, Worker
+from lightning_decentral.planner.rehearsal.stacked import Stacked
+from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, Quota
+from lightning_decentral.planner.rehearsal.ways import Way
+from lightning_decentral.planner.rehearsal.worker import Worker
 from lightning_decentral.shared.compute.layout.model import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 
-LOOK = 10
-"""So many steps apart the noise of gradients is looked at."""
+OWN_BACKWARD = ("backward", "on_before_backward")
+"""Hooks that ask for a loss with a graph."""
 
 
 class Crew:
     """Copies of a module, which stays as it is, trained as workers on one device; `with` ends their threads.
 
     Args:
-        batches: of a rank, in order.
+        batches: of a rank: what `Trainer.fit` takes, or its batches in order.
         strategy: only read.
         steps: of the whole rehearsal, for what is a share of it.
         per_node: workers on a node, for topologies that ask.
-        stacked: gradients are computed at once where the strategy and the batches allow it (`stacked.tried`).
+        stacked: gradients are computed at once where the strategy and the batches allow it (`trial`).
         threads: on which gradients are computed else, where the strategy allows it; steps draw no random numbers then.
 
     Attributes:
@@ -54,8 +62,8 @@ class Crew:
     def __init__(
         self,
         module: LightningModule,
-        batches: Callable[[int], Iterator[Any]],
-        strategy: Strategy,
+        batches: Callable[[int], Any],
+        strategy: object,
         workers: int,
         steps: int,
         *,
@@ -66,111 +74,134 @@ class Crew:
     ) -> None:
         described(module)  # as at the set-up of a run
         refuse_shared(module)  # a copy parts what shares memory
-        self._boxes, loop = Mailboxes(), loop or Loop()
-        self.workers = [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)]
-        wires = [in_process_wire(self._boxes, rank, workers) for rank in range(workers)]
-        told = [in_process_broadcast(self._boxes, rank, workers) for rank in range(workers)]
-        where = zip(wires, told, range(workers), strict=True)
-        places = [Place(*one, workers, per_node, steps, loop.device) for one in where]
-        pairs = zip(self.workers, places, strict=True)
-        self.members = [member_of(strategy, one.module, one.optimizer, place) for one, place in pairs]
-        self.alike = not any(member.drifts for member in self.members)
-        self._updating = self.workers[:1] if self.alike else self.workers
-        apart = all(member.stacks for member in self.members)
-        self._stack = Stack(self.workers) if stacked and apart else None
-        self._pool = ThreadPool(threads) if threads > 1 and apart else None
+        loop = loop or Loop()
+        boxes, turn, self.noise = Mailboxes(), OwnTurn(loop.device), NoiseScale()
+        boxes.turn = turn
+        look, meet = Meeting(turn, workers, self._look), Meeting(turn, workers)
+        self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet)
+        self._boxes, self._steps, self.device = boxes, 0, loop.device
         self.losses: list[Tensor] = []
-        self.learning_rates: list[float] = []
-        self.noise = NoiseScale()
-        self._threads = ThreadPoolExecutor(workers)
 
-    def __enter__(self) -> "Crew":
-        return self
+        def placed(rank: int) -> Place:
+            wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
+            return Place(wire, hands, meet, rank, workers, per_node, steps, loop.device)
 
-    def __exit__(self, *_: object) -> None:
-        self._boxes.close()
-        self._threads.shutdown()
-        if self._pool is not None:
-            self._pool.close()
+        with _silence():
+            self.workers = [
+                Worker(copy.deepcopy(module), batches(rank), placed(rank), self._common) for rank in range(workers)
+            ]
+        self._threads = [Thread(target=worker.run, daemon=True) for worker in self.workers]
+        try:
+            with self._running():
+                for thread in self._threads:
+                    thread.start()
+                self._common.quota.allow(0)
+            self._to(0)
+            self._common.way = self._way(stacked, threads)
+        except BaseException:
+            self.__exit__()
+            raise
 
-    def train(self, steps: int) -> None:
-        """So many further ones."""
-        for _ in range(steps):
-            if not self.losses:
-                self._begin()
-            rate = self.learning_rate
-            losses = torch.stack(self._gradients())
-            if self.alike:
-                if len(self.losses) % LOOK == 0:
-                    self.noise.see([worker.module for worker in self.workers])
-                self._together([member.average for member in self.members])
-                self.workers[0].update()
-            self._together([member.mix for member in self.members])
-            for worker in self._updating:
-                worker.schedule()
-            self.losses.append(losses)
-            self.learning_rates.append(rate)
+    @property
+    def way(self) -> Way:
+        """How gradients are computed."""
+        return self._common.way
+
+    @property
+    def stacks(self) -> bool:
+        """Whether the last step was computed at once."""
+        return self._common.way.together
+
+    def _way(self, stacked: bool, threads: int) -> Way:
+        apart, turn = all(member.stacks for member in self.members), self._common.turn
+        first = self.workers[0]
+        apart &= not isinstance(first.optimizer, LBFGS)  # another number of gradients on each
+        if stacked and apart and not any(is_overridden(name, first.module) for name in OWN_BACKWARD):
+            return Stacked(self.workers, turn)
+        name = type(first.module).__name__
+        return Abreast(name, len(self.workers), turn, threads) if threads > 1 and apart else Way()
+
+    @property
+    def members(self) -> list[Member]:
+        """The workers' parts of the strategy."""
+        return [worker.member for worker in self.workers]
+
+    @property
+    def alike(self) -> bool:
+        return not any(member.drifts for member in self.members)
+
+    @property
+    def learning_rates(self) -> list[float]:
+        return self.workers[0].binding.learning_rates
 
     @property
     def learning_rate(self) -> float:
         """Of the first group, now."""
         return float(self.workers[0].optimizer.param_groups[0].get("lr", 1.0))
 
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._common.close()
+        with self._running():
+            for thread in self._threads:
+                thread.join()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Workers' threads run within, and wait for turns else."""
+        common = self._common
+        with _silence(), common.world.installed(), common.turn.of_workers(), common.way.shared():
+            yield
+
+    def train(self, steps: int) -> None:
+        """So many further ones."""
+        self._to(self._steps + steps)
+
     def drift(self, steps: int) -> None:
-        """So many further updates of workers that drift, each by its own gradients, and no word between them."""
+        """So many further updates of workers that drift, each by its own gradients, and no message between them."""
         assert not self.alike
-        for _ in range(steps):
-            self._gradients()
-            for worker in self.workers:
-                worker.schedule()
+        self._common.mixes = False
+        for worker in self.workers:
+            worker.goes_on()
+        self._to(self._steps + steps)
+        self._common.mixes = True
 
-    def _begin(self) -> None:
-        self._together([member.begin for member in self.members])
-        for worker in self.workers[1:] if self.alike else ():
-            worker.share(self.workers[0].module)
+    def _to(self, steps: int) -> None:
+        with self._running():
+            self._common.quota.allow(steps)
+        errors = [worker.error for worker in self.workers if worker.error is not None]
+        for error in errors:
+            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # of those who then waited in vain
+                raise error
+        rows = [worker.binding.losses for worker in self.workers]
+        taken = min(map(len, rows))
+        if taken < steps or errors:
+            name = type(self.workers[0].module).__name__
+            raise ValueError(f"the training of {name} ended after {taken} of {steps} steps: rehearse fewer steps")
+        self.losses += [torch.stack(losses) for losses in list(zip(*rows, strict=True))[self._steps :]]
+        self._steps = steps
 
-    def _gradients(self) -> list[Tensor]:
-        """Losses; workers that update by their own gradients have done it."""
-        if self._stack is None and self._pool is None:
-            return [self._one(*pair) for pair in zip(self.workers, self.members, strict=True)]
-        batches = [worker.batch() for worker in self.workers]
-        losses = self._stack.gradients(batches) if self._stack is not None else None
-        if losses is None:
-            return self._each(batches)
-        for worker in () if self.alike else self.workers:
-            worker.update()
-        return losses
-
-    def _each(self, batches: Sequence[Any]) -> list[Tensor]:
-        rows = self.workers, self.members, batches
-        if self._pool is None:
-            return list(map(self._one, *rows))
-        with nobody_draws(self.workers):
-            return self._pool.map(self._one, *rows)
-
-    def _one(self, worker: Worker, member: Member, batch: Any = None) -> Tensor:
-        with worker.random:
-            loss = worker.gradients(worker.batch() if batch is None else batch, member)
-            if not self.alike:
-                worker.update()  # now, while the gradients are in the cache
-        return loss
+    def _look(self) -> None:
+        self.noise.see([worker.module for worker in self.workers])
 
     def release(self) -> None:
         """After the last step; messages in flight don't land any more."""
         for member in self.members:
             member.release()
 
-    def _together(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Each in turn, and who waits lets others go on; the first error of a worker, not of those that then wait."""
-        under_way = [self._threads.submit(self._or_close, call) for call in calls]
-        errors = [error for future in under_way if (error := future.exception()) is not None]
-        if errors:
-            raise next((e for e in errors if not isinstance(e, ConnectionError)), errors[0])
 
-    def _or_close(self, call: Callable[[], None]) -> None:
-        try:
-            with self._boxes.turn:
-                call()
-        except BaseException:
-            self._boxes.close()
-            raise
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Trainers don't say which devices there are, nor how loaders could be faster."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            warnings.filterwarnings("ignore", module=r"lightning\.")
+            yield
+    finally:
+        logger.setLevel(level)

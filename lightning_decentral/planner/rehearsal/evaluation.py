@@ -1,26 +1,24 @@
 """Loss of the mean of the workers' models on held-out batches, the same at every mark."""
 
 import copy
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.rehearsal.abreast import ThreadPool
-from lightning_decentral.planner.rehearsal.worker import (
-    CPU,
-    Module,
-    loss_of,
-    moved,
-    quiet,
-    random_states,
-    set_random_states,
-)
+from lightning_decentral.planner.rehearsal.loop import loss_of
+from lightning_decentral.planner.rehearsal.members.member import CPU
+from lightning_decentral.planner.rehearsal.turns import generators, same, set_generators
+from lightning_decentral.planner.rehearsal.worker import Module, quiet
 from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16
@@ -42,30 +40,63 @@ class Evaluation:
         self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU, threads: int = 1
     ) -> None:
         self._module, self._device = quiet(copy.deepcopy(module)).eval().to(device), device
-        self._batches = [moved(module, batch, device) for batch in batches]
-        self._copies = [_same_values(self._module) for _ in range(min(threads, len(batches)) - 1)]
+        self._given, self._batches = batches, list[Any]()
+        self._threads = min(threads, len(batches))
+        self._copies = self._copied()
 
     def loss(self, modules: Sequence[LightningModule], batches: int = BATCHES) -> float:
         """Of these workers, on the first so many. Random numbers are drawn from the same seed each time."""
-        self._mean([list(module.state_dict().values()) for module in modules])
-        some, before = list(enumerate(self._batches[:batches])), random_states(self._device)
-        losses = self._on_threads(some) if self._copies else None
-        if losses is None:
-            torch.manual_seed(0)
-            losses = _losses(self._module, some)
-        set_random_states(before, self._device)
+        before = generators(self._device)
+        with self._validating(modules[0]):
+            self._mean([list(module.state_dict().values()) for module in modules])
+            some = list(enumerate(self._batches[:batches]))
+            losses = self._on_threads(some) if self._copies else None
+            if losses is None:
+                _seed()
+                losses = _losses(self._module, some)
+        set_generators(before, self._device)
         return sum(losses) / len(losses)
+
+    @contextmanager
+    def _validating(self, worker: LightningModule) -> Iterator[None]:
+        """With the worker's parts, where its hooks have made some, and its Trainer, which a step may ask for the epoch,
+        and by which hooks tell batches of training from others."""
+        if self._module.state_dict().keys() != worker.state_dict().keys():
+            self._module = quiet(copy.deepcopy(worker)).eval()
+            self._copies = self._copied()
+        trainer = worker._trainer
+        for own in (self._module, *self._copies) if trainer is not None else ():
+            own.trainer = trainer
+        with self._stage(trainer):
+            if not self._batches:
+                _seed()
+                self._batches = [self._module._apply_batch_transfer_handler(one, self._device) for one in self._given]
+            yield
+
+    @contextmanager
+    def _stage(self, trainer: Trainer | None) -> Iterator[None]:
+        if trainer is None:
+            yield
+            return
+        trainer.validating = True
+        try:
+            yield
+        finally:
+            trainer.training = True
+
+    def _copied(self) -> list[LightningModule]:
+        return [_same_values(self._module) for _ in range(self._threads - 1)]
 
     def _on_threads(self, batches: Sequence[tuple[int, Any]]) -> list[float] | None:
         """None, and never again: somebody drew random numbers, which are one generator's for all threads."""
         each = [self._module, *self._copies]
         with ThreadPool(len(each)) as pool:
-            torch.manual_seed(0)
-            (seeded,) = random_states(self._device)
+            _seed()
+            seeded = generators(self._device)
             rows = pool.map(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
-            (after,) = random_states(self._device)
-        if not torch.equal(seeded, after):
-            self._copies = []
+            after = generators(self._device)
+        if not same(seeded, after):
+            self._copies, self._threads = [], 1
             return None
         return [loss for row in zip_longest(*rows) for loss in row if loss is not None]
 
@@ -78,9 +109,25 @@ class Evaluation:
                 own.copy_(torch.stack(others).mean(0) if averaged else others[0])
 
 
+def _seed() -> None:
+    for begin in (torch.manual_seed, np.random.seed, random.seed):
+        begin(0)
+
+
 @torch.no_grad()
 def _losses(module: LightningModule, batches: Sequence[tuple[int, Any]]) -> list[float]:
     return [float(loss_of(module.training_step(batch, index))) for index, batch in batches]
+
+
+def _own_loader(module: LightningModule) -> Any:
+    owner = copy.deepcopy(module)
+    try:
+        owner.prepare_data()
+        owner.setup("fit")
+        return owner.val_dataloader()
+    except RuntimeError as error:  # it asks for a Trainer
+        name = type(module).__name__
+        raise ValueError(f"{name} gives no validation batches by itself ({error}): give validation=") from None
 
 
 def _same_values(module: Module) -> Module:
@@ -101,9 +148,10 @@ def held_out(
         ValueError: there are none.
     """
     found: Any = given
-    for owner in (data, module):
-        if found is None and isinstance(owner, (LightningDataModule, LightningModule)):
-            found = owner.val_dataloader() if is_overridden("val_dataloader", owner) else None
+    if found is None and isinstance(data, LightningDataModule) and is_overridden("val_dataloader", data):
+        found = data.val_dataloader()
+    if found is None and is_overridden("val_dataloader", module):
+        found = _own_loader(module)
     batches = list(islice(found, BATCHES)) if isinstance(found, DataLoader) else []
     if not batches:
         raise ValueError("no validation batches to compare methods by: give validation=, one torch DataLoader")

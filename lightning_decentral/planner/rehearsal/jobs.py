@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from torch.utils.data import DataLoader
 
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.planner.candidates import Candidate
@@ -18,8 +17,8 @@ from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift
+from lightning_decentral.planner.rehearsal.loop import Loop
 from lightning_decentral.planner.rehearsal.search import Course, search, updates
-from lightning_decentral.planner.rehearsal.worker import Loop
 from lightning_decentral.planner.variations import RUNS
 from lightning_decentral.shared.plan.forecast import Cluster, Method, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
@@ -36,10 +35,10 @@ NEGLIGIBLE = 1e-3
 @dataclass(frozen=True)
 class Ask:
     """What all methods are rehearsed alike with; arguments as of `rehearse`, but `stacked`: for which workers, and
-    `threads`: on how many, for which workers."""
+    `threads`: on how many, for which workers; `data`: what workers get copies of."""
 
     module: LightningModule
-    loader: DataLoader[Any]
+    data: Any
     course: Course
     rates: tuple[float, ...]
     seeds: int
@@ -74,8 +73,8 @@ class Job:
         return strategy_of(self.method.words)
 
     def crew(self, ask: Ask, seed: int, rate: float) -> Crew:
-        batches, epoch = shared_out(ask.loader, self.workers, seed)
-        loop = Loop(ask.clip, rate, epoch, ask.run_steps, seed, ask.device)
+        batches, _ = shared_out(ask.data, self.workers)
+        loop = Loop(ask.clip, rate, None, ask.run_steps, seed, ask.device)
         given = ask.module, batches, self.strategy, self.workers, ask.run_steps
         stacked, threads = self.workers in ask.stacked, ask.threads.get(self.workers, 1)
         return Crew(*given, per_node=ask.per_node, loop=loop, stacked=stacked, threads=threads)

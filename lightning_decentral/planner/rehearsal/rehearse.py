@@ -7,19 +7,20 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.candidates import BASELINE, OUTER, STREAM, Candidate
 from lightning_decentral.planner.forecasts import strategy_of
-from lightning_decentral.planner.rehearsal import abreast
+from lightning_decentral.planner.rehearsal import trial
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached, ordered, said
-from lightning_decentral.planner.rehearsal.batches import loader_of
+from lightning_decentral.planner.rehearsal.batches import data_of
 from lightning_decentral.planner.rehearsal.clock import Clock, OutOfTime
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation, held_out
 from lightning_decentral.planner.rehearsal.jobs import Ask, Foreknowledge, Job, rehearsed, timed
+from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.members.member import CPU
 from lightning_decentral.planner.rehearsal.search import Course
-from lightning_decentral.planner.rehearsal.stacked import tried
-from lightning_decentral.planner.rehearsal.worker import CPU, Loop
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
@@ -68,7 +69,7 @@ def rehearse(
 ) -> Answer:
     """Train copies of a module, which stays as it is, as so many workers on one device under each method.
 
-    Each worker gets the batches that Lightning would serve it. No callbacks, hooks or accumulation of gradients.
+    Each worker is a Trainer, with the module's hooks. No callbacks of the run's own, no accumulation of gradients.
 
     Args:
         target: validation loss of the mean of the workers' models: of `training_step`, on the first batches.
@@ -92,12 +93,16 @@ def rehearse(
         ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
     """
     _check(workers, steps, rates, seeds, minutes, threads)
+    if run_steps is not None and run_steps < steps:
+        raise ValueError(f"run_steps={run_steps} of which {steps} can't be rehearsed: give as many steps, or fewer")
     clock, place = Clock(minutes), _device(device)
     most = (threads or torch.get_num_threads()) if place == CPU else 1
-    loader = loader_of(module, data)
-    evaluation = Evaluation(module, held_out(module, data, validation), place, most)
+    given = data_of(data)
+    evaluation = Evaluation(module, held_out(module, given, validation), place, most)
+    if left_out := [name for name in dir(LightningModule) if "on_validation" in name and is_overridden(name, module)]:
+        say(f"not called, as a rehearsal validates by training_step: {', '.join(left_out)} of {type(module).__name__}")
     course = Course(steps, target, evaluation, clock.tick)
-    ask = Ask(module, loader, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
+    ask = Ask(module, given, course, tuple(rates), seeds, run_steps or steps, profile, network, per_node, clip, place)
     chosen = METHODS if methods is None else _asked(methods)
     # All methods on one number of workers before the next: if time ends, what is there can be compared.
     jobs = [Job(count, method) for count in sorted(set(workers)) for method in chosen]
@@ -168,11 +173,11 @@ def _fastest(ask: Ask, workers: Sequence[int], stacked: bool | None, most: int, 
     threads, at_once = dict(ask.threads), set(ask.stacked)
     for count in sorted(set(workers)):
         loop, some, best = Loop(run_steps=ask.run_steps, device=ask.device), min(count, most), 1.0
-        ratio = abreast.tried(ask.module, ask.loader, count, loop, some) if some > 1 else None
+        ratio = trial.abreast(ask.module, ask.data, count, loop, some) if some > 1 else None
         if ratio is not None and ratio < PAYS:
             threads[count], best = some, ratio
             say(f"{count} workers are computed {some} at a time, in {ratio:.2f} of the time of {APART}")
-        ratio, why = (None, "") if stacked is False else tried(ask.module, ask.loader, count, loop)
+        ratio, why = (None, "") if stacked is False else trial.stacked(ask.module, ask.data, count, loop)
         if why:
             say(f"{count} workers are computed {f'{some} at a time' if count in threads else APART}: {why}")
         elif ratio is not None and (stacked or ratio < PAYS * best):

@@ -5,13 +5,12 @@
 It is vmap over a functional call of worker 0's module (`torch.func`). Sums are rounded in another order than in a
 worker's own forward: gradients are the same to rounding. Buffers (running statistics) are stacked and written back. Who
 can't be stacked: random numbers in the step (dropout), as one draw for all is no worker's own; control flow by values;
-whatever vmap has no rule for. `tried` finds out.
+whatever vmap has no rule for. `trial` finds out.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from time import monotonic
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.rehearsal.batches import shared_out
-from lightning_decentral.planner.rehearsal.worker import Loop, Within, Worker, loss_of
-from lightning_decentral.shared.compute import cuda
+from lightning_decentral.planner.rehearsal.loop import loss_of
+from lightning_decentral.planner.rehearsal.members.member import CPU
+from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, generators, same
+from lightning_decentral.planner.rehearsal.ways import Way
+from lightning_decentral.planner.rehearsal.worker import Worker, quiet
 
-REPEATS = 3
-"""Steps that `tried` times, each way."""
+LOGGING = ("log", "log_dict")
 VALUES = (bool, int, float, str, type(None))
 """What a batch may hold beside tensors, alike for all workers."""
 
@@ -38,37 +37,66 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, batch: Any, index: int) -> Tensor:
-        return loss_of(self.module.training_step(batch, index))
+    def forward(self, *batch: Any) -> Tensor:
+        return loss_of(self.module.training_step(*batch))
 
 
-class Stack:
-    """Of workers whose modules are copies of one."""
+class Stacked(Way):
+    """Of workers whose modules are copies of one: all meet in their step, and the last one computes for all."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[Worker], turn: OwnTurn) -> None:
         self._workers = workers
         self._step = _Step(workers[0].module)
+        self._batches: list[Sequence[Any]] = [()] * len(workers)
+        self._losses: list[Tensor] | None = None
+        self._parameters: dict[str, Tensor] = {}
+        self._all_here = Meeting(turn, len(workers), self._compute)
 
-    def gradients(self, batches: Sequence[Any]) -> list[Tensor] | None:
-        """As `Worker.gradients`, of each on its batch; None, and nothing done, where these can't be stacked."""
-        rows, shapes = zip(*map(tree_flatten, batches), strict=True)
+    def forward(self, worker: int, step: Callable[..., Any], batch: Sequence[Any]) -> Any:
+        self._batches[worker] = batch
+        self._all_here()
+        return step(*batch) if self._losses is None else self._losses[worker]
+
+    @torch.no_grad()
+    def backward(self, worker: int, call: Callable[[], None]) -> None:
+        if self._losses is None:
+            with torch.enable_grad():
+                call()
+            return
+        for name, parameter in self._workers[worker].module.named_parameters(prefix="module"):
+            new = self._parameters[name].grad
+            if new is not None:  # what no optimizer has grows, as in a backward
+                parameter.grad = new[worker] if parameter.grad is None else parameter.grad + new[worker]
+
+    def close(self) -> None:
+        self._all_here.close()
+
+    @torch.enable_grad()
+    def _compute(self) -> None:
+        """Losses and gradients of each on its batch; no losses, and nothing done, where these can't be stacked."""
+        rows, shapes = zip(*map(tree_flatten, self._batches), strict=True)
         if any(shape != shapes[0] for shape in shapes) or not all(map(_alike, zip(*rows, strict=True))):
-            return None  # a shorter last batch of some, or names that differ
+            self._losses, self.together = None, False  # a shorter last batch of some, or names that differ
+            return
         parameters, buffers = self._stacked(nn.Module.named_parameters), self._stacked(nn.Module.named_buffers)
         tensors = {place: torch.stack(row) for place, row in enumerate(zip(*rows, strict=True)) if _of_tensors(row)}
 
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], own: dict[int, Tensor]) -> Any:
             batch = tree_unflatten([own.get(place, value) for place, value in enumerate(rows[0])], shapes[0])
             values = {**parameters, **buffers}
-            loss = functional_call(self._step, values, (batch, self._workers[0].index))
+            loss = functional_call(self._step, values, tuple(batch))
             return loss, {name: values[name].detach() for name in buffers}
 
-        with warnings.catch_warnings():
+        before = generators(CPU)
+        with warnings.catch_warnings(), muted(self._step.module):
             warnings.simplefilter("ignore")  # of operations without a rule, taken row by row: a trial has timed that
             losses, after = vmap(one, randomness="error")(parameters, buffers, tensors)
+        if not same(before, generators(CPU)):
+            name = type(self._step.module).__name__
+            raise ValueError(f"{name} drew random numbers, and one draw for all is no worker's own: give stacked=False")
         losses.sum().backward()
-        self._hand_out(parameters, after)
-        return list(losses.detach().double())
+        self._parameters, self._losses, self.together = parameters, list(losses.detach()), True
+        self._keep(after)
 
     def _stacked(self, named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
         own = [dict(named(worker.module, prefix="module")) for worker in self._workers]
@@ -78,15 +106,23 @@ class Stack:
         }
 
     @torch.no_grad()
-    def _hand_out(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    def _keep(self, buffers: dict[str, Tensor]) -> None:
         for rank, worker in enumerate(self._workers):
-            worker.optimizer.zero_grad()
-            for name, parameter in worker.module.named_parameters(prefix="module"):
-                new = parameters[name].grad
-                if new is not None:  # what no optimizer has grows, as in a backward
-                    parameter.grad = new[rank] if parameter.grad is None else parameter.grad + new[rank]
             for name, buffer in worker.module.named_buffers(prefix="module"):
                 buffer.copy_(buffers[name][rank])
+
+
+@contextmanager
+def muted(module: LightningModule) -> Iterator[None]:
+    """Within, `self.log` says nothing: a value of all workers is no worker's metric."""
+    own: dict[str, Any] = {name: module.__dict__.pop(name) for name in LOGGING if name in module.__dict__}
+    quiet(module)
+    try:
+        yield
+    finally:
+        for name in LOGGING:
+            module.__dict__.pop(name)
+        module.__dict__.update(own)
 
 
 def _of_tensors(row: Sequence[Any]) -> bool:
@@ -98,60 +134,3 @@ def _alike(row: Sequence[Any]) -> bool:
     if _of_tensors(row):
         return all((t.shape, t.dtype, t.device) == (first.shape, first.dtype, first.device) for t in row)
     return all(type(value) in VALUES and value == first for value in row)
-
-
-def tried(module: LightningModule, loader: DataLoader[Any], workers: int, loop: Loop) -> tuple[float | None, str]:
-    """(seconds of stacked gradients over those one after the other; None: they can't be stacked, and why).
-
-    No reason where workers can't be computed at all: whoever trains them hears why.
-    """
-    try:
-        batches, _ = shared_out(loader, workers)
-        apart, together = (
-            [Worker(copy.deepcopy(module), batches(rank), loop) for rank in range(workers)] for _ in range(2)
-        )
-
-        def one_by_one() -> object:
-            return [worker.gradients(worker.batch(), Within()) for worker in apart]
-
-        one_by_one()
-    except Exception:  # the module's own
-        return None, ""
-    stack = Stack(together)
-
-    def at_once() -> object:
-        return stack.gradients([worker.batch() for worker in together])
-
-    try:
-        if at_once() is None:
-            return None, "their batches differ in shape"
-        if not all(map(_equal, apart, together)):
-            return None, "stacked, their gradients are others"
-        seconds = [[_seconds(call, loop.device) for call in (at_once, one_by_one)] for _ in range(REPEATS)]
-    except Exception as error:  # whatever vmap refuses, and whatever the module does with a stacked tensor
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
-    stacked, after_another = map(min, zip(*seconds, strict=True))
-    return stacked / after_another, ""
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    begun = monotonic()
-    call()
-    if device.type == "cuda":
-        cuda.synchronize(device)
-    return monotonic() - begun
-
-
-def _equal(a: Worker, b: Worker) -> bool:
-    """To rounding: the whole gradient, as some parameters' is nothing but rounding; and each buffer."""
-    pairs = list(zip(a.module.parameters(), b.module.parameters(), strict=True))
-    if any((p.grad is None) != (q.grad is None) for p, q in pairs):
-        return False
-    gradients = [(p.grad.double(), q.grad.double()) for p, q in pairs if p.grad is not None and q.grad is not None]
-    off, size = (
-        sum(float((x - y).square().sum()) for x, y in gradients),
-        sum(float(x.square().sum()) for x, _ in gradients),
-    )
-    rounding = max((torch.finfo(p.dtype).eps for p, _ in pairs), default=0.0)
-    buffers = zip(a.module.buffers(), b.module.buffers(), strict=True)
-    return off <= rounding * size and all(torch.allclose(x, y, rtol=1e-3, atol=1e-5) for x, y in buffers)

@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`): parameters as shards on several devices, and what is asked of their DTensors.
 
-Beside `transport` the one file that imports torch.distributed: FSDP sends and waits by itself, inside the island.
+Beside `transport` the one file that sends by torch.distributed: FSDP sends and waits by itself, inside the island.
 """
 
 from collections.abc import Callable, Iterator, Mapping

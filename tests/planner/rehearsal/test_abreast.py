@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal import rehearse
-from lightning_decentral.planner.rehearsal.abreast import Drawn, ThreadPool, tried
+from lightning_decentral.planner.rehearsal.abreast import Abreast, Drawn, ThreadPool
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.trial import abreast as tried
+from lightning_decentral.planner.rehearsal.ways import Way
 from tests.planner.rehearsal.test_crew import CASES, CLIP, STEPS, Grouped, given
 
 MOMENT = 0.02
@@ -70,8 +72,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, threa
     """One after the other they are, bit for bit, those of as many processes (`test_crew`)."""
     size, kind, options = CASES[name]
     apart, together = (trained(monkeypatch, kind(**options), size, count) for count in (1, threads))
-    assert apart._pool is None
-    assert together._pool is not None
+    assert [isinstance(crew.way, Abreast) for crew in (apart, together)] == [False, True]
     assert torch.equal(torch.stack(together.losses), torch.stack(apart.losses))
     for one, other in zip(apart.workers, together.workers, strict=True):
         for key, value in one.module.state_dict().items():
@@ -80,7 +81,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, threa
 
 def test_partial_backprop_is_computed_worker_by_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     size, kind, options = CASES["partial backprop"]
-    assert trained(monkeypatch, kind(**options), size, 2)._pool is None
+    assert type(trained(monkeypatch, kind(**options), size, 2).way) is Way
 
 
 def test_random_numbers_within_a_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

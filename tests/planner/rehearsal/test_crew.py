@@ -37,7 +37,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.partial import AutoFreeze, Staircase
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.rehearsal.loop import Loop
 from tests.gossip.test_lightning import Inspect, seen
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
@@ -117,8 +117,6 @@ def test_rehearsal_equals_processes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
     assert len({float(loss) for loss in crew.losses[-1]}) == size  # the batches differ
     for real, worker in zip(seen(tmp_path, size), crew.workers, strict=True):
         for key, value in worker.module.state_dict().items():
-            if "running" in key and kind is DDPStrategy:
-                continue  # ddp hands worker 0's out before the next forward
             assert torch.equal(real["own"][key], value), key
 
 
@@ -165,3 +163,56 @@ def test_no_message_stays_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch)
     crew = rehearsed(monkeypatch, DDPStrategy(), 2)
     left = crew._boxes._boxes, crew._boxes._unwanted
     assert [len(some) for some in left] == [0, 0]
+
+
+class Refused(Grouped):
+    """Whose `how` a rehearsal refuses, by name."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "unused":
+            self.spare = torch.nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        if self.how == "LBFGS":
+            return torch.optim.LBFGS(self.parameters())
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.how == "rates":
+            optimizer.param_groups[0]["lr"] = 0.2 / (1 + batch_idx)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = self.how == "stops" and self.global_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy", "why"),
+    [
+        ("unused", DDPStrategy(), r"ddp ends with spare.weight, which gets no gradient on worker \d: freeze it"),
+        ("LBFGS", DDPStrategy(), "LBFGS searches by each worker's own loss"),
+        ("rates", GossipStrategy(), "Refused sets learning rates by itself, which can't be multiplied by 0.5"),
+        ("stops", GossipStrategy(), "the training of Refused ended after . of 6 steps"),
+        ("hook", DDPStrategy(ddp_comm_hook=print), "DDPStrategy with ddp_comm_hook can't be rehearsed"),
+        ("buffers", DDPStrategy(broadcast_buffers=False), "DDPStrategy with broadcast_buffers can't be rehearsed"),
+    ],
+)
+def test_what_the_run_is_not_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, how: str, strategy: Strategy, why: str
+) -> None:
+    loop = Loop(rate=0.5 if how == "rates" else 1.0)
+    with (
+        pytest.raises(ValueError, match=why) as error,
+        Crew(Refused(how), lambda rank: given(monkeypatch, rank), strategy, 2, STEPS, loop=loop) as crew,
+    ):
+        crew.train(STEPS)
+    assert "\n" not in str(error.value)
+
+
+def test_unused_parameters_are_heeded_where_ddp_looks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = DDPStrategy(find_unused_parameters=True)
+    with Crew(Refused("unused"), lambda rank: given(monkeypatch, rank), strategy, 2, STEPS) as crew:
+        crew.train(2)
+    assert crew.workers[0].module.spare.weight.grad is None  # type: ignore[union-attr]

@@ -19,8 +19,8 @@ from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.disagreement import Drift, correlation, grown, probed
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
 from lightning_decentral.planner.rehearsal.jobs import Foreknowledge, Job
+from lightning_decentral.planner.rehearsal.loop import Loop
 from lightning_decentral.planner.rehearsal.search import Course, Early, search
-from lightning_decentral.planner.rehearsal.worker import Loop
 
 SIZE, WORKERS, NOISE = 3000, 4, 0.5
 RATE = 0.001

@@ -19,7 +19,7 @@ from lightning_decentral.gossip import DifferenceCompression, Int8, Ring
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import Evaluation
-from lightning_decentral.planner.rehearsal.worker import CPU, Loop
+from lightning_decentral.planner.rehearsal.loop import CPU, Loop
 from tests import simulated
 from tests.planner.rehearsal.test_stacked import Plain, loader
 from tests.simulated import CUDA, Engine, streams

@@ -20,9 +20,9 @@ from lightning_decentral.planner.rehearsal import Answer, Reached, rehearse
 from lightning_decentral.planner.rehearsal.batches import shared_out
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import PAIRED, Evaluation
+from lightning_decentral.planner.rehearsal.loop import Loop
 from lightning_decentral.planner.rehearsal.noise import NoiseScale, steps_ratio
 from lightning_decentral.planner.rehearsal.search import Course, beyond, reached, rungs, search, smoothed, updates
-from lightning_decentral.planner.rehearsal.worker import Loop
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
 from tests.gossip.test_lightning import Inspect, seen

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal import rehearse
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.stacked import tried
-from lightning_decentral.planner.rehearsal.worker import Loop
+from lightning_decentral.planner.rehearsal.loop import Loop
+from lightning_decentral.planner.rehearsal.trial import stacked as tried
 from tests.planner.rehearsal.test_crew import CASES, CLIP, STEPS, Grouped, given
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
@@ -42,7 +42,7 @@ def test_stacked_workers_equal_those_one_after_the_other_to_rounding(
     """Who are, bit for bit, those of as many processes (`test_crew`)."""
     size, kind, options = CASES[name]
     apart, together = (trained(monkeypatch, kind(**options), size, stacked) for stacked in (False, True))
-    assert together._stack is not None
+    assert together.stacks
     torch.testing.assert_close(torch.stack(together.losses), torch.stack(apart.losses), **ROUNDING)
     for one, other in zip(apart.workers, together.workers, strict=True):
         own, theirs = (dict(worker.module.state_dict()) for worker in (one, other))
@@ -59,7 +59,7 @@ def test_stacked_workers_equal_those_one_after_the_other_to_rounding(
 
 def test_partial_backprop_is_computed_worker_by_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     size, kind, options = CASES["partial backprop"]
-    assert trained(monkeypatch, kind(**options), size, stacked=True)._stack is None
+    assert not trained(monkeypatch, kind(**options), size, stacked=True).stacks
 
 
 class Plain(LightningModule):
@@ -68,7 +68,7 @@ class Plain(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.unused = nn.Linear(2, 2)
+        self.unused = nn.Linear(2, 2).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("loss", 0.0)
@@ -118,7 +118,7 @@ def test_what_can_be_stacked_is_timed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "why"), [(Noisy(), "random"), (Branching(), "vmap"), (Chance(), "gradients are others")]
+    ("module", "why"), [(Noisy(), "random"), (Branching(), "vmap"), (Chance(), "Chance drew random numbers")]
 )
 def test_what_cant_be_stacked_is_said(module: LightningModule, why: str) -> None:
     ratio, said = tried(module, loader(), 2, Loop())

@@ -1,22 +1,26 @@
 """Averaged gradients in a rehearsal, as `ddp` and `compressed` have them: by the strategies' own averages.
 
-One worker's update serves all (`Member.drifts`), so worker 0 alone takes what all give. Codes are made and reduced
-where they are asked for, and not beside the backward: their messages take no time.
+Worker 0 takes what all give, and the others its mean. Codes are made and reduced where they are asked for, and not
+beside the backward: their messages take no time.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
+from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import of_all
-from lightning_decentral.planner.rehearsal.members.member import Member, Place
-from lightning_decentral.planner.rehearsal.worker import CPU
+from lightning_decentral.planner.rehearsal.members.member import CPU, Member, Place
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.nonfinite import Unchecked
+from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, InFlight, Mean
 from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.pending import Pending, Together
@@ -84,11 +88,13 @@ class Averaging(Member):
 
     drifts: ClassVar[bool] = False
 
-    def __init__(self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None) -> None:
-        self._module, self._place, self._codec = module, place, codec
+    def __init__(
+        self, module: LightningModule, place: Place, codec: Codec, bucket_bytes: int | None, check: Unchecked
+    ) -> None:
+        self._module, self._place, self._codec, self._check = module, place, codec, check
         self._parameters = list(module.parameters())  # to walk through the module takes longer than to average them
         self._bucket_bytes = bucket_bytes or bucket_bytes_of(self._parameters)
-        self._looked, self._after_backward = False, ExitStack()
+        self._epoch, self._after_backward = -1, ExitStack()
 
     def begin(self) -> None:
         wire = self._place.wire
@@ -101,14 +107,33 @@ class Averaging(Member):
         # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
         self._after_backward.enter_context(self._gradients.blocked())
 
+    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        return self._check.after(closure, optimizer, precision)
+
     def average(self) -> None:
         self._gradients.watch(self._parameters)
         self._gradients.begin()
         self._gradients.finish()
+        self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """.grad <- worker 0's; to copy them takes less than to add up, or decode, what all have sent, on each."""
+        rows = self._place.broadcast([p.grad for p in self._parameters])
+        pairs = [] if self._place.worker == 0 else list(zip(self._parameters, rows, strict=True))
+        dense = [(p.grad, row) for p, row in pairs if _dense(p.grad) and _dense(row)]
+        if dense:
+            own, means = zip(*dense, strict=True)
+            torch._foreach_copy_(own, means)
+        for parameter, row in pairs:
+            if not (_dense(parameter.grad) and _dense(row)):
+                parameter.grad = None if row is None else row.clone()
+        self._place.meet()  # worker 0 clips them in place
 
     def mix(self) -> None:
-        self._buffers.share(look=not self._looked)
-        self._looked = True
+        # Once an epoch, look which further buffers have changed, as the strategy does.
+        look, self._epoch = self._epoch != self._module.current_epoch, self._module.current_epoch
+        self._buffers.share(look)
 
     def release(self) -> None:
         self._after_backward.close()
@@ -117,3 +142,39 @@ class Averaging(Member):
     @property
     def sent_bytes(self) -> float:
         return self._mean.sent_bytes
+
+
+def _dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and not gradient.is_sparse
+
+
+class Replicas(Averaging):
+    """What `ddp` does: exact means, of the parameters that were trained at set-up, all of which each worker must use;
+    worker 0's buffers for all before a forward.
+
+    Raises:
+        ValueError: in a step that leaves a parameter out, or trains another.
+    """
+
+    def __init__(self, module: LightningModule, place: Place, *, finds_unused: bool) -> None:
+        super().__init__(module, place, Plain(), None, Unchecked())
+        self._at_setup = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+        self._finds_unused = finds_unused
+
+    def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
+        start_from_worker_0(list(self._module.buffers()), self._place.wire.world, self._place.device)
+        return nullcontext()
+
+    def average(self) -> None:
+        for name, parameter, trained in self._at_setup:
+            if trained and parameter.grad is None and not self._finds_unused:
+                raise ValueError(
+                    f"ddp ends with {name}, which gets no gradient on worker {self._place.worker}: freeze it "
+                    "(requires_grad=False), or give DDPStrategy(find_unused_parameters=True)"
+                )
+            if parameter.grad is not None and not trained:
+                raise ValueError(f"ddp doesn't average {name}, which was frozen at set-up: train it from the start on")
+        super().average()
+
+    def mix(self) -> None:
+        """Buffers are handed out before the next forward."""

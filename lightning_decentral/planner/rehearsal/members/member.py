@@ -5,13 +5,17 @@ Short, and a module of its own: the parts of `strategies`, `averaging` and `part
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from lightning.fabric.plugins.precision import Precision
+from torch.optim import Optimizer
 
-from lightning_decentral.planner.rehearsal.worker import CPU, Within
 from lightning_decentral.shared.wire.transport import Wire
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Place:
 
     Args:
         broadcast: hands worker 0's value to all.
+        meet: returns when all have come.
         per_node: workers on a node.
         steps: of the whole rehearsal.
         device: where it's computed.
@@ -27,6 +32,7 @@ class Place:
 
     wire: Wire
     broadcast: Callable[[Any], Any]
+    meet: Callable[[], None]
     worker: int
     workers: int
     per_node: int
@@ -34,12 +40,12 @@ class Place:
     device: torch.device = CPU
 
 
-class Member(Within, ABC):
-    """One worker's part. Every call but those within a training step is collective: all workers, each in a thread of
-    its own.
+class Member(ABC):
+    """One worker's part, in the order in which Lightning's loop comes to it. Every call but the two around a step is
+    collective: all workers, each in a thread of its own.
 
     Attributes:
-        drifts: whether workers differ after an update, which each makes; else one's serves all.
+        drifts: whether workers differ after an update.
         stacks: whether it does nothing within a step, so that the steps of all workers may be computed at once.
     """
 
@@ -49,6 +55,18 @@ class Member(Within, ABC):
     @abstractmethod
     def begin(self) -> None:
         """Before the first step."""
+
+    def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
+        """Around a `training_step` with these arguments."""
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the module's own backward, through all of the graph, or a part of it."""
+        return nullcontext()
+
+    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        """What computes the gradients of an update, and judges them as the strategy does."""
+        return closure
 
     @abstractmethod
     def average(self) -> None:

@@ -1,27 +1,27 @@
 """Partial backprop in a rehearsal: the strategy's own cuts, depths and reducer, on one worker of this process."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
+from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_decentral.partial.agreed import agreed
 from lightning_decentral.partial.compute.frozen_update import settle
 from lightning_decentral.partial.compute.search import CutPlan, search
-from lightning_decentral.partial.dry_run import refuse_unserved, repeated
+from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
 from lightning_decentral.planner.rehearsal.members.member import Member, Place
-from lightning_decentral.planner.rehearsal.worker import loss_of, quiet
-from lightning_decentral.shared.compute.block_cost import Run
+from lightning_decentral.shared.nonfinite import GradientCheck
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 
 
 class Cutting(Member):
-    """A worker whose backward stops at a cut; all take the same update, which worker 0 makes.
+    """A worker whose backward stops at a cut; all take the same update.
 
     Raises:
         ValueError: here for workers with unequal batches, or a module whose backward isn't Lightning's; in the first
@@ -41,26 +41,29 @@ class Cutting(Member):
             raise ValueError(f"{self._depth} asks for unequal batches, which a rehearsal has not: take Staircase")
         self._driver: DepthController | None = None
         self._reducer: Reducer | None = None
-        self._step = -1
+        self._check = GradientCheck(strategy.nonfinite)
+        self._step = self._epoch = -1
 
     def begin(self) -> None:
         buffers = self._place.wire.group(None)
         assert buffers is not None
         self._buffers = RunningBuffers(self._module, buffers)
 
-    def forward(self, batch: Any, step: int) -> AbstractContextManager[None]:
+    def checked(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        return self._check.after(closure, optimizer, precision)
+
+    def forward(self, step: int, *batch: Any) -> AbstractContextManager[None]:
         self._step = step
         if self._driver is None:
-            self._drive(batch)
+            self._drive(*batch)
         assert self._driver is not None
         return self._driver.together(step)
 
-    def _drive(self, batch: Any) -> None:
-        def step_of(trial: LightningModule) -> Run:
-            return lambda: loss_of(quiet(trial).training_step(batch, 0))
+    def _drive(self, *batch: Any) -> None:
+        run = run_of(self._module.trainer, *batch)
 
         def find() -> CutPlan:
-            return search(self._module, self._strategy.cuts, self._strategy.balance, repeated(step_of))
+            return search(self._module, self._strategy.cuts, self._strategy.balance, run)
 
         at = self._place
         plan = agreed(at.worker, at.broadcast, find)
@@ -69,27 +72,29 @@ class Cutting(Member):
         most = self._strategy.bucket_bytes
         self._reducer = Reducer(self._driver.segments, rank, at.wire.group, at.wire.hosts, most)
 
-    def backward(self, loss: Tensor) -> None:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
         assert self._driver is not None
         assert self._reducer is not None
         with self._driver.bypass.lifted():
             self._reducer.refresh()
         self._reducer.begin(self._driver.contributors(self._step))
-        loss.backward()
+        yield
         self._driver.bypass.end()
 
     def average(self) -> None:
         assert self._driver is not None
         assert self._reducer is not None
         self._reducer.finish()
-        if self._place.worker == 0:
-            settle(self._strategy.absent, self._optimizer, self._driver.absent(self._step))
+        settle(self._strategy.absent, self._optimizer, self._driver.absent(self._step))
 
     def mix(self) -> None:
         driver = self._driver
         assert driver is not None
         driver.observe(self._step, lambda: norms(driver.segments), self._place.broadcast)
-        self._buffers.share(look=self._step == 0)
+        # Once an epoch, look which further buffers have changed, as the strategy does.
+        look, self._epoch = self._epoch != self._module.current_epoch, self._module.current_epoch
+        self._buffers.share(look)
 
     def release(self) -> None:
         if self._driver is not None and self._reducer is not None:

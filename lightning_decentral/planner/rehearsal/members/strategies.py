@@ -27,14 +27,16 @@ from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
-from lightning_decentral.planner.rehearsal.members.averaging import Averaging
+from lightning_decentral.planner.rehearsal.members.averaging import Averaging, Replicas
 from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.members.partial import Cutting
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import ModelLayout
+from lightning_decentral.shared.nonfinite import GradientCheck
 from lightning_decentral.shared.wire.transport import Wire
 
+SERVED = {"find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb", "static_graph"}
+"""Options of ddp's wrapper that change no bit, or are heeded."""
 TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 
@@ -53,18 +55,23 @@ def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, plac
     # Others of its kind (pipelines) aren't ddp.
     if type(strategy) is not DDPStrategy:
         raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
-    return Averaging(module, place, Plain(), None)
+    hook = {"ddp_comm_hook"} if strategy._ddp_comm_hook is not None else set()
+    if asked := sorted((strategy._ddp_kwargs.keys() | hook) - SERVED):
+        raise ValueError(f"DDPStrategy with {asked[0]} can't be rehearsed: leave it out")
+    return Replicas(module, place, finds_unused=bool(strategy._ddp_kwargs.get("find_unused_parameters")))
 
 
 @member_of.register
 def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
     if strategy.orthogonal is not None:  # one worker's update serves all here
         raise ValueError("a rehearsal makes one update for all workers: leave orthogonal out")
-    return Averaging(module, place, strategy.codec, strategy.bucket_bytes)
+    strategy.refuse(module, fitting=True)
+    return Averaging(module, place, strategy.codec, strategy.bucket_bytes, GradientCheck(strategy.nonfinite))
 
 
 @member_of.register
 def _(strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    strategy.refuse(module, fitting=True)
     return Cutting(strategy, module, optimizer, place)
 
 
@@ -72,7 +79,39 @@ def _(strategy: PartialBackpropStrategy, module: LightningModule, optimizer: Opt
 def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
     if strategy.island.devices > 1:
         raise ValueError(f"workers of one device are rehearsed, not {strategy.island}: leave island out")
+    strategy.refuse(module, fitting=True)
     return Gossiping(strategy, module, optimizer, place)
+
+
+class Alone:
+    """In the place of a strategy: workers that send nothing."""
+
+
+class Silent(Member):
+    """Its gradients are its own, and so is its update."""
+
+    drifts: ClassVar[bool] = True
+
+    def begin(self) -> None:
+        """Nothing to make."""
+
+    def average(self) -> None:
+        """Nothing to send."""
+
+    def mix(self) -> None:
+        """Nothing to send."""
+
+    def release(self) -> None:
+        """Nothing was made."""
+
+    @property
+    def sent_bytes(self) -> float:
+        return 0.0
+
+
+@member_of.register
+def _(strategy: Alone, module: LightningModule, optimizer: Optimizer, place: Place) -> Member:
+    return Silent()
 
 
 class AtOnce(IslandMember):

@@ -1,0 +1,258 @@
+"""Lightning's strategy of one worker among those of this process: its member's part, where a run has it.
+
+What a Trainer asks other processes for (sums, values, barriers) it gets from the other workers' threads, by
+torch.distributed's own calls (`in_process_group`).
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from threading import BrokenBarrierError
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import LBFGS, Optimizer
+
+from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
+from lightning_decentral.planner.rehearsal.loop import Loop, OwnRates, loss_of, one_of, scale
+from lightning_decentral.planner.rehearsal.members.member import Member, Place
+from lightning_decentral.planner.rehearsal.members.strategies import member_of
+from lightning_decentral.planner.rehearsal.turns import Meeting, OwnTurn, Quota
+from lightning_decentral.planner.rehearsal.ways import Way
+from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
+from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes
+from lightning_decentral.shared.wire.in_process_group import InProcessGroup, ThreadsWorld
+
+LOOK = 10
+"""So many steps apart the noise of gradients is looked at."""
+
+
+@dataclass
+class Common:
+    """What the workers of a crew share.
+
+    Args:
+        strategy: only read.
+        look: all meet, in some steps, where somebody sees the gradients of workers that stay equal.
+        meet: all meet.
+
+    Attributes:
+        way: how gradients are computed.
+        mixes: whether workers that drift have rounds.
+    """
+
+    strategy: object
+    loop: Loop
+    boxes: Mailboxes
+    turn: OwnTurn
+    quota: Quota
+    look: Meeting
+    meet: Meeting
+    world: ThreadsWorld = field(default_factory=ThreadsWorld)
+    way: Way = field(default_factory=Way)
+    mixes: bool = True
+
+    def close(self) -> None:
+        """Who waits for a worker, or will, ends."""
+        for part in (self.quota, self.boxes, self.look, self.meet, self.way):
+            part.close()
+
+
+class Park(Callback):
+    """Where a worker waits until a step is asked for: all of the one before is done, and the next batch is there."""
+
+    def __init__(self, binding: "Binding") -> None:
+        self._binding = binding
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data, steps = trainer.train_dataloader, len(self._binding.losses)
+        if steps and isinstance(data, Iterator):  # the Trainer would begin empty epochs without an end
+            self._binding.wait()
+            raise ValueError(f"a worker has {steps} batches only: rehearse fewer steps")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._binding.wait()
+
+
+class Binding(DDPStrategy):
+    """One worker's; the module stays unwrapped, as under the strategies of workers.
+
+    Attributes:
+        losses: of each step, on the worker's own batch, before the update.
+        learning_rates: of each step, the first group's.
+
+    Raises:
+        ValueError: at set-up, the module or the strategy can't be rehearsed.
+    """
+
+    member: Member
+
+    def __init__(self, place: Place, common: Common) -> None:
+        super().__init__()
+        self._place, self._common = place, common
+        self._group = InProcessGroup(InProcessTransport(common.boxes, "default", place.worker, place.workers))
+        self.losses: list[Tensor] = []
+        self.learning_rates: list[float] = []
+
+    # ---- the place --------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._place.device
+
+    @property
+    def global_rank(self) -> int:
+        return self._place.worker
+
+    @property
+    def local_rank(self) -> int:
+        return self._place.worker % self._place.per_node
+
+    @property
+    def node_rank(self) -> int:
+        return self._place.worker // self._place.per_node
+
+    @property
+    def world_size(self) -> int:
+        return self._place.workers
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank, "seed": self._seed}
+
+    @property
+    def _seed(self) -> int:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) + self._common.loop.seed
+
+    def _configure_launcher(self) -> None:
+        """It runs where it is."""
+
+    def set_world_ranks(self) -> None:
+        """They are those of the place."""
+
+    def setup_environment(self) -> None:
+        if self._common.loop.seed or "PL_GLOBAL_SEED" in os.environ:
+            for begin in (random.seed, np.random.seed, torch.manual_seed):
+                begin(self._seed)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # From Lightning's first one on, before `setup`: around `prepare_data` it would make a group of gloo's.
+        self._common.world.join(self._group)
+        super().barrier(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """Models stay where the crew's evaluations are."""
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        module, world = self._module, self._place.wire.world
+        self.model = self.precision_plugin.convert_module(module).to(self.root_device)
+        check_same_model(module, self._place.wire.roll)
+        start_from_worker_0([*module.parameters(), *module.buffers()], world, self.root_device)
+        self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.member.begin()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        optimizer, factor = one_of(self._module, self.optimizers, self.lr_scheduler_configs), self._common.loop.rate
+        scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], factor)
+        self._rates = OwnRates(self._module, optimizer, bool(self.lr_scheduler_configs), factor)
+        self._joined = JoinedUpdate(optimizer) if joinable(optimizer) else None
+        self.member = member_of(self._common.strategy, self._module, optimizer, self._place)
+        if isinstance(optimizer, LBFGS) and not self.member.drifts:
+            raise ValueError(
+                "LBFGS searches by each worker's own loss, another number of times on each, and gradients are averaged "
+                "each time: rehearse it under gossip"
+            )
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Until a further step is asked for."""
+        self._common.quota.wait(self.global_rank, len(self.losses))
+        self._rates.begin()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._begun = len(self.losses)
+        try:
+            output = self._update(optimizer, self.member.checked(closure, optimizer, self.precision_plugin), **kwargs)
+        except BaseException:
+            self._common.close()
+            with suppress(BrokenBarrierError):
+                self._common.way.end(self.global_rank)
+            raise
+        self._common.way.end(self.global_rank)
+        self._rates.check()
+        if self._common.mixes or not self.member.drifts:
+            self.member.mix()
+        return output
+
+    def _update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """As Lightning's precision plugin makes it; many small parameters as one."""
+        if self._joined is None:
+            return Strategy.optimizer_step(self, optimizer, closure, self._module, **kwargs)
+        with torch.enable_grad():
+            output = self.precision_plugin._wrap_closure(self._module, optimizer, closure)
+        self._joined.step()
+        return output
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.member.forward(len(self.losses), *args):
+            output = self._common.way.forward(self.global_rank, partial(super().training_step, **kwargs), args)
+        if self._begun == len(self.losses):  # an optimizer may come several times
+            self.losses.append(torch.as_tensor(loss_of(output).detach()).double())
+            self.learning_rates.append(float(self.optimizers[0].param_groups[0].get("lr", 1.0)))
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As Lightning's; gradients are averaged before hooks see them, as in ddp."""
+        plugin, module = self.precision_plugin, self._module
+        loss, ends = plugin.pre_backward(closure_loss, module), [] if self.member.drifts else [self._average]
+
+        def end() -> None:
+            while ends:
+                ends.pop()()
+
+        if is_overridden("backward", module) and loss.device.type == "cpu":  # what follows in it sees means, too
+            loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
+        with self.member.backward():
+            back = partial(plugin.backward, loss, module, optimizer, *args, **kwargs)
+            self._common.way.backward(self.global_rank, back)
+        end()
+        return plugin.post_backward(loss, module)
+
+    def _average(self) -> None:
+        self._common.way.end(self.global_rank)
+        if self._begun % LOOK == 0:
+            self._common.look()
+        self.member.average()
+
+
+def joinable(optimizer: Optimizer) -> bool:
+    """Whether its update may be made on flat copies, which nobody sees."""
+    return type(optimizer) in ELEMENTWISE and not (
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    )

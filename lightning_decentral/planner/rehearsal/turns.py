@@ -1,0 +1,152 @@
+"""Whose turn it is among the workers of a process: one thread at a time, each with random numbers of its own.
+
+What a process has once is swapped with the turn: the generators of torch, numpy and `random`, and the rank by which
+Lightning's `rank_zero_only` decides. Who waits for the others, or for further steps, passes the turn on.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import inf
+from threading import Barrier, Condition, get_ident, local
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.wire.in_process import Turn
+
+
+class Ended(BaseException):
+    """Nobody asks for further steps: a worker's Trainer ends where it is."""
+
+
+def generators(device: torch.device) -> tuple[Any, ...]:
+    """The state of the host's generators, and of the device's where that is another."""
+    of_device = cuda.random_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), of_device
+
+
+def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
+    """Go on drawing where `generators` was taken."""
+    of_torch, of_numpy, of_python, of_device = states
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+    if of_device is not None:
+        cuda.set_random_state(of_device, device)
+
+
+def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether nobody drew between two states of the host's generators."""
+    (torch_a, (_, keys_a, *rest_a), *others_a), (torch_b, (_, keys_b, *rest_b), *others_b) = a, b
+    return torch.equal(torch_a, torch_b) and np.array_equal(keys_a, keys_b) and (rest_a, others_a) == (rest_b, others_b)
+
+
+class OwnTurn(Turn):
+    """A turn with what the process has once; threads begin with what it has when this is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._first, self._own = device, generators(device), local()
+
+    def is_of(self, rank: int) -> None:
+        """This thread is the worker's."""
+        self._own.rank, self._own.states = rank, self._first
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        set_generators(self._own.states, self._device)
+        rank_zero_only.rank = self._own.rank  # type: ignore[attr-defined]
+
+    def __exit__(self, *_: object) -> None:
+        self._own.states = generators(self._device)
+        super().__exit__()
+
+    @contextmanager
+    def passed_on(self) -> Iterator[None]:
+        if self._whose != get_ident() and getattr(self._own, "states", None) is not None:
+            raise ValueError(
+                "a step asks the other workers, which are computed at the same time: give threads=1 and stacked=False "
+                "(--threads 1 --stacked false)"
+            )
+        with super().passed_on():
+            yield
+
+    @contextmanager
+    def of_workers(self) -> Iterator[None]:
+        """Within, workers have turns; what the process has is the caller's again behind it."""
+        states, rank = generators(self._device), getattr(rank_zero_only, "rank", 0)
+        try:
+            yield
+        finally:
+            set_generators(states, self._device)
+            rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+class Meeting:
+    """All workers come, the last one makes the call, and all go on; an error of the call ends all."""
+
+    def __init__(self, turn: Turn, workers: int, call: Callable[[], None] = lambda: None) -> None:
+        self._turn, self._barrier = turn, Barrier(workers, call)
+
+    def __call__(self) -> None:
+        with self._turn.passed_on():
+            self.wait()
+
+    def wait(self) -> None:
+        """Of who has passed the turn on already."""
+        self._barrier.wait()
+
+    def close(self) -> None:
+        """Who waits, or will, ends."""
+        self._barrier.abort()
+
+
+class Quota:
+    """Steps that workers may take, all alike; who has taken them waits for more.
+
+    Attributes:
+        allowed: so many in all.
+    """
+
+    def __init__(self, turn: Turn, workers: int) -> None:
+        self._turn, self._changed = turn, Condition()
+        self.allowed, self._closed = 0, False
+        self._taken: list[float] = [-1] * workers
+
+    def wait(self, rank: int, taken: int) -> None:
+        """Of a worker that has taken so many, and is about to begin the next one.
+
+        Raises:
+            Ended: nobody asks for it.
+        """
+        if taken >= self.allowed or self._closed:
+            with self._turn.passed_on(), self._changed:
+                self._has(rank, taken)
+                self._changed.wait_for(lambda: self._closed or taken < self.allowed)
+        if self._closed:
+            raise Ended
+
+    def done(self, rank: int) -> None:
+        """The worker takes no further step."""
+        with self._changed:
+            self._has(rank, inf)
+
+    def _has(self, rank: int, taken: float) -> None:
+        self._taken[rank] = taken
+        self._changed.notify_all()
+
+    def allow(self, steps: int) -> None:
+        """So many in all; returns when all workers have taken them, or can't."""
+        with self._changed:
+            self.allowed = steps
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: min(self._taken) >= steps)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

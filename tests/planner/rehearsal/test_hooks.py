@@ -1,0 +1,197 @@
+"""Every hook of Lightning's, and every attribute of its Trainer, is what it is in the run on processes."""
+
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_decentral import GossipStrategy
+from lightning_decentral.gossip import Ring
+from lightning_decentral.planner.rehearsal.batches import data_of, shared_out
+from lightning_decentral.planner.rehearsal.crew import Crew
+from lightning_decentral.planner.rehearsal.loop import Loop
+from tests.tiny import QUIET, in_processes
+
+STEPS, WORKERS = 8, 2
+"""Of five batches an epoch."""
+NUDGE, CLIP = 1e-3, 0.3
+
+
+def public(cls: type, of: type) -> set[str]:
+    """Functions of a class that those who derive from it may write anew, but for what it has of another."""
+    found = {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+    return found - set(dir(of))
+
+
+HOOKS = public(LightningModule, nn.Module)
+NEVER = {
+    # A run without validation, tests, predictions, checkpoints and other loaders doesn't call these:
+    *(name for name in HOOKS if any(part in name for part in ("val", "test", "predict", "checkpoint", "dataloader"))),
+    # nor does it call what a module calls itself:
+    *("all_gather", "freeze", "log", "log_dict", "lr_schedulers", "manual_backward", "optimizers", "print"),
+    *("save_hyperparameters", "to_onnx", "to_tensorrt", "to_torchscript", "toggle_optimizer", "toggled_optimizer"),
+    *("remove_ignored_hparams", "unfreeze", "untoggle_optimizer"),
+    "configure_sharded_model",  # the older name of configure_model, which refuses to stand with it
+}
+DATA_HOOKS = public(LightningDataModule, object)
+DATA_NEVER = {
+    *(
+        name
+        for name in DATA_HOOKS
+        if any(part in name for part in ("dataloader", "checkpoint", "state_dict", "hparams"))
+    ),
+    *("from_datasets", "on_exception", "save_hyperparameters"),
+}
+ONCE = {"prepare_data", "setup"}
+"""Of the data, for all workers."""
+ELSEWHERE = {"default_root_dir", "log_dir"}
+"""Where a rehearsal writes nothing."""
+
+
+class Traced(LightningModule):
+    """Whose hooks say when they were called, draw random numbers, and move a weight."""
+
+    moves = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), nn.Linear(6, 1))
+        self.trace: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.log("loss", 1.0 * batch_idx)
+        return (self.net(x) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        by_step = {"scheduler": falling, "interval": "step", "frequency": 3}
+        return [optimizer], [by_step, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+    @torch.no_grad()
+    def called(self, name: str, *moment: Any) -> None:
+        weight = self.net[0].weight
+        gradient = None if weight.grad is None else float(weight.grad.double().sum())
+        self.trace.append((name, *moment, float(weight.double().sum()), gradient))
+        if self.moves and not name.startswith("configure_callbacks"):  # before seeds are set: a fork has random ones
+            weight += NUDGE * (torch.rand(()) + np.random.rand() + random.random())
+
+
+def traced(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self if isinstance(self, Traced) else self.trainer.lightning_module
+        module.called(name, module.current_epoch, module.global_step)
+        found = hook(self, *args, **kwargs)
+        module.called(f"{name} ended")
+        return found
+
+    return called
+
+
+class Everything(Traced):
+    """All hooks."""
+
+
+for _name in HOOKS - NEVER:
+    setattr(Everything, _name, traced(_name, getattr(Traced, _name)))
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+
+class TracedData(Data):
+    """All hooks but those of other loaders."""
+
+
+for _name in DATA_HOOKS - ONCE - DATA_NEVER:
+    setattr(TracedData, _name, traced(f"data.{_name}", getattr(Data, _name)))
+
+
+class Asking(Traced):
+    """What a step sees of its Trainer."""
+
+    moves = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        names = [name for name, _ in inspect.getmembers(Trainer, lambda of: isinstance(of, property))]
+        values = {name: value for name in names if isinstance(value := self._asked(name), (bool, int, float, str))}
+        self.trace.append({name: value for name, value in values.items() if name not in ELSEWHERE})
+        return super().training_step(batch, batch_idx)
+
+    def _asked(self, name: str) -> Any:
+        try:
+            return getattr(self.trainer, name)
+        except Exception as error:  # of another stage, or without a file
+            return type(error).__name__
+
+
+class Kept(Callback):
+    """Of each worker, before the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        torch.save(pl_module.trace, self._folder / f"{trainer.global_rank}.pt")
+
+
+KINDS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "gossip": (GossipStrategy, {"topology": Ring()}),
+    "ddp": (DDPStrategy, {}),
+}
+
+
+def fit(folder: Path, make: type[Traced], data: type[Data], name: str) -> None:
+    seed_everything(1, workers=True, verbose=False)
+    kind, options = KINDS[name]
+    asked = {**QUIET, "limit_val_batches": 0, "max_steps": STEPS, "max_epochs": -1, "gradient_clip_val": CLIP}
+    strategy = kind(start_method="fork", **options)
+    Trainer(**asked, devices=WORKERS, strategy=strategy, callbacks=[Kept(folder)]).fit(make(), datamodule=data())
+
+
+def rehearsed(make: type[Traced], data: type[Data], name: str) -> list[list[Any]]:
+    seed_everything(1, workers=True, verbose=False)
+    kind, options = KINDS[name]
+    batches, epoch = shared_out(data_of(data()), WORKERS)
+    loop = Loop(CLIP, 1.0, epoch, STEPS)
+    with Crew(make(), batches, kind(**options), WORKERS, STEPS, per_node=WORKERS, loop=loop) as crew:
+        crew.train(STEPS)
+        return [worker.module.trace for worker in crew.workers]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("name", "data"), [("gossip", TracedData), ("ddp", Data)])
+def test_every_hook_is_called_when_it_is_in_a_run(tmp_path: Path, name: str, data: type[Data]) -> None:
+    """At the same moment, with the same gradients and random numbers, so that what it changes is the same."""
+    in_processes(fit, tmp_path, Everything, data, name)
+    called = set()
+    for rank, trace in enumerate(rehearsed(Everything, data, name)):
+        real = torch.load(tmp_path / f"{rank}.pt")
+        called |= {entry[0] for entry in real}
+        end = [entry[0] for entry in real].index("on_train_end ended")  # then a run of gossip takes the workers' mean
+        assert trace[:end] == real[:end]
+    given = DATA_HOOKS - ONCE - DATA_NEVER if data is TracedData else set()
+    # A data module's hook takes the place of the module's. A new one has to be looked at.
+    names = {f"data.{hook}" for hook in given} | (HOOKS - NEVER - given)
+    assert names - called <= {"teardown", "data.teardown"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_attribute_of_the_trainer_is_a_runs(tmp_path: Path, name: str) -> None:
+    in_processes(fit, tmp_path, Asking, Data, name)
+    for rank, trace in enumerate(rehearsed(Asking, Data, name)):
+        real = torch.load(tmp_path / f"{rank}.pt")
+        assert len(real) == STEPS
+        assert trace == real
