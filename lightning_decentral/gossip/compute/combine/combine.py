@@ -112,6 +112,11 @@ class Combine(ABC):
         sound then counts as zero, and a mean of all workers may be encoded once more (`link.cliques_of`)."""
         return False
 
+    @property
+    def lengthens(self) -> float:
+        """How many times a difference moves all that hear it, over the rounds after it was sent once."""
+        return 1.0
+
     def placed(self, topology: Topology, size: int) -> "Combine":
         """The same rule, told how many workers there are and when they talk, where it asks."""
         return self
