@@ -67,7 +67,7 @@ def test_a_printed_configuration_makes_the_same_strategy(monkeypatch: pytest.Mon
     with redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
         cli(monkeypatch, f"--config={given}", "--print_config")
     printed.write_text(out.getvalue())
-    options = {"topology": Every(3, Ring()), "codec": DifferenceCompression(TopK(fraction=0.6))}
+    options = {"topology": Every(3, Ring()), "codec": DifferenceCompression(TopK(fraction=0.2))}
     assert told(cli(monkeypatch, f"--config={printed}")) == told(GossipStrategy(delay=3, **options))
     assert "find_unused_parameters" not in out.getvalue(), "options of a wrapper that isn't there"
 
