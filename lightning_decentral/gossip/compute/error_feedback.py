@@ -132,12 +132,17 @@ RULE_OF_THUMB = 0.9
 
 
 def share_that_arrives(codec: Codec, dtype: torch.dtype, matrices: Sequence[Matrix]) -> float:
-    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers, in as many rows as the largest
-    matrix has, or columns where these are fewer."""
-    rows = max((min(SIDE, m.rows, m.columns) for m in matrices), default=1)
+    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers, in matrices of the largest one's
+    shape."""
     d = torch.randn(SIDE * SIDE, generator=torch.Generator().manual_seed(0))
     d = d.to(torch.promote_types(dtype, torch.float32))
-    channel = BucketCodec(codec, torch.zeros_like(d), [Matrix(0, rows, len(d) // rows)], 0)
+    sample = list[Matrix]()
+    if matrices:
+        largest = max(matrices, key=lambda m: m.rows * m.columns)
+        rows, columns = min(SIDE, largest.rows), min(SIDE, largest.columns)
+        each = rows * columns
+        sample = [Matrix(start, rows, columns) for start in range(0, len(d) - each + 1, each)]
+    channel = BucketCodec(codec, torch.zeros_like(d), sample, 0)
     decoded = d.clone()
     payload = [torch.empty(part.elements, dtype=part.dtype) for part in channel.parts(d)]
     channel.replace(decoded, payload, "sample", 1)
