@@ -251,9 +251,9 @@ MOST_LENGTHENED = 1.5
 
 def refuse_overshoot(codec: Codec, combine: Combine | ConsensusControl) -> None:
     """ValueError for a momentum that goes beyond what a codec has sent before the rest arrives."""
-    if combine.of_differences and not codec.whole and combine.lengthens > MOST_LENGTHENED:
+    if combine.of_differences and not codec.whole and combine.largest_rate > MOST_LENGTHENED:
         raise ValueError(
-            f"{combine} goes {combine.lengthens:.3g} times as far as was sent, lr / (1 - momentum), and {codec} "
+            f"{combine} goes {combine.largest_rate:.3g} times as far as was sent, lr / (1 - momentum), and {codec} "
             f"sends the rest rounds later: keep that to {MOST_LENGTHENED}, as momentum=0 with lr=1, or use Int4()"
         )
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Bucket
+from lightning_decentral.shared.wire.fsdp import local
 
 SAMPLES = 64
 """Of each parameter: a pass over all of it in each step would cost as much as a round."""
@@ -36,8 +37,8 @@ class Written:
     @torch.no_grad()
     def note(self, written: Iterable[Tensor] = ()) -> None:
         """From here on. What was found stays, and what was written while the mean stood in its place."""
-        own = {p.data_ptr() for bucket in self._buckets for p in bucket.parameters} if written else set()
-        self.found.update(own.intersection(t.data_ptr() for t in written))
+        own = {local(p).data_ptr() for bucket in self._buckets for p in bucket.parameters} if written else set()
+        self.found.update(own.intersection(local(t).data_ptr() for t in written))
         for bucket in self._buckets[len(self._places) :]:
             self._lay_out(bucket)
         self._versions = [[p._version for p in bucket.parameters] for bucket in self._buckets]
@@ -54,22 +55,22 @@ class Written:
             for place in (bucket.held[places] != samples).nonzero().flatten().tolist():
                 changed[owners[place]] = True
             pairs = zip(bucket.parameters, changed, strict=True)
-            self.found.update(p.data_ptr() for p, was in pairs if was)
+            self.found.update(local(p).data_ptr() for p, was in pairs if was)
         self.note()
         return self.found
 
     def kept(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, what was written to it)."""
         found = self.look()
-        every = [p for bucket in self._buckets for p in bucket.parameters]
-        return [(p, p.detach().clone()) for p in every if p.data_ptr() in found]
+        every = [local(p) for bucket in self._buckets for p in bucket.parameters]
+        return [(p, p.clone()) for p in every if p.data_ptr() in found]
 
     def _lay_out(self, bucket: Bucket) -> None:
-        rows, owners = list[Tensor](), list[int]()
-        for number, (_, view) in enumerate(bucket.views(bucket.held)):
-            count, start = view.numel(), int(view.storage_offset()) - int(bucket.held.storage_offset())
-            row: Tensor = torch.linspace(0, count - 1, min(SAMPLES, count), dtype=torch.float64).long() + start
+        rows, owners, at = list[Tensor](), list[int](), bucket.held.device  # a copy would make the host wait
+        for number, place in enumerate(bucket.ranges()):
+            count = min(SAMPLES, len(place))
+            row: Tensor = torch.linspace(place.start, place.stop - 1, count, dtype=torch.float64, device=at).long()
             rows.append(row)
             owners += [number] * len(row)
-        self._places.append(torch.cat(rows).to(bucket.held.device))
+        self._places.append(torch.cat(rows))
         self._owners.append(owners)

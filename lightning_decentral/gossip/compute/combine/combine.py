@@ -98,7 +98,8 @@ class Combine(ABC):
 
     @property
     def largest_rate(self) -> float:
-        """The largest step towards what was heard, from 0 to 1: what a codec's error is judged against."""
+        """The largest step towards what was heard, from 0 to 1, over 1 with an outer momentum: what a codec's error is
+        judged against."""
         return 1.0
 
     @property
@@ -111,11 +112,6 @@ class Combine(ABC):
         """Whether messages are differences, of which a coarse codec may lose a part: it is sent later. One that isn't
         sound then counts as zero, and a mean of all workers may be encoded once more (`link.cliques_of`)."""
         return False
-
-    @property
-    def lengthens(self) -> float:
-        """How many times a difference moves all that hear it, over the rounds after it was sent once."""
-        return 1.0
 
     def placed(self, topology: Topology, size: int) -> "Combine":
         """The same rule, told how many workers there are and when they talk, where it asks."""

@@ -76,10 +76,6 @@ class ConsensusControl:
     def largest_rate(self) -> float:
         return self.inner.largest_rate
 
-    @property
-    def lengthens(self) -> float:
-        return self.inner.lengthens
-
     def placed(self, topology: Topology, size: int) -> "ConsensusControl":
         return replace(self, inner=self.inner.placed(topology, size))
 

@@ -177,7 +177,7 @@ class PseudoGradient(OuterNesterov):
         return True
 
     @property
-    def lengthens(self) -> float:
+    def largest_rate(self) -> float:
         assert self.lr is not None
         assert self.momentum is not None, "placed before it is judged"
         return largest(self.lr) / (1 - largest(self.momentum))
