@@ -111,6 +111,7 @@ class GossipStrategy(ReplicaStrategy):
         self.bucket_bytes, self.heals, self.exact_steps = bucket_bytes, heals, float(exact_steps)
         self.member = IslandMember(None, 1, self.meet)
         self._mixers = Mixers(self._making)
+        self.mean_model.hidden = self._hidden
         self._matrices = WholeMatrices([], self.member)
         self.checkpoints.held = IslandModel(self.island, self, self._attendance.join_groups)
 
@@ -185,7 +186,10 @@ class GossipStrategy(ReplicaStrategy):
         return [max(of.mixer.steps, of.mixer.wanted) for of in self._mixers]
 
     def settle(self) -> None:
-        self._mixers.settle()
+        self._mixers.end()
+
+    def _hidden(self, written: Sequence[Tensor]) -> None:
+        self._mixers.note(written)
 
     def share(self) -> float | None:
         return None if self.wire is None else self._mixers.share(self.wire.world, self.root_device, self.meet)
@@ -203,7 +207,7 @@ class GossipStrategy(ReplicaStrategy):
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rule's anchors, where it has some; of shards it shows the parameters themselves."""
-        anchors = self._mixers.shown() if self.member.shards == 1 else {}
+        anchors = self._mixers.shown(self.mean_model.shows) if self.member.shards == 1 else {}
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors] if anchors else tensors
 
     def progress_state(self) -> dict[str, Any]:

@@ -12,20 +12,27 @@ from torch import Tensor, nn
 
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import (
+    Codec,
     Complete,
+    DifferenceCompression,
     Elastic,
     Every,
     FullyShard,
+    Gossip,
     GossipReplicas,
+    Int2,
     Int4,
+    Int8,
+    LowRank,
     OuterNesterov,
     PseudoGradient,
     Ring,
     Stream,
+    TopK,
     Travel,
     simulate,
 )
-from lightning_decentral.gossip.rounds import check, exact_steps_of
+from lightning_decentral.gossip.rounds import check, exact_steps_of, refuse_stale
 from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
 from lightning_decentral.shared.compute.buckets import pack
 from tests.gossip.wire.test_exchange import gradient
@@ -137,6 +144,11 @@ def test_a_trainer_with_fragments_and_exact_steps_is_the_simulation(
     ({"states": {"exp_avg": Travel()}, "island": FullyShard(devices=2)}, "states .* don't travel with an isl"),
     ({"states": {"exp_avg": Travel()}, "delay": 3, "topology": Every(3, Ring())}, None),
     ({"states": {"exp_avg": Travel()}, "delay": 0}, None),
+    ({"codec": DifferenceCompression(Int4()), "combine": PseudoGradient()}, r"sends differences already.*codec=Int4\("),
+    ({"codec": TopK(), "combine": PseudoGradient(), "topology": Every(2, Complete())}, "goes 7 times as far"),
+    ({"codec": LowRank(), "combine": PseudoGradient(lr=1.0), "topology": Every(2, Complete())}, "goes 10 times"),
+    ({"codec": TopK(), "combine": PseudoGradient(momentum=0.5), "topology": Every(2, Complete())}, None),
+    ({"codec": Int2(), "combine": PseudoGradient(), "topology": Every(2, Complete())}, None),
 ], ids=str)  # fmt: skip
 def test_what_does_not_go_together_is_said_before_anybody_talks(options: dict[str, Any], said: str | None) -> None:
     def set_up() -> None:
@@ -150,6 +162,34 @@ def test_what_does_not_go_together_is_said_before_anybody_talks(options: dict[st
     else:
         with pytest.raises(ValueError, match=said):
             set_up()
+
+
+@pytest.mark.parametrize(
+    ("codec", "rate", "rows", "served"),
+    [
+        (DifferenceCompression(Int8()), 1.0, 9, True),
+        (DifferenceCompression(Int4()), 1.0, 9, True),
+        (DifferenceCompression(Int2()), 1.0, 9, False),
+        (DifferenceCompression(Int2()), 0.4, 9, True),
+        (DifferenceCompression(TopK(fraction=0.1)), 0.6, 9, False),
+        (DifferenceCompression(TopK(fraction=0.1)), 0.3, 9, True),
+        (DifferenceCompression(LowRank(rank=4)), 1.0, 64, False),
+        (DifferenceCompression(LowRank(rank=4)), 0.05, 64, True),
+        (DifferenceCompression(LowRank(rank=1)), 1.0, 1, True),
+        (Int8(), 1.0, 9, True),
+    ],
+    ids=str,
+)
+def test_a_rate_over_what_arrives_is_refused_where_parameters_are_packed(
+    codec: Codec, rate: float, rows: int, served: bool
+) -> None:
+    buckets = pack([nn.Parameter(torch.zeros(rows, 64))])
+    if served:
+        refuse_stale(codec, Gossip(rate=rate), buckets)
+    else:
+        with pytest.raises(ValueError, match=r"would drift apart; use Gossip\(rate=0\.\d+\), or a codec") as error:
+            refuse_stale(codec, Gossip(rate=rate), buckets)
+        assert "\n" not in str(error.value)
 
 
 def test_a_coarse_codec_goes_with_ways() -> None:

@@ -160,7 +160,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool
         False,
     ),
     "compressed differences of links, low rank": (
-        {"codec": DifferenceCompression(LowRank(rank=1)), "combine": Gossip(rate=0.4)},
+        {"codec": DifferenceCompression(LowRank(rank=1)), "combine": Gossip(rate=0.2)},
         {},
         {},
         4,

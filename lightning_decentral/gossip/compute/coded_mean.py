@@ -41,10 +41,10 @@ class CodedMean:
         watched = [m.clone() for m in message] if measured(step) else []
         codec, numbers = self.parts.codec, [real_numbers(m) for m in message]
         codes = [self.parts.to_owners(x, codec.replace, step, place) for place, x in enumerate(numbers, first)]
+        for place, x in enumerate(numbers, first):
+            self.parts.own(x, codec.replace, step, place)
         if watched:
-            # Of what is encoded: the own part isn't.
-            mine = [self.parts.of(self.parts.rank, real_numbers(m)) for m in watched]
-            gap = squared_norm(watched) - squared_norm(mine)
+            gap = squared_norm(watched)
             for x, sent in zip(watched, message, strict=True):
                 x.sub_(sent)
             self.lost.add(squared_norm(watched), gap)

@@ -126,6 +126,29 @@ def real_numbers(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
+SIDE = 2**8
+RULE_OF_THUMB = 0.9
+"""A rate may be over the share that arrives by a tenth."""
+
+
+def share_that_arrives(codec: Codec, dtype: torch.dtype, matrices: Sequence[Matrix]) -> float:
+    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers, in matrices of the largest one's
+    shape."""
+    d = torch.randn(SIDE * SIDE, generator=torch.Generator().manual_seed(0))
+    d = d.to(torch.promote_types(dtype, torch.float32))
+    sample = list[Matrix]()
+    if matrices:
+        largest = max(matrices, key=lambda m: m.rows * m.columns)
+        rows, columns = min(SIDE, largest.rows), min(SIDE, largest.columns)
+        each = rows * columns
+        sample = [Matrix(start, rows, columns) for start in range(0, len(d) - each + 1, each)]
+    channel = BucketCodec(codec, torch.zeros_like(d), sample, 0)
+    decoded = d.clone()
+    payload = [torch.empty(part.elements, dtype=part.dtype) for part in channel.parts(d)]
+    channel.replace(decoded, payload, "sample", 1)
+    return 1 - float(squared_norm([d - decoded]) / squared_norm([d]))
+
+
 def measured(step: int) -> bool:
     """Whether the error is measured in this round, 0, 1, 2, 4, 8 and so on: it costs a copy of the message, which
     encoding overwrites."""
@@ -185,7 +208,7 @@ class Coded(Coder):
     def _judge(self, lost: float, step: int) -> None:
         """Warn, once, where the rate is over the share of a difference that arrives: the rest is stale."""
         arrived = 1 - lost**2
-        if self._codec.remembers and self._rank == 0 and arrived < 0.9 * self._rate and not self._warned:
+        if self._codec.remembers and self._rank == 0 and arrived < RULE_OF_THUMB * self._rate and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self._codec} passed on {arrived:.1%} of what a hearer lacked in round {step}: at rate {self._rate} "

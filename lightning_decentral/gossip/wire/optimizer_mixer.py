@@ -1,7 +1,6 @@
 """The mixers of all optimizers: which parameters and states each mixes, in which buckets, saved and restored together.
 
-An optimizer has a mixer for each fragment of the model that travels by itself (one, mostly), and the first of them has
-the mixers of states that travel beside.
+An optimizer has a mixer for each fragment that travels by itself; the first has the mixers of states that travel, too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from lightning_decentral.gossip.wire.making import Beside
 from lightning_decentral.gossip.wire.making import Making as Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.recovery import Recovery
+from lightning_decentral.gossip.wire.written import Written
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
 from lightning_decentral.shared.compute.layout.place import orders, refuse_reordered
 from lightning_decentral.shared.wire.fsdp import local
@@ -62,6 +62,7 @@ class OptimizerMixer:
         self._own, self._seen = set[nn.Parameter](), list[nn.Parameter]()
         forget = partial(forget_poison, optimizer, local, lambda: [state.name for state in self.states])
         self.recovery = Recovery(self.buckets, forget, others_sick)
+        self.written = Written(self.buckets)
         # Wherever a round lands: in a step, before training ends, before a mask is chosen.
         mixer.healing.forget = self.recovery.healed
 
@@ -117,6 +118,7 @@ class OptimizerMixer:
             state.mixer.step(learning_rate)
         self._store()
         self.recovery.end()
+        self.written.stepped()
 
     def drain(self) -> None:
         for bucket in self.buckets:
@@ -125,6 +127,7 @@ class OptimizerMixer:
         for state in self.states:
             state.drain()
         self._store()
+        self.written.note()
 
     def _store(self) -> None:
         for bucket in self.buckets:
@@ -134,16 +137,22 @@ class OptimizerMixer:
         """Of parameters and of states."""
         return [*self.buckets, *(bucket for state in self.states for bucket in state.buckets)]
 
-    def shown(self) -> Iterator[tuple[int, Tensor]]:
-        """(address of a parameter, what is evaluated in its place)."""
-        flats = self.mixer.shown()
-        for bucket in self.buckets if flats else ():
+    def shown(self, standing: bool) -> Iterator[tuple[int, Tensor]]:
+        """(address of a parameter, what is evaluated in its place); what was written since the last step is itself.
+
+        Args:
+            standing: whether the mean stands in the parameters' place.
+        """
+        if not (flats := self.mixer.shown()):
+            return
+        written = self.written.found if standing else self.written.look()
+        for bucket in self.buckets:
             # A bucket is mixed as one flat tensor or as two.
             flat, missing = [], bucket.flat.numel()
             while missing:
                 flat.append(flats.pop(0))
                 missing -= len(flat[-1])
-            yield from bucket.views(torch.cat(flat))
+            yield from ((place, view) for place, view in bucket.views(torch.cat(flat)) if place not in written)
 
     def traffic(self) -> Traffic:
         """Of the parameters and the states; the rounds are the parameters'."""
@@ -231,13 +240,27 @@ class Mixers:
         meet(lambda: over.all_reduce(total).wait())
         return float(own / total)
 
-    def shown(self) -> Mapping[int, Tensor]:
+    def shown(self, standing: bool = False) -> Mapping[int, Tensor]:
         """{address of a parameter: what is evaluated in its place}, where the rule has something else than its mean."""
-        return dict(pair for mixer in self._all for pair in mixer.shown())
+        return dict(pair for mixer in self._all for pair in mixer.shown(standing))
+
+    def note(self, written: Sequence[Tensor]) -> None:
+        """The mean has left the parameters' place; these were written meanwhile."""
+        for mixer in self._all:
+            mixer.written.note(written)
 
     def settle(self) -> None:
         for mixer in self._all:
             mixer.drain()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Land all that is in flight, where nothing follows: what somebody wrote since the last step stays."""
+        kept = [pair for mixer in self._all for pair in mixer.written.kept()]
+        self.settle()
+        for parameter, written in kept:
+            parameter.copy_(written)
+        self.note([parameter for parameter, _ in kept])
 
     def release(self) -> None:
         """Give every parameter and state a storage of its own again."""

@@ -103,6 +103,11 @@ class Bucket:
             view.copy_(value)
             parameter.data = view
 
+    def ranges(self) -> list[range]:
+        """Of each parameter's elements."""
+        pairs = zip(self.parameters, self._offsets, strict=True)
+        return [range(offset, offset + self.elements(p)) for p, offset in pairs]
+
     def views(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """(address of a parameter, what stands at its place in another flat tensor), in its shape."""
         rows = zip(self.parameters, self._offsets, self.places, strict=True)

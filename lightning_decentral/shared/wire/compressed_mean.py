@@ -120,11 +120,15 @@ def mean_by(codec: Codec, group: Callable[[], Transport], device: torch.device) 
 
 
 def refuse_estimates(codec: Codec) -> None:
-    """ValueError for a codec that codes differences."""
+    """ValueError for a codec that codes differences, or would send all of a part."""
     if codec.remembers:
         raise ValueError(
             f"{codec} codes differences to what neighbours know; an average of gradients has error feedback of its "
             "own: give the inner codec by itself"
+        )
+    if codec.of_matrices:
+        raise ValueError(
+            f"{codec} looks at matrices, which the parts of an average cut: it would send all as it is; use Int8()"
         )
 
 

@@ -109,6 +109,8 @@ def mean_of_sound(
         FloatingPointError: nobody is sound; on all workers.
     """
     means = mean_of(tensors)
+    if not means:
+        return means, ""
     # A sick number shows in the mean, which all know: nobody needs to ask.
     if shards == 1 and float(scale(means)) <= FACTOR / over.size:
         return means, ""

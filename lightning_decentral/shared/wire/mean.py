@@ -17,6 +17,8 @@ MeanOf = Callable[..., list[Tensor]]
 """(averaged, carried) -> their means, then one worker's values of what is carried; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """What stands in the mean for a worker's own tensors, in their order; mostly they themselves."""
+ROUNDINGS = 8
+"""Of the largest number of a parameter, which what was changed and taken back may be apart."""
 CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
 
 
@@ -87,20 +89,23 @@ class Swap:
         self._tensors = list(tensors)
         self._own = [tensor.detach().clone() for tensor in tensors]
         self._put(values)
-        self._buffers = {i: t.clone() for i, t in enumerate(tensors) if not isinstance(t, nn.Parameter)}
+        self._stood = list(values)
 
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._tensors, values, strict=True):
             put(tensor, value)
 
-    def undo(self) -> None:
-        """Put back, bit for bit, what was there; a buffer that changed meanwhile keeps its change."""
-        # A best score, say, that validation has found.
-        for i, stood in self._buffers.items():
-            if not torch.equal(self._tensors[i], stood):
-                self._own[i] = self._tensors[i].clone()
+    def undo(self) -> list[Tensor]:
+        """Put back, bit for bit, what was there; what was written meanwhile keeps its change: a best score that
+        validation has found, the best weights that a callback restores. Returns those tensors."""
+        written = [
+            i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)
+        ]
+        for i in written:
+            self._own[i] = self._tensors[i].detach().clone()
         self._put(self._own)
+        return [self._tensors[i] for i in written]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
         """What these tensors hold now stays."""
@@ -116,6 +121,19 @@ class Swap:
         own = {key: v.detach().clone() if isinstance(v, Tensor) else v for key, v in state.items()}
         self._put(now)
         return own
+
+
+@torch.no_grad()
+def _other(now: Tensor, stood: Tensor) -> bool:
+    """Whether something was written. Of a parameter not what is rounding, as adapters leave it that were merged and
+    taken out again: each worker's own would become the mean for it."""
+    trained, now, stood = isinstance(now, nn.Parameter), local(now), local(stood).to(now.dtype)
+    if torch.equal(now, stood) or not now.numel():
+        return False
+    if not trained or not bool(stood.isfinite().all()):
+        return True
+    rounding = ROUNDINGS * torch.finfo(now.dtype).eps * float(stood.abs().max())
+    return not float((now - stood).abs().max()) <= rounding
 
 
 def of_mean(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
@@ -136,10 +154,12 @@ class MeanModel:
 
     Attributes:
         apart: whether the workers differ.
+        hidden: called where it has left a model, with the tensors that keep what was written to them meanwhile.
     """
 
     def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
+        self.hidden: Callable[[Sequence[Tensor]], Any] = bool
         self.apart = False
         self._swap: Swap | None = None
 
@@ -151,11 +171,17 @@ class MeanModel:
     def _swapped(self, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> Swap:
         return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
 
+    @property
+    def shows(self) -> bool:
+        """Whether it stands in the place of tensors."""
+        return self._swap is not None
+
     def hide(self) -> None:
-        """Put back, bit for bit, what `show` found."""
+        """Put back, bit for bit, what `show` found, but for what was written meanwhile."""
         if self._swap is not None:
-            self._swap.undo()
+            written = self._swap.undo()
             self._swap = None
+            self.hidden(written)
 
     @contextmanager
     def standing(

@@ -98,7 +98,8 @@ class Combine(ABC):
 
     @property
     def largest_rate(self) -> float:
-        """The largest step towards what was heard, from 0 to 1: what a codec's error is judged against."""
+        """The largest step towards what was heard, from 0 to 1, over 1 with an outer momentum: what a codec's error is
+        judged against."""
         return 1.0
 
     @property

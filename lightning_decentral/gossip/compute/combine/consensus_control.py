@@ -72,6 +72,10 @@ class ConsensusControl:
     def of_differences(self) -> bool:
         return self.inner.of_differences
 
+    @property
+    def largest_rate(self) -> float:
+        return self.inner.largest_rate
+
     def placed(self, topology: Topology, size: int) -> "ConsensusControl":
         return replace(self, inner=self.inner.placed(topology, size))
 

@@ -74,6 +74,9 @@ class Codec(ABC):
     encodes: ClassVar[bool] = True
     """Whether messages travel otherwise than as they are. Where not, groups of equals may all-reduce them."""
 
+    whole: ClassVar[bool] = True
+    """Whether each element of a message arrives in each round, if coarse. Where not, the rest comes rounds later."""
+
     of_matrices: ClassVar[bool] = False
     """Whether it looks at the matrices of a message, which parts for several owners would cut."""
 

@@ -67,6 +67,13 @@ class CodedParts:
             owner: self._coded(part, encode, *noise, owner, TO_OWNER) for owner, part in parts.items() if part.numel()
         }
 
+    def own(self, message: Tensor, encode: Encode, *noise: int) -> None:
+        """The own part of the message becomes what `encode` makes of it, too, though it doesn't travel. For messages
+        whose rest stays with the sender: whole, it would be there in each round in which the others send a few elements
+        of it, and all that one mean's codes leave of it would pile up in f, which no worker's x sees."""
+        if (part := self.of(self.rank, message)).numel():
+            self.pool.give(self._coded(part, encode, *noise, self.rank, TO_OWNER))
+
     def from_others(self, message: Tensor) -> dict[int, list[Tensor]]:
         """{worker: buffers for its codes of the own part}."""
         mine = self.of(self.rank, message)

@@ -30,7 +30,7 @@ class TopK(Codec):
     Source: Stich et al. 1809.07599.
     """
 
-    complete = False
+    complete = whole = False
     fraction: float = 0.1
     block: int = 4096
 

@@ -82,7 +82,7 @@ class LowRank(Codec):
     just sent is missing from the difference, so the next one wants other directions.
     """
 
-    complete = False
+    complete = whole = False
     of_matrices = True
     rank: int = 4
 
