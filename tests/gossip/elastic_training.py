@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -158,12 +159,14 @@ def main(folder: Path, lobby: str, name: str, seed: int, checkpoint: str = "") -
     saved = ModelCheckpoint(dirpath=folder / "saved", filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
     watching = [ConsensusMonitor(every_n_steps=APART_EVERY), CommunicationMonitor(), StartSummary()]
     trainer = Trainer(
-        **{**QUIET, "enable_checkpointing": True},
+        **{**{name: of for name, of in QUIET.items() if name != "logger"}, "enable_checkpointing": True},
         strategy=strategy,
         devices=1 if lobby else 3,
         max_steps=STEPS,
         callbacks=[*watching, Report(directory=str(folder / "report")), tell, saved],
         val_check_interval=4,
+        logger=CSVLogger(folder / "logs", flush_logs_every_n_steps=1),
+        log_every_n_steps=5,
     )
     module = Net(seed)
     trainer.fit(module, ckpt_path=checkpoint or None)

@@ -1,5 +1,6 @@
 """Trainers in processes of their own: one is killed, the others go on; one is started and joins."""
 
+import csv
 import json
 import os
 import signal
@@ -115,7 +116,15 @@ def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: P
     final = [torch.load(tmp_path / f"{name}.pt")["x"] for name in ended]
     assert all(torch.equal(x, final[0]) for x in final)
     assert "ended by SIGKILL: another one is started" in output or "code 9: another one is started" in output
+    assert_one_log(tmp_path / "logs" / "lightning_logs", killed_at=max(last[oldest]["step"], 5))
     assert_resumed(tmp_path, next(tmp_path.glob(f"saved/step={STEPS - 2 * EVERY}.ckpt")))
+
+
+def assert_one_log(folder: Path, killed_at: int) -> None:
+    """The oldest that was killed and the next one wrote into one file."""
+    assert [version.name for version in folder.iterdir()] == ["version_0"]
+    steps = [int(row["step"]) for row in csv.DictReader((folder / "version_0" / "metrics.csv").open())]
+    assert min(steps) < killed_at < max(steps)
 
 
 def assert_resumed(folder: Path, saved: Path) -> None:
