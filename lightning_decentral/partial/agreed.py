@@ -56,7 +56,10 @@ class Together:
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
     """What all workers find together, without a trace in their random numbers. Collective."""
     before = worker_state.random_state()  # the search draws random numbers of the run's generators
-    found = find(Together(gather))
+    try:
+        found = find(Together(gather))
+    except ValueError as error:
+        raise ValueError(str(error)) from error
     worker_state.set_random_state(before)
     return found
 

@@ -49,8 +49,8 @@ def uneven(worker: int, steps: int) -> RuntimeError:
     """Of a worker whose epoch has ended, under a method in which all take the same updates."""
     return RuntimeError(
         f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
-        "updates: give every worker the same number of batches (drop_last=True, limit_train_batches), and let none skip "
-        "optimizer.step()"
+        "updates: give every worker the same number of batches (drop_last=True, limit_train_batches), and let none "
+        "skip optimizer.step()"
     )
 
 

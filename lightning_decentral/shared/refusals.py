@@ -65,8 +65,8 @@ def refuse_backend(name: str, device: torch.device) -> None:
     if used not in ("gloo", "nccl") or (used == "nccl" and device.type != "cuda"):
         served = "'nccl' or 'gloo'" if device.type == "cuda" else "'gloo'"
         raise ValueError(
-            f"process_group_backend={name!r} is none by which workers talk on {device.type}: take {served}, or leave it "
-            "out"
+            f"process_group_backend={name!r} is none by which workers talk on {device.type}: take {served}, or leave "
+            "it out"
         )
 
 
