@@ -40,17 +40,19 @@ class Together:
             failed = f"{type(error).__name__}: {error}"
             self._gather((None, "", failed))
             raise
-        return self._first(self._gather((found, refused, failed)))
+        outcomes = self._gather((found, refused, failed))
+        self._refuse(outcomes)
+        first: Found = outcomes[0][0]
+        return first
 
     @staticmethod
-    def _first(outcomes: list[Any]) -> Any:
+    def _refuse(outcomes: list[Any]) -> None:
         for rank, (_, _, failed) in enumerate(outcomes):
             if failed:
                 raise RuntimeError(f"worker {rank} found no cuts, it failed with {failed}")
         for _, refused, _ in outcomes:
             if refused:
                 raise ValueError(refused)
-        return outcomes[0][0]
 
 
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:

@@ -32,8 +32,8 @@ def refuse_unserved(module: LightningModule) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            f"{name}'s training_step draws its own batches (dataloader_iter), and the search for cuts repeats the first "
-            "one: take a batch, or use strategy='ddp'"
+            f"{name}'s training_step draws its own batches (dataloader_iter), and the search for cuts repeats the "
+            "first one: take a batch, or use strategy='ddp'"
         )
     if module._compiler_ctx is not None:
         raise ValueError(

@@ -97,14 +97,14 @@ class Gathering(Hooked):
     """A contrastive loss over what all workers embed, gathered with gradients; a step that counts and draws."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.float32)
         self.steps, self.generator = 0, torch.Generator().manual_seed(5)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
         g = torch.Generator().manual_seed(10 * batch_idx + self.global_rank)
         x = torch.randn(6, 4, generator=g) + 0.1 * torch.randn(6, 4, generator=self.generator) + 0.1 * self.steps
-        mine = self.net(x) @ self.last.real
+        mine = self.net(x) @ self.last
         every = self.all_gather(mine, sync_grads=True).flatten(0, 1)
         return cross_entropy(mine @ every.T, torch.arange(6) + 6 * self.global_rank)
 
@@ -114,12 +114,7 @@ def fitted(module: Hooked, make: Callable[[], Strategy], settings: dict[str, Any
     if settings.get("plugins") == "scaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         settings = {**settings, "plugins": MixedPrecision("16-mixed", "cpu", scaler)}
-    words = {
-        **QUIET,
-        **{k: v for k, v in settings.items() if k != "scaled"},
-        **(scaled if "scaled" in settings else {}),
-    }
-    Trainer(**words, devices=2, max_steps=3, strategy=make()).fit(module, SizedBatches(8))
+    Trainer(**{**QUIET, **settings}, devices=2, max_steps=3, strategy=make()).fit(module, SizedBatches(8))
 
 
 def compared(tmp_path: Path, module: Callable[[], Hooked], name: str, settings: dict[str, Any]) -> None:
