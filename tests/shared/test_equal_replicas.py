@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
@@ -143,3 +144,27 @@ def test_every_hook_sees_and_changes_what_it_does_under_ddp(
 @pytest.mark.parametrize("name", ["partial"])
 def test_a_step_may_gather_count_and_draw(tmp_path: Path, name: str) -> None:
     compared(tmp_path, Gathering, name, {})
+
+
+class Failing(Hooked):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise OSError("the user's own")
+
+
+def saved_on_the_way_out(make: Callable[[], Strategy], folder: Path) -> tuple[str, list[str]]:
+    words = {**QUIET, "enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(folder)]}
+    trainer = Trainer(**words, devices=2, strategy=make())
+    try:
+        trainer.fit(Failing(), SizedBatches(2))
+    except Exception as error:
+        return str(error), [path.name for path in folder.iterdir()]
+    return "", []
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_save_on_the_way_out_is_written_and_hides_no_error(tmp_path: Path, name: str) -> None:
+    """Also by the process that forked the workers, which has no fit of its own."""
+    error, files = in_processes(saved_on_the_way_out, STRATEGIES[name], tmp_path)
+    assert "OSError: the user's own" in error
+    assert files == ["on_exception.ckpt"]
