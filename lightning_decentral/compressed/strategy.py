@@ -18,11 +18,11 @@ from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
+from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
-from lightning_decentral.shared.wire.skipped_updates import scale_of
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 

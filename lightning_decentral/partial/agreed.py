@@ -6,7 +6,8 @@ Every binding (a Trainer's, Fabric's) says in its own way when a step begins; wh
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_decentral.partial.compute.search import CutPlan, Cuts, Decide, Found
+from lightning_decentral.partial.compute.search import CutPlan, Cuts
+from lightning_decentral.partial.compute.trial import Decide, Found
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.wire.meeting.notices import is_loss

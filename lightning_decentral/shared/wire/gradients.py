@@ -3,7 +3,7 @@
     message = [g_p for p in parameters]     0 where this worker has no gradient
     flag_p  = 1 where it has one, else 0    summed over the workers: how many have, a sparse one as `SPARSE`
 
-What a mean divides by and over whom it goes is left to those who use it: `gradient_average` (all devices of an island,
+What a mean divides by and over whom it goes is left to those who use it: `averaging` (all devices of an island,
 while the backward runs), `replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each segment's
 contributors, while it runs).
 """

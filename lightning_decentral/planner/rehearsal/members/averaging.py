@@ -17,8 +17,8 @@ from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.planner.rehearsal.worker import CPU
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, InFlight, Mean
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.codec import Int8
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.gossip.wire.test_device import Mirror, every_device, without_waiting

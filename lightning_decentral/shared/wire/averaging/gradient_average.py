@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.buckets import chunked
+from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import Mean
 from lightning_decentral.shared.wire.gradients import GradientBucket, Launcher, flag, real, used
 from lightning_decentral.shared.wire.pending import Pending
-from lightning_decentral.shared.wire.residuals import Row
 from lightning_decentral.shared.wire.transport import Transport
 
 Place = tuple[int, int]
