@@ -186,7 +186,8 @@ class Elsewhere(Mirror):
     """The other device has a gradient of everything."""
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        tensor.add_(1)
+        tensor[:-2].add_(1)
+        tensor[-2:].mul_(2)  # it is at the same place
         return Together([])
 
 
