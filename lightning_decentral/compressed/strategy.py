@@ -18,11 +18,11 @@ from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
+from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
-from lightning_decentral.shared.wire.skipped_updates import scale_of
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -74,7 +74,7 @@ class CompressedStrategy(ReplicaStrategy):
         self._mean: Mean | None = None
         self._gradients: GradientAverage | None = None
         self._buffers: RunningBuffers | None = None
-        self._rounds = 0
+        self._rounds: int | None = None  # outside of training, also in the process that started the workers
         self._epoch = -1
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
@@ -89,12 +89,15 @@ class CompressedStrategy(ReplicaStrategy):
         self._buffers = RunningBuffers(self._module, buffers)
         self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
-        self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes)
+        self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes, self._where)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None or self.nonfinite == "skip":
             self._mean.guard(scale_of(scaler, self.root_device))
         if self.orthogonal is not None:
             self._owners = Owners(self.optimizers, self.orthogonal, of_all(wire), self.meet)
+
+    def _where(self) -> tuple[int, int]:
+        return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._rounds or 0
 
     def release(self) -> None:
         if self._gradients is not None:
@@ -102,6 +105,7 @@ class CompressedStrategy(ReplicaStrategy):
         if self._owners is not None:
             self._owners.close()
         self._gradients, self._buffers, self._mean, self._owners = None, None, None, None
+        self._rounds = None
 
     # ---- a step: averaged gradients, the user's update --------------------------------------------------------------
 
@@ -149,6 +153,7 @@ class CompressedStrategy(ReplicaStrategy):
     def advance(self, optimizer: Optimizer) -> None:
         # Once an epoch, look which further buffers have changed: comparing all takes time.
         look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
+        assert self._rounds is not None
         self._rounds += 1
         if self._buffers is not None:
             self._buffers.share(look)
@@ -156,11 +161,11 @@ class CompressedStrategy(ReplicaStrategy):
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def rounds(self) -> list[int]:
-        return [self._rounds]
+        return [] if self._rounds is None else [self._rounds]
 
     def wanted(self) -> list[int]:
         """All must come to the update that this worker waits for."""
-        return [self._rounds + 1]
+        return [rounds + 1 for rounds in self.rounds()]
 
     # ---- checkpoints: those of ddp, and what was rounded away -------------------------------------------------------
 

@@ -6,7 +6,8 @@ Every binding (a Trainer's, Fabric's) says in its own way when a step begins; wh
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_decentral.partial.compute.search import CutPlan, Cuts, Decide, Found
+from lightning_decentral.partial.compute.search import CutPlan, Cuts
+from lightning_decentral.partial.compute.trial import Decide, Found
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.wire.meeting.notices import is_loss
@@ -40,23 +41,28 @@ class Together:
             failed = f"{type(error).__name__}: {error}"
             self._gather((None, "", failed))
             raise
-        return self._first(self._gather((found, refused, failed)))
+        outcomes = self._gather((found, refused, failed))
+        self._refuse(outcomes)
+        first: Found = outcomes[0][0]
+        return first
 
     @staticmethod
-    def _first(outcomes: list[Any]) -> Any:
+    def _refuse(outcomes: list[Any]) -> None:
         for rank, (_, _, failed) in enumerate(outcomes):
             if failed:
                 raise RuntimeError(f"worker {rank} found no cuts, it failed with {failed}")
         for _, refused, _ in outcomes:
             if refused:
                 raise ValueError(refused)
-        return outcomes[0][0]
 
 
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
     """What all workers find together, without a trace in their random numbers. Collective."""
     before = worker_state.random_state()  # the search draws random numbers of the run's generators
-    found = find(Together(gather))
+    try:
+        found = find(Together(gather))
+    except ValueError as error:
+        raise ValueError(str(error)) from error
     worker_state.set_random_state(before)
     return found
 

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from lightning_decentral.partial.compute.own_state import own_state
 from lightning_decentral.partial.plan.depth import DepthAssignment, ended
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.block_cost import Run
@@ -26,6 +29,11 @@ def refuse_unserved(module: LightningModule) -> None:
         raise ValueError(
             f"{name} overrides backward by hand, which may run none or several: "
             "remove LightningModule.backward, or use strategy='ddp'"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"{name}'s training_step draws its own batches (dataloader_iter), and the search for cuts repeats the "
+            "first one: take a batch, or use strategy='ddp'"
         )
     if module._compiler_ctx is not None:
         raise ValueError(
@@ -80,9 +88,14 @@ def step_of(trainer: Trainer, trial: Any, *args: Any, **kwargs: Any) -> Run:
 
     def run() -> Tensor:
         with trainer.strategy.precision_plugin.train_step_context():
-            return loss_of(trial.training_step(*args, **kwargs))
+            return loss_of(trial.training_step(*_copies(args), **_copies(kwargs)))
 
     return run
+
+
+def _copies(batch: Any) -> Any:
+    """A step may write into its batch, which the next one reads."""
+    return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
 
 
 def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Module], Run]:
@@ -91,17 +104,20 @@ def run_of(trainer: Trainer, *args: Any, **kwargs: Any) -> Callable[[torch.nn.Mo
 
 
 def repeated(step_of: Callable[[Any], Run]) -> Callable[[torch.nn.Module], Run]:
-    """From a copy of the module to a function that repeats its step: the same random numbers, the same buffers. A step
-    changes these: ranges that fake quantization has seen, the iterates of a spectral norm."""
+    """From a copy of the module to a function that repeats its step: the same random numbers, buffers and plain
+    attributes. A step changes these: ranges that fake quantization has seen, the iterates of a spectral norm, counters.
+    """
     random = worker_state.random_state()
 
     def prepared(trial: Any) -> Run:
         step = step_of(trial)
         before = {name: buffer.detach().clone() for name, buffer in trial.named_buffers()}
+        put_back_own = own_state(trial)
 
         def run() -> Tensor:
             worker_state.set_random_state(random)
             put_back(trial, before)
+            put_back_own()
             return step()
 
         return run

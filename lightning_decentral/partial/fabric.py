@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.partial.agreed import found_together, recall, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
-from lightning_decentral.partial.compute.search import CutPlan, Cuts, Decide, check_wish, search
+from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
+from lightning_decentral.partial.compute.trial import Decide
 from lightning_decentral.partial.dry_run import repeated
 from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal

@@ -86,7 +86,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self._reducer: Reducer | None = None
         self._buffers: RunningBuffers | None = None
         self._saved: dict[str, Any] | None = None
-        self._rounds = 0
+        self._rounds: int | None = None  # outside of training, also in the process that started the workers
         self._samples: tuple[int, ...] = ()
         self._blocked = False
         self._epoch = -1
@@ -201,6 +201,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def advance(self, optimizer: Optimizer) -> None:
         # Once an epoch, look which further buffers have changed: comparing all takes time.
         look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
+        assert self._rounds is not None
         self._rounds += 1
         if self._buffers is not None:
             self._buffers.share(look)
@@ -208,18 +209,18 @@ class PartialBackpropStrategy(ReplicaStrategy):
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def rounds(self) -> list[int]:
-        return [self._rounds]
+        return [] if self._rounds is None else [self._rounds]
 
     def wanted(self) -> list[int]:
         """All must come to the update that this worker waits for."""
-        return [self._rounds + 1]
+        return [rounds + 1 for rounds in self.rounds()]
 
     def release(self) -> None:
         if self.driver is not None:
             self.driver.remove()
         if self._reducer is not None:
             self._reducer.close()
-        self.driver, self._reducer, self._buffers = None, None, None
+        self.driver, self._reducer, self._buffers, self._rounds = None, None, None, None
 
     # ---- checkpoints: those of ddp, and what the assignment remembers -----------------------------------------------
 

@@ -59,6 +59,10 @@ def _pass(root: nn.Module, names: Sequence[str], run: Run, device: torch.device,
     found = BlockPass(root, names, device)
     found.run(run)
     done()
+    if found.passes > 1:
+        raise ValueError(
+            f"the step runs {type(root).__name__} {found.passes} times, blocks are measured in one pass each"
+        )
     return found
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
+from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
@@ -133,11 +134,12 @@ class Attendance:
         worker lives.
 
         Raises:
-            ValueError: this device or place can't be used.
+            ValueError: this device, backend or place can't be used.
         """
         of, environment = self._of, self._of.cluster_environment
         assert environment is not None
         assert of.process_group_backend is not None
+        refuse_backend(of.process_group_backend, of.root_device)
         rank, size = environment.global_rank(), environment.world_size()
         if size > 1 and of.root_device.type == "mps":
             # Headers of messages, weights and norms: in float32 a sum over many workers wouldn't be exact.

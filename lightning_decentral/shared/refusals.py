@@ -58,6 +58,18 @@ def own_bases(strategy: type) -> tuple[type, ...]:
     return mro[: [cls.__name__ for cls in mro].index("DDPStrategy")]  # Trainers' or Fabric's
 
 
+def refuse_backend(name: str, device: torch.device) -> None:
+    """ValueError for a process group backend that workers can't talk by on this device: before torch looks for it."""
+    given = dict(part.rpartition(":")[::2] for part in name.split(","))  # "gloo", or "cpu:gloo,cuda:nccl"
+    used = given.get(device.type, given.get("", ""))
+    if used not in ("gloo", "nccl") or (used == "nccl" and device.type != "cuda"):
+        served = "'nccl' or 'gloo'" if device.type == "cuda" else "'gloo'"
+        raise ValueError(
+            f"process_group_backend={name!r} is none by which workers talk on {device.type}: take {served}, or leave "
+            "it out"
+        )
+
+
 def refuse_sync_batch_norm(strategy: type, module: nn.Module, asked: bool) -> None:
     """ValueError where BatchNorm would gather its statistics over the workers, which would wait for each other."""
     if asked or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):

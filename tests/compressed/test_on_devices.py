@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_decentral.compressed.strategy import Owners
 from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.shared.compute.codec import BFloat16, Codec, Plain
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
 from tests.simulated.wire import Make, device_world, losses_read, sent_overwritten, without_waiting

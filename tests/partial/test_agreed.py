@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from lightning_decentral.partial.agreed import agreed
+from lightning_decentral.partial.agreed import Together, agreed
 from lightning_decentral.partial.compute.search import CutPlan
+from lightning_decentral.shared.wire.pending import PeerLost
 
 PLAN = CutPlan((), {}, (), ())
 
@@ -49,3 +50,37 @@ def test_nobody_waits_for_a_worker_0_that_failed(error: Exception, kind: type[Ex
     assert len(told.said) == 1
     with pytest.raises(kind, match=message):
         agreed(1, told, nothing)
+
+
+def test_what_worker_0_found_is_what_all_go_on_with() -> None:
+    gathered = Together(lambda own: [("first", "", ""), own])
+    assert gathered(lambda: "second") == "first"
+
+
+@pytest.mark.parametrize(("others", "kind", "message"), [
+    ((None, "no cut there", ""), ValueError, "^no cut there$"),
+    ((None, "", "KeyError: 'absent'"), RuntimeError, "worker 1 found no cuts, it failed with KeyError: 'absent'"),
+], ids=str)  # fmt: skip
+def test_all_end_where_one_refuses_or_fails(others: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Together(lambda own: [own, others])(lambda: "found")
+
+
+def test_who_fails_says_so_and_raises_its_own_error() -> None:
+    said: list[Any] = []
+
+    def gather(own: Any) -> list[Any]:
+        said.append(own)
+        return [own]
+
+    with pytest.raises(KeyError):
+        Together(gather)(failing(KeyError("absent")))
+    assert said == [(None, "", "KeyError: 'absent'")]
+
+
+def test_a_lost_worker_is_not_told() -> None:
+    def gather(own: Any) -> list[Any]:
+        raise AssertionError("nobody would come")
+
+    with pytest.raises(PeerLost):
+        Together(gather)(failing(PeerLost("gone")))

@@ -1,64 +1,19 @@
 """Finding cuts in a network: from `"auto"`, `"blocks"`, a number or names to boundaries verified on a copy."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import nn
 
-from lightning_decentral.partial.compute.verify import Judged, Verdict, judge
+from lightning_decentral.partial.compute.trial import Decide, Trial, by_itself, trial_copy
+from lightning_decentral.partial.compute.verify import Judged, Verdict
 from lightning_decentral.partial.plan.cost import Balance, partition
-from lightning_decentral.shared.compute.block_cost import Run, measure, parameter_bytes
+from lightning_decentral.shared.compute.block_cost import Run, parameter_bytes
 from lightning_decentral.shared.compute.modules import Chain, candidates, uncompiled
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Cuts = str | int | Sequence[str]
 AUTO_SEGMENTS = 4
-Found = TypeVar("Found")
-
-
-class Decide(Protocol):
-    """Who says what a run of the copy showed, where several workers run theirs together."""
-
-    def __call__(self, compute: Callable[[], Found], /) -> Found: ...
-
-
-def by_itself(compute: Callable[[], Found], /) -> Found:
-    """What this worker's own run showed."""
-    return compute()
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A copy of the network and its step. What the search goes by is what its runs show, and nothing else."""
-
-    module: nn.Module
-    run: Run
-    decide: Decide = by_itself
-
-    @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
-    def try_out(self) -> None:
-        """ValueError where the step itself can't be taken apart."""
-
-        def once() -> None:
-            self.run()
-
-        self.decide(once)
-
-    def judge(self, boundaries: Sequence[str]) -> list[Judged]:
-        return self.decide(lambda: judge(self.module, list(boundaries), self.run))
-
-    def measure(self, names: Sequence[str], sizes: Sequence[int]) -> tuple[BlockCost, ...]:
-        return self.decide(lambda: measure(self.module, names, sizes, self.run))
-
-    def entered(self) -> list[str]:
-        return self.decide(lambda: _entered(self.module, self.run))
 
 
 @dataclass(frozen=True)
@@ -211,31 +166,6 @@ def _segment(name: str, judged: Sequence[Judged]) -> int:
     return len(judged) - verdicts.count(Verdict.BELOW)
 
 
-def trial_copy(module: nn.Module) -> nn.Module:
-    """A copy in which every parameter may show its gradient.
-
-    Raises:
-        ValueError: it can't be copied.
-    """
-    try:
-        trial = copy.deepcopy(module)
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).split(". ")[0]
-        raise ValueError(
-            f"{type(module).__name__} can't be copied, and cuts are verified on a copy ({reason}): "
-            "keep what can't be copied out of the module"
-        ) from error
-    generator = torch.Generator().manual_seed(0)  # its own: the run's random numbers stay as they are
-    for parameter in trial.parameters():
-        if parameter.is_floating_point():
-            parameter.requires_grad_(True)
-            # A matrix of zeros passes no gradient on, which would hide what lies below it.
-            if parameter.ndim > 1 and not parameter.detach().any():
-                noise = torch.randn(parameter.shape, generator=generator) * 0.02
-                parameter.data.copy_(noise)
-    return trial
-
-
 def _some_names(module: nn.Module) -> str:
     names = [name for chain in candidates(module)[:1] for name in chain.names]
     return f"there are {', '.join(names[:4])}, ..." if names else "it has no chain of blocks"
@@ -281,22 +211,6 @@ def _comes_apart(trial: Trial, names: Sequence[str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _entered(trial: nn.Module, run: Run) -> list[str]:
-    """Modules in the order in which a forward enters them, but for those entered twice."""
-    names: list[str] = []
-
-    def enter(name: str, *_: Any) -> None:
-        names.append(name)
-
-    hooks = [m.register_forward_pre_hook(partial(enter, name)) for name, m in trial.named_modules()]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [name for name in names if names.count(name) == 1]  # a boundary is met once in a pass
 
 
 def _after(entered: Sequence[str], last: str) -> list[str]:

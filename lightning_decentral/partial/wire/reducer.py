@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.partial.plan.cost import sent_bytes
 from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
-from lightning_decentral.shared.wire.gradients import Launcher, flag, used
+from lightning_decentral.shared.wire.gradients import Launcher, flag, real, used
 from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
@@ -106,9 +106,9 @@ class Reducer:
         # w_i / W, whatever the segment: `factors` has done the rest.
         bucket.pack(self._place.shares[self._place.rank])
         if len(bucket.ranks) == self._place.size:
-            bucket.pending = self._groups.world.all_reduce(bucket.flat)
+            bucket.pending = self._groups.world.all_reduce(real(bucket.flat))
         elif len(bucket.ranks) > 1:
-            bucket.pending = self._groups.of(bucket.ranks).reduce(bucket.flat, target=0)
+            bucket.pending = self._groups.of(bucket.ranks).reduce(real(bucket.flat), target=0)
 
     def finish(self) -> None:
         """After the backward: start what is left, hand on, wait, and put the means into `.grad`.
@@ -138,7 +138,7 @@ class Reducer:
             return
         if bucket.pending is not None:
             bucket.pending.wait()
-        bucket.pending = self._groups.world.broadcast(bucket.flat, source=bucket.ranks[0])
+        bucket.pending = self._groups.world.broadcast(real(bucket.flat), source=bucket.ranks[0])
 
     def _refuse_strays(self) -> None:
         for segment, (ranks, parameters) in enumerate(zip(self._contributors, self._segments, strict=True)):
@@ -186,4 +186,4 @@ def norms(segments: Sequence[Sequence[nn.Parameter]]) -> list[float]:
 def _norm(gradients: Sequence[Tensor]) -> float:
     if not gradients:
         return 0.0
-    return float(torch.stack([g.float().square().sum() for g in gradients]).sum().sqrt())
+    return float(torch.stack([g.abs().float().square().sum() for g in gradients]).sum().sqrt())

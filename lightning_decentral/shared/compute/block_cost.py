@@ -69,7 +69,11 @@ class BlockPass:
     def forward(self) -> Seconds:
         at = self._laps.seconds()
         stamps = [at[lap] for lap in self._there]
-        return [after - before for before, after in pairwise(stamps)]
+        found = [0.0] * (len(self._names) + 1)
+        # Of a network that runs again in a step, what lies before the first boundary counts to the block passed last.
+        for block, (before, after) in zip([0, *self.entered], pairwise(stamps), strict=True):
+            found[block] += after - before
+        return found
 
     def backward(self) -> Seconds:
         """By block; a boundary that no gradient crosses ends with the whole."""
@@ -86,9 +90,14 @@ class BlockPass:
         blocks = range(len(self._names) + 1)
         return [sum(size for owner, size in self._saved.values() if owner == block) for block in blocks]
 
+    @property
+    def passes(self) -> int:
+        """How often the network ran in the step."""
+        return len(self.entered) // max(1, len(self._names))
+
     def refuse_another_order(self) -> None:
-        """ValueError where the forward doesn't pass the boundaries in their order, each once."""
-        if self.entered != list(range(1, len(self._names) + 1)):
+        """ValueError where the forward doesn't pass the boundaries in their order, each once in a pass."""
+        if self.entered != list(range(1, len(self._names) + 1)) * self.passes or (self._names and not self.passes):
             passed = ", ".join(self._names[block - 1] for block in self.entered) or "none of them"
             wanted = ", ".join(self._names)
             raise ValueError(f"the forward doesn't pass {wanted} in this order, each once: it passes {passed}")
@@ -118,7 +127,7 @@ def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int
     Runs the forward a few times; each block's seconds are its shortest.
 
     Raises:
-        ValueError: the forward doesn't pass the modules in this order, each once.
+        ValueError: the forward doesn't pass the modules in this order, each once in a pass.
     """
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     passes: list[BlockPass] = []

@@ -67,7 +67,7 @@ def uneven(worker: int, steps: int) -> Uneven:
     return Uneven(
         worker,
         f"after {steps} steps while another goes on, and all must take the same updates: give every worker the same "
-        "number of batches (drop_last=True, limit_train_batches)",
+        "number of batches (drop_last=True, limit_train_batches), and let none skip optimizer.step()",
     )
 
 

@@ -23,9 +23,9 @@ from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts, drop_if_sick
 from lightning_decentral.shared.compute.device import Stage, stage
+from lightning_decentral.shared.wire.averaging.residuals import Residual, Residuals, Row
+from lightning_decentral.shared.wire.averaging.skipped_updates import SkippedUpdates
 from lightning_decentral.shared.wire.pending import Pending, Together
-from lightning_decentral.shared.wire.residuals import Residual, Residuals, Row
-from lightning_decentral.shared.wire.skipped_updates import SkippedUpdates
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 

@@ -3,7 +3,7 @@
     message = [g_p for p in parameters]     0 where this worker has no gradient
     flag_p  = 1 where it has one, else 0    summed over the workers: how many have, a sparse one as `SPARSE`
 
-What a mean divides by and over whom it goes is left to those who use it: `gradient_average` (all devices of an island,
+What a mean divides by and over whom it goes is left to those who use it: `averaging` (all devices of an island,
 while the backward runs), `replicas` (all replicas of a stage, after it), `partial.wire.reducer` (each segment's
 contributors, while it runs).
 """
@@ -35,6 +35,11 @@ def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     rows = flat.split([other.numel() for other in like])
     # Of one dimension a row is what it has to be.
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
+
+
+def real(flat: Tensor) -> Tensor:
+    """The same memory, a complex number as two: sums and codes are of real ones."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _dense(tensor: Tensor) -> Tensor:

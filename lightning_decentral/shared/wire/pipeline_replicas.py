@@ -20,7 +20,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
-from lightning_decentral.shared.wire.gradients import flag, pack, parts, used
+from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -160,7 +160,7 @@ class _CompressedAveraging(Bond):
         flats = self._started(own, parameters, rows)
         some, found = used(own, flags, told), list(own)
         for place, (row, flat) in enumerate(zip(rows, flats, strict=True)):
-            self._by.put_back(flat, place, [number for number, i in enumerate(row) if not some[i]])
+            self._by.put_back(real(flat), place, [number for number, i in enumerate(row) if not some[i]])
             for i, part in zip(row, parts(flat, [parameters[i] for i in row]), strict=True):
                 found[i] = torch.empty_like(parameters[i]).copy_(part) if some[i] else None
         return found
@@ -170,13 +170,13 @@ class _CompressedAveraging(Bond):
     ) -> list[Tensor]:
         """The means of these rows, once they are there."""
         key = {i: self._keys.setdefault(p, len(self._keys)) for i, p in enumerate(parameters)}
-        self._by.lay([tuple((key[i], parameters[i].numel()) for i in row) for row in rows])
+        self._by.lay([tuple((key[i], _numbers(parameters[i])) for i in row) for row in rows])
         flats = []
         for row in rows:
             like = [parameters[i] for i in row]
             flats.append(like[0].new_empty(sum(p.numel() for p in like)))
             pack([own[i] for i in row], like, flats[-1])
-        for pending in [self._by.start(flat, place) for place, flat in enumerate(flats)]:
+        for pending in [self._by.start(real(flat), place) for place, flat in enumerate(flats)]:
             pending.wait()
         return flats
 
@@ -185,3 +185,7 @@ class _CompressedAveraging(Bond):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._by.load_state_dict(state)
+
+
+def _numbers(tensor: Tensor) -> int:
+    return tensor.numel() * (1 + tensor.is_complex())

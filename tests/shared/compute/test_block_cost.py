@@ -82,13 +82,24 @@ def test_what_two_blocks_save_counts_once_for_the_higher() -> None:
     assert [cost.saved_bytes for cost in costs] == [0, 0, 4 * ROWS * WIDTH]
 
 
-@pytest.mark.parametrize(("names", "passed"), [(["2", "1"], "1, 2"), (["0"], "0, 0"), (["3"], "none of")])
+@pytest.mark.parametrize(("names", "passed"), [(["2", "1"], "1, 2"), (["0", "1"], "0, 0, 1"), (["3"], "none of")])
 def test_another_order_is_refused_and_leaves_no_hook(names: list[str], passed: str) -> None:
     net = nn.Sequential(*chain(), nn.Identity())
     net.forward = lambda x: net[2](net[1](net[0](net[0](x))))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=rf"in this order, each once: it passes {passed}"):
         measure(net, names, [0] * (len(names) + 1), lambda: net(torch.ones(ROWS, WIDTH)).sum())
     assert not any(module._forward_pre_hooks for module in net.modules())
+
+
+def test_a_network_that_runs_twice_in_a_step_costs_twice() -> None:
+    """Two views of an image, say."""
+    net, x = chain(), torch.ones(ROWS, WIDTH)
+    found = BlockPass(net, ["1", "2"], CPU)
+    found.run_forward(lambda: (net(x) + net(x)).sum())
+    found.refuse_another_order()
+    assert found.passes == 2
+    assert found.forward() == [1.0, 4.0, 9.0], "what lies before the second pass's first boundary is the last block's"
+    assert [cost.parameter_bytes for cost in measure(net, ["1"], [3, 5], lambda: (net(x) + net(x)).sum())] == [3, 5]
 
 
 def test_a_forward_that_fails_leaves_no_hook() -> None:

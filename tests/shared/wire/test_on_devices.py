@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.codec import BFloat16, Codec, Float32, Int8, LowRank, Plain, TopK
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import mean_by
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.owners import by_owners, each_once, row_counts
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 from tests.shared.wire import test_compressed_mean as formula

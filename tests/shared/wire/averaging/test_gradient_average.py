@@ -1,5 +1,6 @@
 """Gradients of devices that share them are their mean, and arrive while the backward pass goes on."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.wire.compressed_mean import ExactMean
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
+from lightning_decentral.shared.compute.codec import Int8
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
+from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.gossip.wire.test_device import Mirror, every_device, without_waiting
+from tests.shared.wire.test_compressed_mean import groups
 from tests.world import world
 
 pytestmark = pytest.mark.threads
@@ -183,7 +186,8 @@ class Elsewhere(Mirror):
     """The other device has a gradient of everything."""
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        tensor.add_(1)
+        tensor[:-2].add_(1)
+        tensor[-2:].mul_(2)  # it is at the same place
         return Together([])
 
 
@@ -202,3 +206,43 @@ def test_no_host_waits_for_its_device_where_a_gradient_is_missing(hosts: Mirror,
             average.finish()
     assert used.grad.tolist() == [3.0, 3.0]
     assert (missing.grad is None) == (type(hosts) is Mirror)
+
+
+def apart(group: Any) -> list[str]:
+    """Worker 1 skips an update behind the second average; what each says in the third, or the fourth."""
+    transport, rank = GlooTransport(group), group.rank()
+    p, updates, said = nn.Parameter(torch.ones(3)), 0, []
+    average = GradientAverage(ExactMean(transport), transport, lambda call: call(), 2**20, lambda: (len(said), updates))
+    average.watch([p])
+    for step in range(4):
+        try:
+            (p * step).sum().backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+        updates += rank == 0 or step != 1
+    return said
+
+
+def test_a_skipped_update_is_named_in_the_next_average() -> None:
+    for rank, (first, second, third, fourth) in enumerate(world(2, apart)):
+        assert first == second == third == ""
+        assert f"worker {rank} averaged gradients of its batch 2 after {2 - rank} updates" in fourth
+        assert "skipped optimizer.step()" in fourth
+
+
+def codes(group: Any) -> list[Tensor]:
+    transport, number = GlooTransport(group), nn.Parameter(torch.zeros(5, dtype=torch.complex64))
+    mean = CompressedMean(Int8(), *itertools.islice(iter(groups(group), None), 2), torch.device("cpu"))
+    average = GradientAverage(mean, transport, lambda call: call(), 2**20)
+    average.watch([number])
+    (number * complex(1 + group.rank(), 2)).abs().square().sum().backward()
+    average.begin()
+    (number.real.sum() * (1 + group.rank()) + number.imag.sum() * 2).backward()
+    assert number.grad is not None
+    return [number.grad]
+
+
+def test_complex_gradients_travel_as_two_numbers_each() -> None:
+    for (found,) in world(2, codes):
+        torch.testing.assert_close(found, torch.full((5,), complex(1.5, 2)), rtol=0.02, atol=0.02)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.device import AsyncRead
-from lightning_decentral.shared.wire.residuals import Residuals
+from lightning_decentral.shared.wire.averaging.residuals import Residuals
 
 Keys = Callable[[], Collection[int]]
 

@@ -10,10 +10,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.buckets import chunked
+from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import Mean
-from lightning_decentral.shared.wire.gradients import GradientBucket, Launcher, flag, used
-from lightning_decentral.shared.wire.residuals import Row
+from lightning_decentral.shared.wire.gradients import GradientBucket, Launcher, flag, real, used
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
+
+Place = tuple[int, int]
+
+
+class Met:
+    """Whether the devices of one average were at the same place; known when the next one comes, so that none waits.
+
+    Args:
+        sums: of a number for the place and of its square, to be summed over the devices.
+    """
+
+    def __init__(self, hosts: Transport, place: Place, sums: Tensor | None = None) -> None:
+        self._hosts, self._place, self._sums = hosts, place, sums
+        self._code = (place[0] + 37 * place[1]) % 1009  # squares of which any number of devices may be summed up
+        self.pending: Pending | None = None
+        if sums is not None:
+            sums[0], sums[1] = self._code, self._code**2
+
+    def check(self) -> None:
+        """RuntimeError where another device was elsewhere."""
+        if self.pending is None or self._sums is None:
+            return
+        self.pending.wait()
+        size = self._hosts.size
+        if self._sums.tolist() != [size * self._code, size * self._code**2]:
+            batches, updates = self._place
+            raise RuntimeError(
+                f"worker {self._hosts.rank} averaged gradients of its batch {batches} after {updates} updates, another "
+                "worker of another batch or after fewer: one skipped optimizer.step(), or a batch; let all workers "
+                "take the same updates (a step without gradients may return None)"
+            )
 
 
 class GradientAverage:
@@ -30,13 +62,20 @@ class GradientAverage:
         hosts: the transport of the same devices for CPU tensors, for this alone.
         meet: runs what waits for the other devices.
         bucket_bytes: of one message, at most, unless one parameter has more.
+        where: (batches, updates) that this device has come to, the same on all in the same average.
 
     Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
+        RuntimeError: in the backward pass, where a gradient grows again after it was sent; in the next one, where
+            devices averaged gradients of different batches.
     """
 
     def __init__(
-        self, mean: Mean, hosts: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int
+        self,
+        mean: Mean,
+        hosts: Transport,
+        meet: Callable[[Callable[[], None]], Any],
+        bucket_bytes: int,
+        where: Callable[[], Place] = lambda: (0, 0),
     ) -> None:
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
         self._launcher = Launcher(self._launch, self._land_after_backward)
@@ -45,6 +84,7 @@ class GradientAverage:
         self._needed: list[nn.Parameter] = []
         self._keys: dict[nn.Parameter, int] = {}
         self._open = self._lands = False
+        self._where, self._last = where, Met(hosts, (0, 0))
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """These are averaged from the next backward pass on; those that are already cost a look-up."""
@@ -71,7 +111,7 @@ class GradientAverage:
             if parameter not in self._keys:
                 taken = self._keys.values()
                 self._keys[parameter] = number if number not in taken else max(taken) + 1
-        return tuple((self._keys[p], p.numel()) for p in bucket.parameters)
+        return tuple((self._keys[p], p.numel() * (1 + p.is_complex())) for p in bucket.parameters)
 
     def updated(self, optimizer: Optimizer, skipped: bool) -> None:
         """An update by what was averaged was due, and perhaps skipped."""
@@ -114,7 +154,7 @@ class GradientAverage:
         first = bucket.parameters[0]
         flat = self._flats[bucket] = torch.empty(bucket.elements, dtype=first.dtype, device=first.device)
         bucket.pack_as_views(flat)
-        bucket.pending = self._mean.start(flat, self._launcher.buckets.index(bucket))
+        bucket.pending = self._mean.start(real(flat), self._launcher.buckets.index(bucket))
 
     def _land_after_backward(self) -> None:
         # At the loss or the first gradient: only within a backward can its end be waited for.
@@ -131,14 +171,18 @@ class GradientAverage:
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
         # The hosts tell each other who used what: no host reads what its device computes.
-        flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
-        some = iter(used(gradients, flags, self._hosts.all_reduce(flags)))
+        self._last.check()
+        told = torch.empty(len(gradients) + 2, dtype=torch.int32)
+        flags = flag(gradients, told[:-2])
+        self._last = Met(self._hosts, self._where(), told[-2:])
+        self._last.pending = self._hosts.all_reduce(told)
+        some = iter(used(gradients, flags, self._last.pending))
         for place, bucket in enumerate(buckets):
             assert bucket.pending is not None
             bucket.pending.wait()
             flat, by = self._flats.pop(bucket), [next(some) for _ in bucket.parameters]
             if not all(by):
-                self._mean.put_back(flat, place, [number for number, workers in enumerate(by) if not workers])
+                self._mean.put_back(real(flat), place, [number for number, workers in enumerate(by) if not workers])
             bucket.store(flat, by)
         self._launcher.begin(buckets)
         self._open = False

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_decentral.shared.compute.codec import Int4
+from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean
-from lightning_decentral.shared.wire.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.shared.wire.test_compressed_mean import groups
 from tests.world import world
