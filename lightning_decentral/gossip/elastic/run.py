@@ -35,6 +35,7 @@ from lightning_decentral.gossip.elastic.loops import (
     last_to_leave_for,
     leave_out,
     nobody,
+    refuse_others,
     refuse_unplanned,
     restored,
     scaled,
@@ -46,8 +47,10 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
+from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
@@ -160,7 +163,7 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
 
     def _making(self) -> Making:
-        return Making(self._made, partial(self._held.pack, bucket_bytes=self.bucket_bytes))
+        return Making(self._made, partial(self._held.pack, bucket_bytes=self.bucket_bytes), meet=refuse_others)
 
     def _made(self) -> list[Mixer]:
         assert self._exchange is not None
@@ -233,6 +236,7 @@ class ElasticRun(WatchedProcess):
     def advance(self, optimizer: Optimizer) -> None:
         assert self._member is not None
         if self._held.mixes:
+            self._mixers.follow([optimizer])
             for of in self._mixers.of(optimizer):
                 of.mixer.round = self._member.round
             self._mixers.step(optimizer)

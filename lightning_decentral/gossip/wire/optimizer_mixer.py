@@ -1,13 +1,8 @@
-"""The mixers of all optimizers: which parameters and states each mixes, in which buckets, saved and restored together.
+"""The mixer of one optimizer: which parameters and states it mixes, in which buckets."""
 
-An optimizer has a mixer for each fragment of the model that travels by itself (one, mostly), and the first of them has
-the mixers of states that travel beside.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import is_
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,50 +10,11 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
 from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.gossip.wire.making import Beside, Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
+from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import local
-from lightning_decentral.shared.wire.transport import Transport
-
-Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
-"""Parameters as buckets, as their island packs them."""
-
-
-class Beside(Protocol):
-    """A state of an optimizer that is mixed beside the parameters: `rounds.StateMixer`."""
-
-    name: str
-    mixer: Mixer
-    buckets: list[Bucket]
-
-    def adopt(self, trained: set[nn.Parameter]) -> None: ...
-    def drain(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
-    """Parameters alone."""
-    return ()
-
-
-@dataclass(frozen=True)
-class Making:
-    """How the mixers of a run are made, and what they ask of it.
-
-    Args:
-        mixers: new ones over groups of their own, one for each fragment of the model; collective.
-        pack: of parameters.
-        states: of an optimizer, those that travel; collective.
-        exact_steps: first steps, in which all workers are averaged instead.
-        mean: of flat tensors over the workers; collective.
-    """
-
-    mixers: Callable[[], Sequence[Mixer]]
-    pack: Pack
-    states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
-    exact_steps: int = 0
-    mean: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
 
 
 def healing(most: int, module: nn.Module) -> Healing:
@@ -75,9 +31,15 @@ class OptimizerMixer:
     """What one optimizer trains, or a fragment of it, and the mixer that mixes it.
 
     Args:
-        taken: parameters that an optimizer mixes already; a parameter of several is mixed by the first.
+        taken: parameters that a mixer has already; one that several optimizers train is the first one's, and is mixed
+            after the updates of each.
         fragment: (which one, of how many).
         states: of the optimizer, mixed beside.
+
+    Attributes:
+        own: what it mixes.
+        looks: how often the optimizer had other parameters than before.
+        strayed: whether the optimizer has no more what is mixed.
     """
 
     def __init__(
@@ -91,17 +53,39 @@ class OptimizerMixer:
     ) -> None:
         self.optimizer, self.mixer, self.states = optimizer, mixer, tuple(states)
         self.buckets: list[Bucket] = []
-        self.packs: list[list[int]] = []
+        self.own: set[nn.Parameter] = set()
+        self.looks, self.strayed = 0, False
+        self._packs: list[list[nn.Parameter]] = []
         self._making, self._taken, self._fragment = making, taken, fragment
-        self._own: set[nn.Parameter] = set()
         self._seen: list[nn.Parameter] = []
 
     def adopt(self) -> None:
         """Take in what the optimizer got since the last look (gradual unfreezing adds groups)."""
-        now = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        seen, self._seen = self._seen, now
-        if len(now) != len(seen) or not all(map(is_, now, seen)):  # without a hash of each, which is Python's
-            self._pack(self._of_fragment([p for p in dict.fromkeys(now) if p not in self._taken]))
+        # With a gradient, what was frozen again since the backward is updated, too.
+        groups = self.optimizer.param_groups
+        now = [p for group in groups for p in group["params"] if p.requires_grad or p.grad is not None]
+        if same(now, self._seen):
+            return
+        self._seen, self.looks = now, self.looks + 1
+        self.strayed = not self.own.issubset(parameters_of(self.optimizer))
+        new = self._of_fragment([p for p in dict.fromkeys(now) if p not in self._taken])
+        if new and self.mixer.steps:
+            self._making.alike(new)  # a module that came while training: each worker has drawn another, maybe
+        self._pack(new)
+
+    def hand_over(self, optimizer: Optimizer, states: Sequence[Beside]) -> None:
+        """Another optimizer trains the same from now on; its states begin anew."""
+        for state in self.states:
+            state.drain()
+            for bucket in state.buckets:
+                bucket.release()
+        self.optimizer, self.states, self._seen = optimizer, tuple(states), []
+
+    @property
+    def packs(self) -> list[list[int]]:
+        """Places in the optimizer, as it is now, of the parameters that were packed at a time."""
+        places = {p: place for place, p in enumerate(parameters_of(self.optimizer))}
+        return [[places[p] for p in pack if p in places] for pack in self._packs]
 
     def adopt_pack(self, places: Sequence[int] | int) -> None:
         """What the run that is resumed packed at a time: a message in flight may hold what isn't unfrozen here yet."""
@@ -123,29 +107,30 @@ class OptimizerMixer:
     def _pack(self, new: list[nn.Parameter]) -> None:
         if new:
             self._taken.update(new)
-            self._own.update(new)
+            self.own.update(new)
+            self._packs.append(list(new))
             buckets = self._making.pack(new)
             self.buckets += buckets
-            places = {p: place for place, p in enumerate(parameters_of(self.optimizer))}
-            self.packs.append([places[p] for p in new])
             mixed = with_tail(buckets)
             self.mixer.extend(mixed, [span.matrices for span in mixed])
 
     def adopt_states(self) -> None:
         """Take in the states that the optimizer has for them since its last update."""
         for state in self.states:
-            state.adopt(self._own)
+            state.adopt(self.own)
 
-    def step(self) -> None:
+    def step(self, by: Optimizer | None = None) -> None:
+        """One round after an update; `by` another optimizer, which trains some of the same parameters."""
         # Of the first group: schedules change all groups alike. Without an optimizer there is none.
-        learning_rate = float(next(iter(self.optimizer.param_groups), {}).get("lr", 1.0))
+        learning_rate = float(next(iter((by or self.optimizer).param_groups), {}).get("lr", 1.0))
         healed = self.mixer.healing.healed
         if self.mixer.steps < self._making.exact_steps:
             self.mixer.restart(self._making.mean)
         else:
             self.mixer.step(learning_rate)
         if self.mixer.healing.healed > healed:
-            forget_poison(self.optimizer, local)
+            for optimizer in {self.optimizer, by or self.optimizer}:
+                forget_poison(optimizer, local)
         for state in self.states:
             state.mixer.step(learning_rate)
         self._store()
@@ -192,109 +177,3 @@ class OptimizerMixer:
         self.mixer.load_state_dict(state)
         for own in self.states:
             own.load_state_dict(state["beside"][own.name])
-
-
-class Mixers:
-    """Of each optimizer as many as the model has fragments.
-
-    Args:
-        making: asked when an optimizer's are made.
-    """
-
-    def __init__(self, making: Callable[[], Making]) -> None:
-        self._making = making
-        self._all: list[OptimizerMixer] = []
-        self._exact_steps: int | None = None
-        self._taken: set[nn.Parameter] = set()
-
-    def __iter__(self) -> Iterator[OptimizerMixer]:
-        return iter(self._all)
-
-    def __getitem__(self, index: int) -> OptimizerMixer:
-        return self._all[index]
-
-    def of(self, optimizer: Optimizer) -> list[OptimizerMixer]:
-        """Of this optimizer; new ones where the optimizers were replaced, on all workers in the same step."""
-        if found := [mixer for mixer in self._all if mixer.optimizer is optimizer]:
-            return found
-        making = self._timed()
-        made, states = making.mixers(), making.states(optimizer)
-        for place, mixer in enumerate(made):
-            fragment, beside = (place, len(made)), () if place else states
-            self._all.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside))
-        return self._all[-len(made) :]
-
-    def _timed(self) -> Making:
-        """With the exact steps that the first one had, or those of the run that is resumed."""
-        # A share of a run that is made longer would grow, and a rule that has begun mustn't end.
-        making = self._making()
-        if self._exact_steps is None:
-            self._exact_steps = making.exact_steps
-        return replace(making, exact_steps=self._exact_steps)
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Take in what this optimizer trains."""
-        for mixer in self.of(optimizer):
-            mixer.adopt()
-
-    def step(self, optimizer: Optimizer) -> None:
-        """One round after an update of this optimizer."""
-        for mixer in self.of(optimizer):
-            mixer.adopt()
-            mixer.adopt_states()
-            mixer.step()
-
-    def share(self, over: Transport, device: torch.device, meet: Callable[[Callable[[], Any]], Any]) -> float | None:
-        """w_i / sum_j w_j of push-sum (the first optimizer's where there are several); None: all equal. Collective."""
-        if not (shares := [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]):
-            return None
-        # A poisoned weight would poison all shares: its worker has none.
-        own = shares[0].double().to(device).nan_to_num(0.0, 0.0, 0.0)
-        total = own.clone()
-        meet(lambda: over.all_reduce(total).wait())
-        return float(own / total)
-
-    def shown(self) -> Mapping[int, Tensor]:
-        """{address of a parameter: what is evaluated in its place}, where the rule has something else than its mean."""
-        return dict(pair for mixer in self._all for pair in mixer.shown())
-
-    def settle(self) -> None:
-        for mixer in self._all:
-            mixer.drain()
-
-    def release(self) -> None:
-        """Give every parameter and state a storage of its own again."""
-        for mixer in self._all:
-            for bucket in mixer.all_buckets():
-                bucket.release()
-        self._all = []
-        self._taken.clear()
-
-    def state_dict(self, of: Callable[[OptimizerMixer], Any] = OptimizerMixer.state_dict) -> dict[str, Any]:
-        """The mixers' states, and the places in their optimizers of the parameters that were packed at a time."""
-        return {
-            "mixers": [of(mixer) for mixer in self._all],
-            "packs": [list(mixer.packs) for mixer in self._all],
-            "exact_steps": self._exact_steps,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            ValueError: it was taken with another number of optimizers, or with other buckets.
-        """
-        self.release()
-        self._exact_steps = state.get("exact_steps")
-        mixers = [mixer for optimizer in optimizers for mixer in self.of(optimizer)]
-        if len(mixers) != len(state["mixers"]):
-            each = len(mixers) // max(1, len(optimizers))
-            raise ValueError(
-                f"the checkpoint has {len(state['mixers']) // each} optimizers, this run has {len(optimizers)}: "
-                "resume with the same configure_optimizers and topology"
-            )
-        # Fragment by fragment, each packed as it was: a message in flight has the layout of its buckets.
-        for mixer, packs, saved in zip(mixers, state["packs"], state["mixers"], strict=True):
-            for pack in packs:
-                mixer.adopt_pack(pack)
-            mixer.load_state_dict(saved)

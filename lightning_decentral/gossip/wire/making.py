@@ -1,0 +1,59 @@
+"""How the mixers of a run are made: what the mixers of its optimizers ask of it, whatever its workers are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.shared.compute.buckets import Bucket
+
+Pack = Callable[[Sequence[nn.Parameter]], list[Bucket]]
+"""Parameters as buckets, as their island packs them."""
+
+
+class Beside(Protocol):
+    """A state of an optimizer that is mixed beside the parameters: `rounds.StateMixer`."""
+
+    name: str
+    mixer: Mixer
+    buckets: list[Bucket]
+
+    def adopt(self, trained: set[nn.Parameter]) -> None: ...
+    def drain(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def nothing_beside(optimizer: Optimizer) -> Sequence[Beside]:
+    """Parameters alone."""
+    return ()
+
+
+def as_they_are(parameters: Sequence[nn.Parameter]) -> None:
+    """Nothing has to be done to them."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """How the mixers of a run are made, and what they ask of it.
+
+    Args:
+        mixers: new ones over groups of their own, one for each fragment of the model; collective.
+        pack: of parameters.
+        states: of an optimizer, those that travel; collective.
+        exact_steps: first steps, in which all workers are averaged instead.
+        mean: of flat tensors over the workers; collective.
+        alike: gives every worker the same values of parameters that come while training; collective.
+        meet: x <- the mean of the workers, as it is evaluated; collective.
+    """
+
+    mixers: Callable[[], Sequence[Mixer]]
+    pack: Pack
+    states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
+    exact_steps: int = 0
+    mean: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list
+    alike: Callable[[Sequence[nn.Parameter]], None] = as_they_are
+    meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are
