@@ -190,7 +190,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
-        if optimizer is self.optimizers[0] and self._buffers is not None:
+        if self._turn.begun and self._buffers is not None:
             self._buffers.share(self.steps % LOOK_ROUNDS == 0)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

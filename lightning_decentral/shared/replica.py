@@ -105,6 +105,9 @@ class ReplicaStrategy(WorkersStrategy):
             lambda: self._forward_redirection(module, module, name, *args, **kwargs),
         )
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.member.unfrozen()
+
     def block_backward_sync(self) -> Any:
         return self.member.blocked()
 

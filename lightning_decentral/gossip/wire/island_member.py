@@ -118,6 +118,9 @@ class Averaging(IslandMember):
         self._gradients.watch(list(module.parameters()))
         return step()
 
+    def unfrozen(self) -> None:
+        self._gradients.again()
+
     def averaging(self, closure: Callable[[], Any]) -> Any:
         self._gradients.begin()
         output = closure()

@@ -19,6 +19,9 @@ class DeviceSteps:
     def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         return step()
 
+    def unfrozen(self) -> None:
+        """Before a backward: parameters may have been unfrozen since the step began."""
+
     def averaging(self, closure: Callable[[], Any]) -> Any:
         """Run what computes the gradients of one update."""
         return closure()

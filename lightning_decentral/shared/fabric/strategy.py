@@ -15,7 +15,6 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -23,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
+from lightning_decentral.shared.fabric.loop import Accumulating, Turn
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.plan.described import constructed, described
@@ -49,7 +49,7 @@ class FabricWorkers(DDPStrategy):
 
     Attributes:
         modules, optimizers: what was set up, in order.
-        steps: updates of the first optimizer.
+        steps: turns of the optimizers, one update of each; of one optimizer its updates.
 
     Raises:
         ValueError: for any other option.
@@ -78,7 +78,7 @@ class FabricWorkers(DDPStrategy):
         super().__init__(*parts, **settings, start_method=start_method)
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.steps = 0
+        self.steps, self._turn = 0, Turn()
         self.health = ReplicaHealth(self)
         self.mean_model = MeanModel(self.health.mean)
         self._shown = False
@@ -166,14 +166,22 @@ class FabricWorkers(DDPStrategy):
         refuse_sync_batch_norm(type(self), module, asked=False)
         if self.wire is not None:
             with self._telling():
+                self._meet_again(module)
                 check_same_model(module, self.wire.roll)
                 start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
                 self.health.look(module.buffers())
-        self.modules.append(module)
+        self.modules = [*dict.fromkeys([*self.modules, module])]
         return module
 
+    def _meet_again(self, module: nn.Module) -> None:
+        """Workers that have trained some of it, and are apart, begin at their mean."""
+        if self.mean_model.apart and {*module.parameters()} & {*floating(self.modules)}:
+            self.settle()
+            self.mean_model.take(floating(self.modules))
+            self.restart()
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self.optimizers.append(optimizer)
+        self.optimizers = [*dict.fromkeys([*self.optimizers, optimizer])]
         if self.wire is not None:
             with self._telling():
                 self.adopt(optimizer)
@@ -188,11 +196,12 @@ class FabricWorkers(DDPStrategy):
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
         output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
+        self._turn.step(optimizer)
         if self.wire is not None:
             self.mean_model.apart = self.drifts
             with self._telling():
                 self.advance(optimizer)
-        self.steps += optimizer is self.optimizers[0]
+        self.steps += self._turn.begun
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
@@ -267,9 +276,7 @@ class FabricWorkers(DDPStrategy):
 
     # ---- what checkpoints and the mean ask of a worker --------------------------------------------------------------
 
-    alone = False
-    heals = 0
-    devices_per_worker = 1
+    alone, heals, devices_per_worker = False, 0, 1
 
     @property
     def lightning_module(self) -> Any:
@@ -288,13 +295,3 @@ class FabricWorkers(DDPStrategy):
     def gather(self, value: Any) -> list[Any]:
         """Every worker's value, in order of rank. Collective."""
         return gather_world(value)
-
-
-class Accumulating(_BackwardSyncControl):
-    """`fabric.no_backward_sync`, where the module has no wrapper that could be asked."""
-
-    def __init__(self, strategy: FabricWorkers) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._strategy.accumulating(module) if enabled else nullcontext()

@@ -10,7 +10,6 @@ contributors, while it runs).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_decentral.shared.compute.buckets import chunked
+from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.compressed_mean import Mean
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
@@ -25,6 +25,10 @@ from lightning_decentral.shared.wire.transport import Transport
 BUCKET_BYTES = 25 * 2**20  # DDP's
 SPARSE = 2**15
 """The flag of a sparse gradient: more than there are workers."""
+UNSEEN = (
+    "a parameter was unfrozen within a step whose backward the strategy doesn't see, so its gradient isn't averaged: "
+    "call self.manual_backward(loss) (with Fabric, fabric.backward), not loss.backward()"
+)
 
 
 @torch.no_grad()
@@ -196,13 +200,18 @@ class GradientAverage:
         bucket_bytes: of one message, at most, unless one parameter has more.
 
     Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
+        RuntimeError: in the backward pass, where a gradient grows again after it was sent, or is new since `watch`.
     """
+
+    news: Callable[[], bool] = bool
+    """Asked after each backward whether this device has some; any device's are known to all (`heard`)."""
 
     def __init__(
         self, mean: Mean, hosts: Transport, meet: Callable[[Callable[[], None]], Any], bucket_bytes: int
     ) -> None:
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
+        self._told: list[tuple[Tensor, Pending]] = []
+        self._every: Sequence[nn.Parameter] = ()
         self._launcher = Launcher(self._launch, self._land_after_backward)
         self._flats: dict[GradientBucket, Tensor] = {}
         self._needed: list[nn.Parameter] = []
@@ -210,9 +219,10 @@ class GradientAverage:
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """These are averaged from the next backward pass on; those that are already cost a look-up."""
+        self._every = parameters
         needed = [p for p in parameters if p.requires_grad]
-        if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
-            return  # without a hash of each, which is Python's
+        if same(needed, self._needed):
+            return
         self._needed = needed
         before = self._launcher.watched
         members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
@@ -222,8 +232,19 @@ class GradientAverage:
             if before:
                 self._mean.forget()
 
+    def again(self) -> None:
+        """Some may have been unfrozen since `watch`."""
+        self.watch(self._every)
+
+    def heard(self) -> bool:
+        """Whether any device has had news since the last call; the same on all of them."""
+        told, self._told = self._told, []
+        for _, pending in told:
+            pending.wait()
+        return any(bool(flags[-1]) for flags, _ in told)
+
     def close(self) -> None:
-        self._needed = []
+        self._needed, self._every = [], ()
         self._launcher.watch(())
         self._launcher.begin(())
 
@@ -261,11 +282,16 @@ class GradientAverage:
 
     def _wait(self) -> None:
         self._launcher.rest()
+        if not self._launcher.watched.issuperset(p for p in self._every if p.requires_grad and p.grad is not None):
+            raise RuntimeError(UNSEEN)
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
         # The hosts tell each other who used what: no host reads what its device computes.
-        flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
-        some = iter(used(gradients, flags, self._hosts.all_reduce(flags)))
+        flags = flag(gradients, torch.empty(len(gradients) + 1, dtype=torch.int32))
+        flags[-1] = self.news()
+        told = self._hosts.all_reduce(flags)
+        self._told = [*self._told[-31:], (flags, told)]
+        some = iter(used(gradients, flags, told))
         for bucket in buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
