@@ -64,10 +64,10 @@ class ReplicaHealth:
         self.left_out = 0
         self._of = of
         self._told: dict[str, float] = {}  # the largest difference that was said
-        self._constants: set[int] = set()
+        self._constants: dict[int, Tensor] = {}
 
     def look(self, buffers: Iterable[Tensor]) -> None:
-        """Before training, all workers' being equal: what isn't finite in them, and stays so, makes nobody sick."""
+        """Before training, all workers' being equal: what isn't finite in them makes nobody sick."""
         self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -80,7 +80,7 @@ class ReplicaHealth:
         over, devices = self._of.replica_group(), self._of.devices_per_worker
         assert over is not None
         self._check_same_tensors(tensors)
-        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(tensors, over, devices, self._constants))
+        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(tensors, over, devices, self._constants.values()))
         self._agree(tensors, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
         if not sick:
             return self._of.mean_of(tensors)
