@@ -57,15 +57,23 @@ class Trained(Protocol):
     def lightning_module(self) -> Any: ...
 
 
+IN_TRAINER = ("what self.optimizers() returns", "self.optimizers(use_pl_optimizer=False)")
+IN_LOOP = ("what fabric.setup returned", "the optimizer that it was given")
+"""What to step, and what not, where the loop is the user's."""
+
+
 class Updates:
     """Of one fit. Use it as a context around the steps that the strategy takes.
+
+    Args:
+        steps: (what to step, what not).
 
     Raises:
         RuntimeError: where an optimizer, or a part of one, steps past the strategy.
     """
 
-    def __init__(self, of: Trained) -> None:
-        self._of, self._inside = of, False
+    def __init__(self, of: Trained, steps: tuple[str, str] = IN_TRAINER) -> None:
+        self._of, self._inside, self._steps = of, False, steps
         self._known = list(of.optimizers)
         self._moved = Moved(of)
         # Of all optimizers of the process: whoever steps may be a part of another, or nobody's.
@@ -90,17 +98,16 @@ class Updates:
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if self._inside:
             return
-        name = type(optimizer).__name__
+        name, (step, bare) = type(optimizer).__name__, self._steps
         if any(optimizer is known for known in self._of.optimizers):
             raise RuntimeError(
-                f"{name} stepped past the strategy, so that its parameters are never averaged: "
-                "step what self.optimizers() returns, not self.optimizers(use_pl_optimizer=False)"
+                f"{name} stepped past the strategy, so that its parameters are never averaged: step {step}, not {bare}"
             )
         # Where replicas take the same updates gradients have been averaged: they stay equal.
         if self._of.drifts and (whole := _whole(optimizer, self._of.optimizers)):
             raise RuntimeError(
                 f"{name} stepped past the strategy as a part of {whole}, so that its parameters are never averaged: "
-                f"make it one update, step(closure) of what self.optimizers() returns, in which {whole} calls its parts"
+                f"make it one update, step(closure) of {step}, in which {whole} calls its parts"
             )
         self._moved.past = name
 

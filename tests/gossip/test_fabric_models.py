@@ -83,3 +83,16 @@ def test_workers_mix_what_is_trained_now(loop: Any, rule: Combine, delay: int) -
     found = in_processes(launched, loop, rule, delay)
     assert max(found) < (slack if loop is not the_same_again else 0.1), found
     assert max(found[1:]) < slack, found
+
+
+def past(fabric: Fabric) -> None:
+    """Steps the optimizer that Fabric was given."""
+    network = nn.Linear(3, 2)
+    bare = SGD(network.parameters(), lr=0.1)
+    model, _ = fabric.setup(network, bare)
+    train(fabric, model, bare, 1)
+
+
+def test_an_optimizer_that_steps_past_the_strategy_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"SGD stepped past the strategy.*step what fabric.setup returned"):
+        in_processes(launched, past, Gossip(), 0)

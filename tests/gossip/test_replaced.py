@@ -29,6 +29,7 @@ from lightning_decentral.gossip import (
     Tree,
     simulate,
 )
+from tests.crew import crew
 from tests.gossip.rules import IRREGULAR
 from tests.gossip.test_strategy import gradient
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
@@ -207,3 +208,31 @@ def test_a_parameter_is_mixed_after_each_update_of_any_optimizer(tmp_path: Path)
     in_processes(fit, tmp_path, 4, {"topology": Ring(), "delay": 1}, Turns(), seconds=100)
     trajectory = simulate(Ring(), Gossip(), gradient, Quadratic().x.detach().expand(4, -1), STEPS, 0.1, 1)
     torch.testing.assert_close(recorded(tmp_path, 4), trajectory[1:], rtol=1e-12, atol=1e-12)
+
+
+class Drawn(Quadratic):
+    """Each worker draws another start."""
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(self.global_rank)
+        self.x.data = torch.randn(5, dtype=torch.float64)
+        self.drawn = self.x.detach().clone()
+
+    def on_train_start(self) -> None:
+        self.begun = self.x.detach().clone()
+
+
+def two_fits() -> tuple[list[float], list[float]]:
+    module, trainer = Drawn(), Trainer(**QUIET, max_steps=2, devices=2, strategy=GossipStrategy(evaluate="own"))
+    trainer.fit(Quadratic())
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module)
+    return module.drawn.tolist(), module.begun.tolist()
+
+
+def test_a_second_fit_with_another_module_begins_at_worker_0_s() -> None:
+    """Not at the mean of what each drew: it was the first module that the workers had apart."""
+    outcomes = crew(2, two_fits, seconds=100)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    (drawn, _), _ = rows = [outcome.value for outcome in outcomes]
+    assert [begun for _, begun in rows] == [drawn, drawn]

@@ -29,6 +29,7 @@ from lightning_decentral.shared.plan.described import constructed, described
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import versions
+from lightning_decentral.shared.updates import Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, floating, mean
@@ -56,7 +57,7 @@ class FabricWorkers(DDPStrategy):
     """
 
     root_device = property(own_device)
-    gradient_check = Unchecked()
+    gradient_check, followed = Unchecked(), Unfollowed()
     drifts: ClassVar[bool]  # whether workers may differ between steps
 
     def __init__(
@@ -79,9 +80,8 @@ class FabricWorkers(DDPStrategy):
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.steps, self._turn = 0, Turn()
-        self.health = ReplicaHealth(self)
+        self.health, self._shown = ReplicaHealth(self), False
         self.mean_model = MeanModel(self.health.mean)
-        self._shown = False
         self._attendance = FabricAttendance(self, timeout)
         self._checkpoints = FabricCheckpoints(self, self.mean_model)
         self._backward_sync_control = Accumulating(self)
@@ -185,6 +185,7 @@ class FabricWorkers(DDPStrategy):
         if self.wire is not None:
             with self._telling():
                 self.adopt(optimizer)
+                self._attendance.watch()
         return optimizer
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -195,7 +196,8 @@ class FabricWorkers(DDPStrategy):
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
-        output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
+        with self._attendance.updating:
+            output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
         self._turn.step(optimizer)
         if self.wire is not None:
             self.mean_model.apart = self.drifts
@@ -242,6 +244,7 @@ class FabricWorkers(DDPStrategy):
 
     def finish(self) -> None:
         """x_i <- the mean of the workers, after what is in flight has landed. Collective; the last call of a loop."""
+        self._attendance.rest()
         if self.wire is not None:
             with self._telling():
                 self.health.check_equal()
