@@ -88,7 +88,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self._saved: dict[str, Any] | None = None
         self._rounds = 0
         self._samples: tuple[int, ...] = ()
-        self._trained: list[nn.Parameter] = []
+        self._served: list[nn.Parameter] = []
         self._blocked = False
         self._epoch = -1
 
@@ -197,9 +197,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
 
     def _refuse_new(self, optimizer: Optimizer) -> None:
         now = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._reducer is not None and not same(now, self._trained):
+        if self._reducer is not None and not same(now, self._served):
             self._reducer.serve(now)
-            self._trained = now
+            self._served = now
 
     def _observe(self, step: int) -> None:
         if self.driver is not None:
