@@ -175,12 +175,13 @@ class ReplicaHealth:
         assert module is not None
         trained = {name for name, _ in module.named_parameters()}
         parameters = [one for one in found if one.name in trained]
+        buffer = next((f" (the buffer {one.name} differs, too)" for one in found if one.name not in trained), "")
         for one in parameters:
             # What is absurd on a device of an island is left out of the mean, with its island.
             if one.apart > TOLERANCE and not (self._of.drifts and one.absurd):
                 raise FloatingPointError(
-                    f"{one}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. Resume "
-                    "from the last one, and look at the worker's memory and at what writes to its parameters"
+                    f"{one}{buffer}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. "
+                    "Resume from the last one, and look at the worker's memory and at what writes to its parameters"
                 )
         self._say("parameters", parameters)
         self._say("buffers", [one for one in found if one.name not in trained])

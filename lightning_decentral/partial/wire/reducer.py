@@ -143,7 +143,7 @@ class Reducer:
         for bucket in buckets:
             bucket.land([next(some) for _ in bucket.parameters])
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
-        self.sent_bytes += sent_bytes(flags[:-1].nbytes, size, size)
+        self.sent_bytes += sent_bytes(flags.nbytes, size, size)
         self._launcher.begin(())
 
     def heard(self) -> bool:
