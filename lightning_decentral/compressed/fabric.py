@@ -1,5 +1,6 @@
 """`Fabric(strategy="compressed")`: a quantized all-reduce of gradients in a loop of the user's own."""
 
+from collections.abc import Set
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -24,19 +25,26 @@ LOOK_ROUNDS = 100
 
 
 class Reduced:
-    """One module's gradients, averaged within each backward that isn't blocked, and its running statistics."""
+    """One module's gradients, averaged within each backward that isn't blocked, and its running statistics.
 
-    def __init__(self, module: nn.Module, wire: Wire, strategy: "FabricCompressedStrategy") -> None:
+    Args:
+        taken: parameters that a module has which was set up before: they are averaged once.
+    """
+
+    def __init__(
+        self, module: nn.Module, wire: Wire, strategy: "FabricCompressedStrategy", taken: Set[nn.Parameter]
+    ) -> None:
         hosts = wire.hosts(None)
         assert hosts is not None
-        self.module, self._wire = module, wire
+        self.module, self._wire, self._taken = module, wire, taken
         self.mean = mean_by(strategy.codec, self._group, strategy.root_device)
         bucket_bytes = strategy.bucket_bytes or bucket_bytes_of(module.parameters())
-        self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
         scaler = getattr(strategy.precision, "scaler", None)
         if scaler is not None or strategy.nonfinite == "skip":
             self.mean.guard(scale_of(scaler, strategy.root_device))
         self.buffers = RunningBuffers(module, self._group())
+        self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
+        self.gradients.news = self.buffers.changed
         self.watch()
 
     def _group(self) -> Transport:
@@ -44,7 +52,7 @@ class Reduced:
 
     def watch(self) -> None:
         """Average what is trained now: some may have been unfrozen since the last step."""
-        self.gradients.watch(list(self.module.parameters()))
+        self.gradients.watch([p for p in self.module.parameters() if p not in self._taken])
 
 
 @checked
@@ -81,8 +89,9 @@ class FabricCompressedStrategy(FabricWorkers):
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = super().setup_module(module)
-        if self.wire is not None:
-            self._reduced.append(Reduced(module, self.wire, self))
+        if self.wire is not None and not any(of.module is module for of in self._reduced):
+            taken = {p for of in self._reduced for p in of.module.parameters()}
+            self._reduced.append(Reduced(module, self.wire, self, taken))
         return module
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -92,15 +101,15 @@ class FabricCompressedStrategy(FabricWorkers):
         of = next((of for of in self._reduced if of.module is module), None)
         return super().accumulating(module) if of is None else of.gradients.blocked()
 
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        for of in self._reduced:
+            of.watch()
+        super().backward(tensor, module, *args, **kwargs)
+
     def waiting(self, call: Any) -> None:
         """Run what waits for the other workers."""
         with self._telling():
             call()
-
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        for of in self._reduced:
-            of.gradients.look()
-        super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         skipped = self.gradient_check.skipped
@@ -110,12 +119,11 @@ class FabricCompressedStrategy(FabricWorkers):
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
-        if optimizer is not self.optimizers[0]:
+        if not self._turn.begun:
             return
         look, self._rounds = self._rounds % LOOK_ROUNDS == 0, self._rounds + 1
         for of in self._reduced:
-            of.buffers.share(look)
-            of.watch()
+            of.buffers.share(of.gradients.heard() or look)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,12 @@ from lightning_decentral.optim.muon import Muon
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
+from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
@@ -74,8 +76,10 @@ class CompressedStrategy(ReplicaStrategy):
         self._mean: Mean | None = None
         self._gradients: GradientAverage | None = None
         self._buffers: RunningBuffers | None = None
+        self._parameters: list[nn.Parameter] = []
         self._rounds: int | None = None  # outside of training, also in the process that started the workers
         self._epoch = -1
+        self.followed = self
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -90,6 +94,8 @@ class CompressedStrategy(ReplicaStrategy):
         self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes, self._where)
+        self._gradients.news = self._buffers.changed
+        self._parameters = list(self._module.parameters())
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None or self.nonfinite == "skip":
             self._mean.guard(scale_of(scaler, self.root_device))
@@ -98,6 +104,14 @@ class CompressedStrategy(ReplicaStrategy):
 
     def _where(self) -> tuple[int, int]:
         return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._rounds or 0
+
+    def replaced(self) -> None:
+        if self._owners is not None:
+            self._owners.serve(self.optimizers)
+
+    def mixed(self) -> Sequence[Mixed]:
+        """Nothing: gradients are averaged."""
+        return ()
 
     def release(self) -> None:
         if self._gradients is not None:
@@ -111,12 +125,16 @@ class CompressedStrategy(ReplicaStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._gradients is not None:
-            self._gradients.watch(list(self._module.parameters()))  # some may have been unfrozen since the last step
+            before, self._parameters = self._parameters, list(self._module.parameters())
+            if not same(before, self._parameters):
+                # A module that came while training: each worker has drawn another, maybe.
+                self._from_worker_0([p for p in self._parameters if p not in set(before)])
+            self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
         return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:
-            self._gradients.before(closure_loss)
+            self._gradients.before(closure_loss)  # thawed within the step, too
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -155,8 +173,8 @@ class CompressedStrategy(ReplicaStrategy):
         look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
         assert self._rounds is not None
         self._rounds += 1
-        if self._buffers is not None:
-            self._buffers.share(look)
+        if self._buffers is not None and self._gradients is not None:
+            self._buffers.share(self._gradients.heard() or look)
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
@@ -202,11 +220,17 @@ class Owners:
     def __init__(
         self, optimizers: Sequence[Optimizer], codec: Codec, over: Transport, meet: Callable[[Callable[[], Any]], Any]
     ) -> None:
+        self._muons: list[Muon] = []
+        self._codec, self._over, self._meet = codec, over, meet
+        self.turns, self.sent_bytes = 0, 0
+        self.serve(optimizers)
+
+    def serve(self, optimizers: Sequence[Optimizer]) -> None:
+        """ValueError where none of them is a Muon."""
+        self.close()
         self._muons = [optimizer for optimizer in optimizers if isinstance(optimizer, Muon)]
         if not self._muons:
             raise ValueError("no optimizer is a Muon, whose matrices could be shared out: leave orthogonal out")
-        self._codec, self._over, self._meet = codec, over, meet
-        self.turns, self.sent_bytes = 0, 0
         for muon in self._muons:
             # On the instance, over the method of its class: `close` has only to take it away.
             muon.change = self._change  # type: ignore[method-assign]

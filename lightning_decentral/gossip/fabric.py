@@ -1,9 +1,10 @@
 """`Fabric(strategy="gossip")`: gossip in a loop of the user's own, on the parts of `GossipStrategy`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -18,12 +19,15 @@ from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.wire.agreement import start_from_worker_0
+from lightning_decentral.shared.wire.mean import Swap
 
 
 @checked
@@ -86,7 +90,14 @@ class FabricGossipStrategy(FabricWorkers):
 
     def _making(self) -> Making:
         rounds = Rounds(self, self.lightning_module, self.model_layout)
-        return Making(rounds.mixers, rounds.pack)
+        return Making(rounds.mixers, rounds.pack, alike=self._alike, meet=self._meet_in_mean)
+
+    def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
+        assert self.wire is not None
+        start_from_worker_0(parameters, self.wire.world, self.root_device)
+
+    def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:
+        Swap(parameters, self.health.mean(parameters))  # never undone
 
     # ---- a round after each update ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +16,17 @@ from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
+from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.compute.layout.model import ModelLayout, refuse_shared
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.wire.agreement import start_from_worker_0
+from lightning_decentral.shared.wire.mean import Swap, mean
 from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
 
 
@@ -102,8 +107,13 @@ class _Mixing(Bond):
         self._device, self._over = device, group()
         self._optimizers: list[Optimizer] = []
         self._layout = ModelLayout()
-        packed = self._layout.packing(pack)
-        self._mixers = Mixers(lambda: Making(lambda: [how.mixer(group, device, per_node)], packed))
+        self._packed = self._layout.packing(pack)
+        self._mixer = partial(how.mixer, group, device, per_node)
+        self._mixers = Mixers(self._making)
+
+    def _making(self) -> Making:
+        alike = partial(start_from_worker_0, over=self._over, device=self._device)
+        return Making(lambda: [self._mixer()], self._packed, alike=alike, meet=self._meet_in_mean)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
@@ -115,6 +125,9 @@ class _Mixing(Bond):
 
     def updated(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)
+
+    def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:
+        Swap(parameters, mean(parameters, self._over, self.share()))  # never undone
 
     def settle(self) -> None:
         self._mixers.settle()

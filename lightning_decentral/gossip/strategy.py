@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -23,7 +24,8 @@ from lightning_decentral.gossip.wire.consensus import Consensus, spread
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.island import Island, Solo
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.shared.checkpoint.reading import PRECISION
 from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
@@ -32,6 +34,9 @@ from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
+from lightning_decentral.shared.updates import Mixed
+from lightning_decentral.shared.wire.agreement import start_from_worker_0
+from lightning_decentral.shared.wire.mean import Swap
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -114,6 +119,7 @@ class GossipStrategy(ReplicaStrategy):
         self.mean_model.hidden = self._hidden
         self._matrices = WholeMatrices([], self.member)
         self.checkpoints.held = IslandModel(self.island, self, self._attendance.join_groups)
+        self.followed = self
 
     @property
     def workers(self) -> int:
@@ -161,10 +167,27 @@ class GossipStrategy(ReplicaStrategy):
         for optimizer in self.optimizers if wire is not None else []:
             self._mixers.adopt(optimizer)
 
+    def mixed(self) -> list[Mixed]:
+        return [(of.mixer.steps, [p for bucket in of.buckets for p in bucket.parameters]) for of in self._mixers]
+
+    def replaced(self) -> None:
+        self.island.refuse(self.optimizers)
+        self._matrices.close()
+        self._matrices = WholeMatrices(self.optimizers, self.member)
+        self._mixers.follow(self.optimizers)
+
     def _making(self) -> Making:
         rounds = Rounds(self, self._module, self.model_layout)
         exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
-        return Making(rounds.mixers, rounds.pack, rounds.of_states, exact, self._mean_of_flat)
+        own = rounds.mixers, rounds.pack, rounds.of_states
+        return Making(*own, exact, self._mean_of_flat, self._alike, self._meet_in_mean)
+
+    def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
+        assert self.wire is not None
+        self.member.alike(parameters, partial(start_from_worker_0, over=self.wire.world, device=self.root_device))
+
+    def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:
+        Swap(parameters, self.health.mean(self.shown(parameters)))  # never undone
 
     def _mean_of_flat(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
         assert self.wire is not None

@@ -129,6 +129,8 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         recall(driver, self._saved)
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
+            assert self._buffers is not None
+            self._reducer.news = self._buffers.changed
         if self.global_rank == 0:
             print(described(driver, type(module).__name__))
         self.driver, self._saved = driver, None
@@ -191,8 +193,9 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         return output
 
     def advance(self, optimizer: Optimizer) -> None:
-        if optimizer is self.optimizers[0] and self._buffers is not None:
-            self._buffers.share(self.steps % LOOK_ROUNDS == 0)
+        if self._turn.begun and self._buffers is not None:
+            heard = self._reducer is not None and self._reducer.heard()
+            self._buffers.share(heard or self.steps % LOOK_ROUNDS == 0)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
+from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
@@ -88,6 +89,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self._saved: dict[str, Any] | None = None
         self._rounds: int | None = None  # outside of training, also in the process that started the workers
         self._samples: tuple[int, ...] = ()
+        self._served: list[nn.Parameter] = []
         self._blocked = False
         self._epoch = -1
 
@@ -122,6 +124,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
         recall(driver, self._saved)
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
+            assert self._buffers is not None
+            self._reducer.news = self._buffers.changed
         self.driver, self._saved = driver, None
         rank_zero_info(described(driver, type(self._module).__name__))
         return driver
@@ -189,9 +193,16 @@ class PartialBackpropStrategy(ReplicaStrategy):
                 settle(self.absent, optimizer, self.driver.absent(step))
             return loss
 
+        self._refuse_new(optimizer)
         output = super().optimizer_step(optimizer, averaged, model, **kwargs)
         self._observe(step)
         return output
+
+    def _refuse_new(self, optimizer: Optimizer) -> None:
+        now = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._reducer is not None and not same(now, self._served):
+            self._reducer.serve(now)
+            self._served = now
 
     def _observe(self, step: int) -> None:
         if self.driver is not None:
@@ -204,7 +215,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         assert self._rounds is not None
         self._rounds += 1
         if self._buffers is not None:
-            self._buffers.share(look)
+            self._buffers.share((self._reducer is not None and self._reducer.heard()) or look)
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ that says what is lost.
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -16,10 +16,9 @@ from typing import Any, Protocol, TypeVar
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.device import Backlog
-from lightning_decentral.shared.refusals import StepWatch
+from lightning_decentral.shared.updates import Trained, Updates
 from lightning_decentral.shared.wire.agreement import RollCall, Uneven
 from lightning_decentral.shared.wire.meeting import waits
 from lightning_decentral.shared.wire.meeting.notices import Presence
@@ -32,7 +31,7 @@ from lightning_decentral.shared.wire.transport import Wire, abort_nccl
 Result = TypeVar("Result")
 
 
-class Rounds(Protocol):
+class Rounds(Trained, Protocol):
     """What a strategy tells of its rounds, one number for each optimizer (`RollCall` says what they are for)."""
 
     def rounds(self) -> list[int]:
@@ -86,7 +85,6 @@ class Coordination(Uncoordinated):
         self,
         wire: Wire,
         trainer: Trainer,
-        optimizers: Sequence[Optimizer],
         of: Rounds,
         stop: StopAgreement,
         presence: Presence,
@@ -99,8 +97,8 @@ class Coordination(Uncoordinated):
             wire.roll, wire.store, of.rounds, of.wanted, self._take_part, lambda: self._met, name, stop.left_after
         )
         self._rescue = Rescue(presence, self._backlog.since, abort_nccl, stop.patience_seconds)
-        self.updating = self._steps = StepWatch(optimizers)
-        self._loops = LoopPatches(trainer, stop, self._roll)
+        self.updating = self._updates = Updates(of)
+        self._loops = LoopPatches(trainer, stop, self._roll, self._updates)
         self._waits = Waits(presence.notices, self._wait)
         presence.listen(stop.look)
         presence.listen(self._waits.look)
@@ -145,7 +143,7 @@ class Coordination(Uncoordinated):
             self._rescue.close()
             self._roll.close()
             self._loops.restore()
-            self._steps.close()
+            self._updates.close()
 
 
 LOST = {
@@ -161,8 +159,8 @@ class LoopPatches:
     SIGTERM or a first Ctrl-C asks for it; the roll is called where an epoch ends.
     """
 
-    def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall) -> None:
-        self._trainer, self._stop, self._roll = trainer, stop, roll
+    def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall, updates: Updates) -> None:
+        self._trainer, self._stop, self._roll, self._updates = trainer, stop, roll, updates
         self._undo: list[Callable[[], None]] = []
         self._epoch_ended = self._ended_one = self._took = False
         loop = trainer.fit_loop.epoch_loop
@@ -216,7 +214,9 @@ class LoopPatches:
 
     def _end_batch(self, inner: Callable[[Any], None], fetcher: Any) -> None:
         loop, self._took = self._trainer.fit_loop.epoch_loop, True
-        if self._ends():  # before `inner`, which may validate, where all workers meet
+        ends = self._ends()
+        self._updates.batch(last=ends)
+        if ends:  # before `inner`, which may validate, where all workers meet
             self._call_roll(lambda: loop._should_check_val_fx(fetcher) and not loop._skip_next_val)
         else:
             self._epoch_ended = False

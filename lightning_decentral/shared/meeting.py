@@ -6,7 +6,7 @@ It has the groups over which they talk. Knows no method. What a worker waits for
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
-from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
@@ -205,7 +204,7 @@ class Attendance:
 
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
 
-    def coordinate(self, trainer: Trainer, optimizers: Sequence[Optimizer], of: Rounds) -> None:
+    def coordinate(self, trainer: Trainer, of: Rounds) -> None:
         """From now on, until `release`."""
         if self.wire is None:
             return
@@ -216,7 +215,7 @@ class Attendance:
         self._stop = stop = StopAgreement(self._store, notices.read, *place, presence.wake)
         self._together.close()  # set-up was watched
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
-        self._together = Coordination(self.wire, trainer, optimizers, of, stop, presence, name)
+        self._together = Coordination(self.wire, trainer, of, stop, presence, name)
         self._fits += 1
 
     def meet(self, call: Callable[[], Result]) -> Result:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
-from torch.optim import Optimizer
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -78,31 +77,3 @@ def refuse_sync_batch_norm(strategy: type, module: nn.Module, asked: bool) -> No
             f"which {strategy.__name__} exists to avoid: use plain BatchNorm "
             "(its statistics are averaged for the mean model), GroupNorm or LayerNorm"
         )
-
-
-class StepWatch:
-    """Notices an optimizer that steps past the strategy: its parameters would never be mixed.
-
-    Use it as a context around the steps that the strategy takes.
-    """
-
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._inside = False
-        self._hooks = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
-
-    def __enter__(self) -> None:
-        self._inside = True
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = False
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._inside:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} stepped past the strategy, so that its parameters are never averaged: "
-                "step what self.optimizers() returns, not self.optimizers(use_pl_optimizer=False)"
-            )

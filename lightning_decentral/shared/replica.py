@@ -46,6 +46,7 @@ class ReplicaStrategy(WorkersStrategy):
         self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
         self._pruned: PrunedTogether | None = None
         self.model_layout: ModelLayout = ModelLayout()
+        self._trained: nn.Module | None = None
 
     def arrange(self) -> None:
         """The model is equal everywhere and the optimizers don't exist yet."""
@@ -146,6 +147,9 @@ class ReplicaStrategy(WorkersStrategy):
         super().teardown()
 
     def place(self, fitting: bool) -> None:
+        before, self._trained = self._trained, self._module if fitting else self._trained
+        if before is not None and before is not self._module and not self.checkpoints.resuming:
+            self.mean_model.apart = False  # another module than the one that a fit left apart
         if not self.starts_on_host or self.mean_model.apart:  # a mean is of tensors on the device
             self.model_to_device()
         self._attendance.join_groups()

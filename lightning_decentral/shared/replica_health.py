@@ -83,10 +83,10 @@ class ReplicaHealth:
         self._of = of
         self._gathered = False  # whether a gather with gradients was looked at
         self._told: dict[str, float] = {}  # the largest difference that was said
-        self._constants: set[int] = set()
+        self._constants: dict[int, Tensor] = {}
 
     def look(self, buffers: Iterable[Tensor]) -> None:
-        """Before training, all workers' being equal: what isn't finite in them, and stays so, makes nobody sick."""
+        """Before training, all workers' being equal: what isn't finite in them makes nobody sick."""
         self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -100,7 +100,7 @@ class ReplicaHealth:
         assert over is not None
         every = [*tensors, *carried]
         self._check_same_tensors(every)
-        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(every, over, devices, self._constants))
+        sick: dict[int, Ailment] = self._of.meet(lambda: ailing(every, over, devices, self._constants.values()))
         self._agree(every, {self._number(r, over): ailment for r, ailment in sick.items()}, over.size // devices)
         source = devices * next(worker for worker in range(over.size // devices) if worker not in sick)
         values: list[Tensor] = self._of.meet(lambda: of_worker(source, carried, over)) if carried else []
@@ -216,12 +216,13 @@ class ReplicaHealth:
         assert module is not None
         trained = {name for name, _ in module.named_parameters()}
         parameters = [one for one in found if one.name in trained]
+        buffer = next((f" (the buffer {one.name} differs, too)" for one in found if one.name not in trained), "")
         for one in parameters:
             # What is absurd on a device of an island is left out of the mean, with its island.
             if one.apart > TOLERANCE and not (self._of.drifts and one.absurd):
                 raise FloatingPointError(
-                    f"{one}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. Resume "
-                    "from the last one, and look at the worker's memory and at what writes to its parameters"
+                    f"{one}{buffer}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. "
+                    "Resume from the last one, and look at the worker's memory and at what writes to its parameters"
                 )
         self._say("parameters", parameters)
         self._say("buffers", [one for one in found if one.name not in trained])

@@ -1,7 +1,6 @@
 """The base of all strategies with several workers: set-up, a step, when the mean model is shown; no DDP wrapper.
 
-What is common to all is in parts: `Attendance` (who is there, stopping together), `SameSettings` (before they train),
-`MeanModel` and `Evaluation` (what is shown of workers that drift apart), `ReplicaHealth` (poison), `Checkpoints`.
+Its parts: `Attendance` (who is there), `SameSettings`, `MeanModel`, `Evaluation`, `ReplicaHealth`, `Checkpoints`.
 """
 
 from abc import abstractmethod
@@ -32,6 +31,7 @@ from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
+from lightning_decentral.shared.updates import Follows, Unfollowed
 from lightning_decentral.shared.wire.agreement import uneven
 from lightning_decentral.shared.wire.mean import MeanModel, of_mean
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world, reduce_alike
@@ -60,6 +60,7 @@ class WorkersStrategy(DDPStrategy):
     checkpoints: Checkpoints
     root_device = property(own_device)
     gradient_check = Unchecked()
+    followed: Follows = Unfollowed()
     own: ClassVar[Sequence[str]] = ()
     devices_per_worker: int = 1
     heals: int = 0  # how often a worker may be healed by the others; with any, also by their mean where that is taken
@@ -185,7 +186,7 @@ class WorkersStrategy(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self.prepare(self.wire)
             self.checkpoints.resume()
-            self._attendance.coordinate(trainer, self.optimizers, self)
+            self._attendance.coordinate(trainer, self)
         self._attendance.ready = True
 
     def convert(self, module: nn.Module) -> nn.Module:

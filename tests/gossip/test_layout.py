@@ -27,8 +27,9 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.rounds import StateMixer, pack_states
 from lightning_decentral.gossip.wire.island_member import Sharding
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
 from lightning_decentral.shared.compute.buckets import pack

@@ -12,8 +12,9 @@ from torch.optim import SGD, Optimizer
 from lightning_decentral.gossip import Every, Gossip, Hypercube, Int8, Own, Ring, Topology, Travel
 from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, kinds
 from lightning_decentral.gossip.rounds import StateMixer, whole_states
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange, MatrixExchange

@@ -9,14 +9,18 @@ from torch import nn
 
 from lightning_decentral.shared import coordination as module
 from lightning_decentral.shared.coordination import Coordination, Uncoordinated
+from lightning_decentral.shared.updates import Unfollowed
 from lightning_decentral.shared.wire.pending import PeerLost
 
 
 class Party:
     """Takes rounds when it is asked to."""
 
-    def __init__(self) -> None:
+    drifts, followed, lightning_module = True, Unfollowed(), nn.Module()
+
+    def __init__(self, optimizers: Any = ()) -> None:
         self.taken = [3]
+        self.optimizers = optimizers
 
     def rounds(self) -> list[int]:
         return self.taken
@@ -58,14 +62,14 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def fit(party: Party, stop: Any, optimizers: Any = ()) -> Coordination:
+def fit(party: Party, stop: Any) -> Coordination:
     store = SimpleNamespace(check=lambda keys: False, set=lambda key, value: None)
     wire: Any = SimpleNamespace(roll=SimpleNamespace(rank=0), store=store, world=SimpleNamespace(queued=False))
     trainer: Any = SimpleNamespace()
     quiet = dict.fromkeys(("listen", "forget", "when_orphaned"), lambda _: None)
     presence: Any = SimpleNamespace(notices=None, **quiet)
     settings: Any = {"stop": stop, "presence": presence, "name": "fit-0"}
-    return Coordination(wire, trainer, optimizers, party, **settings)
+    return Coordination(wire, trainer, party, **settings)
 
 
 def test_all_have_agreed_where_they_stop_and_not_before(loops: list[str]) -> None:
@@ -107,7 +111,7 @@ def test_an_optimizer_that_steps_past_the_strategy_is_refused(loops: list[str]) 
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    together = fit(Party(), Stop(), [optimizer])
+    together = fit(Party([optimizer]), Stop())
     with together.updating:
         optimizer.step()
     with pytest.raises(RuntimeError, match="stepped past the strategy"):

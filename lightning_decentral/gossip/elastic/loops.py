@@ -1,6 +1,6 @@
 """An elastic worker in Lightning's loops: a newcomer's counters and schedules, the examples that each is dealt."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -54,6 +54,14 @@ def _unlimited(trainer: Trainer, batches: int) -> int:
     limit = trainer.limit_train_batches
     share = 1.0 if limit is None or isinstance(limit, int) else limit
     return next(n for n in count(int(batches / share)) if int(n * share) >= batches) if share > 0 else batches
+
+
+def refuse_others(parameters: Sequence[Any]) -> None:
+    """RuntimeError where an optimizer has lost parameters that it had."""
+    raise RuntimeError(
+        f"an optimizer has lost some of its {len(parameters)} parameters while training, which members mix on: keep "
+        "them in its groups (freeze them with requires_grad_(False)), or train without elastic"
+    )
 
 
 def refuse_unplanned(batches: int, calendar: Calendar) -> None:

@@ -37,6 +37,7 @@ from lightning_decentral.gossip.elastic.loops import (
     nobody,
     refuse_combined,
     refuse_other_calendar,
+    refuse_others,
     refuse_several_lengths,
     refuse_unplanned,
     restored,
@@ -49,8 +50,10 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers, parameters_of
+from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout.model import ModelLayout, described
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
@@ -178,7 +181,7 @@ class ElasticRun(WatchedProcess):
 
     def _making(self) -> Making:
         pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
-        return Making(self._made, self.model_layout.packing(pack))
+        return Making(self._made, self.model_layout.packing(pack), meet=refuse_others)
 
     def _made(self) -> list[Mixer]:
         assert self._exchange is not None
@@ -288,6 +291,7 @@ class ElasticRun(WatchedProcess):
     def advance(self, optimizer: Optimizer) -> None:
         assert self._member is not None
         if self._held.mixes:
+            self._mixers.follow([optimizer])
             for of in self._mixers.of(optimizer):
                 of.mixer.round = self._member.round
             self._mixers.step(optimizer)

@@ -66,6 +66,10 @@ class IslandMember(DeviceSteps):
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes)
 
+    def alike(self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Parameters that come while training, the same for all workers; `take` gets them from the first one."""
+        take(parameters)
+
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def guard(self, scaler: Any) -> None:
@@ -178,6 +182,13 @@ class Sharding(IslandMember):
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
+
+    def alike(self, parameters: Sequence[nn.Parameter], take: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        if not all(map(is_sharded, parameters)):
+            raise RuntimeError(
+                "a parameter that came while training isn't in shards, which FullyShard lays out before the optimizers "
+                "exist: make all modules in configure_model, or use AllReduce"
+            )
 
     def arrange(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():

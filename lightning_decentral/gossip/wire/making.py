@@ -1,4 +1,4 @@
-"""How the mixers of a run are made, and what they ask of it."""
+"""How the mixers of a run are made: what the mixers of its optimizers ask of it, whatever its workers are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +37,10 @@ def alone(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], str]:
     return tensors, ""
 
 
+def as_they_are(parameters: Sequence[nn.Parameter]) -> None:
+    """Nothing has to be done to them."""
+
+
 @dataclass(frozen=True)
 class Making:
     """How the mixers of a run are made, and what they ask of it.
@@ -47,6 +51,8 @@ class Making:
         states: of an optimizer, those that travel; collective.
         exact_steps: first steps, in which all workers are averaged instead.
         mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
+        alike: gives every worker the same values of parameters that come while training; collective.
+        meet: x <- the mean of the workers, as it is evaluated; collective.
     """
 
     mixers: Callable[[], Sequence[Mixer]]
@@ -54,3 +60,5 @@ class Making:
     states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
     exact_steps: int = 0
     mean: MeanOfSound = alone
+    alike: Callable[[Sequence[nn.Parameter]], None] = as_they_are
+    meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_decentral.partial.plan.cost import sent_bytes
 from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
 from lightning_decentral.shared.wire.gradients import Launcher, flag, real, used
+from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
@@ -62,6 +63,7 @@ class Reducer:
 
     Attributes:
         sent_bytes: this worker's part of what travelled so far (the mean over the workers of a collective).
+        news: asked after each backward whether this worker has some; any worker's are known to all (`heard`).
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class Reducer:
         hosts: Group,
         bucket_bytes: int | None = None,
     ) -> None:
-        self.sent_bytes = 0.0
+        self.sent_bytes, self.news = 0.0, _none
+        self._told: list[tuple[Tensor, Pending]] = []
         self._segments, self._place = segments, place
         self._bucket_bytes = bucket_bytes
         self._groups, self._hosts = Groups(place.size, group), of_all(hosts)
@@ -92,6 +95,15 @@ class Reducer:
         self._launcher.watch(())
 
     # ---- one backward -------------------------------------------------------------------------------------------
+
+    def serve(self, parameters: Sequence[nn.Parameter]) -> None:
+        """RuntimeError for one that no segment has, and that is trained now."""
+        known = {p for segment in self._segments for p in segment}
+        if any(p not in known for p in parameters if p.requires_grad):
+            raise RuntimeError(
+                "a parameter is trained that wasn't there in the first step, which found the cuts, so that nobody "
+                "averages its gradient: replace modules before fit, or train with strategy='compressed'"
+            )
 
     def begin(self, contributors: Sequence[tuple[int, ...]]) -> None:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
@@ -121,8 +133,10 @@ class Reducer:
         buckets, size = self._launcher.buckets, self._place.size
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
         # The hosts tell each other who used what: no host reads what its device computes.
-        flags = flag(gradients, torch.empty(len(gradients), dtype=torch.int32))
+        flags = flag(gradients, torch.empty(len(gradients) + 1, dtype=torch.int32))
+        flags[-1] = self.news()
         told = self._hosts.all_reduce(flags)
+        self._told = [*self._told[-31:], (flags, told)]
         for bucket in buckets:  # all under way before the first landing waits
             self._hand_on(bucket)
         some = iter(used(gradients, flags, told))
@@ -131,6 +145,13 @@ class Reducer:
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
         self.sent_bytes += sent_bytes(flags.nbytes, size, size)
         self._launcher.begin(())
+
+    def heard(self) -> bool:
+        """Whether any worker has had news since the last call; the same on all of them."""
+        told, self._told = self._told, []
+        for _, pending in told:
+            pending.wait()
+        return any(bool(flags[-1]) for flags, _ in told)
 
     def _hand_on(self, bucket: ContributorBucket) -> None:
         """From the first of the contributors to all, where not all are contributors."""
@@ -149,6 +170,10 @@ class Reducer:
                     f"a gradient appeared below the cut, in segment {segment}: the network runs otherwise than "
                     "in the first step; keep its forward the same, or train this part with strategy='ddp'"
                 )
+
+
+def _none() -> bool:
+    return False
 
 
 def of_all(group: Group) -> Transport:

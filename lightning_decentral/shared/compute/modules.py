@@ -2,10 +2,12 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
+from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,3 +101,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """The same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))  # without a hash of each, which is Python's

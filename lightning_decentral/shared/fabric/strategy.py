@@ -15,7 +15,6 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -24,11 +23,13 @@ from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_sta
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.attendance import FabricAttendance
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
+from lightning_decentral.shared.fabric.loop import Accumulating, Turn
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import compare, of_method, of_optimizers, of_place, versions
+from lightning_decentral.shared.updates import Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, mean, of_mean
@@ -48,14 +49,14 @@ class FabricWorkers(DDPStrategy):
 
     Attributes:
         modules, optimizers: what was set up, in order.
-        steps: updates of the first optimizer.
+        steps: turns of the optimizers, one update of each; of one optimizer its updates.
 
     Raises:
         ValueError: for any other option.
     """
 
     root_device = property(own_device)
-    gradient_check = Unchecked()
+    gradient_check, followed = Unchecked(), Unfollowed()
     own: ClassVar[Sequence[str]] = ()  # what may differ between workers
     drifts: ClassVar[bool]  # whether workers may differ between steps
 
@@ -78,10 +79,9 @@ class FabricWorkers(DDPStrategy):
         super().__init__(*parts, **settings, start_method=start_method)
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        self.steps, self.model_layout = 0, ModelLayout()
-        self.health = ReplicaHealth(self)
+        self.steps, self._turn, self.model_layout = 0, Turn(), ModelLayout()
+        self.health, self._shown = ReplicaHealth(self), False
         self.mean_model = MeanModel(self.health.mean)
-        self._shown = False
         self._attendance = FabricAttendance(self, timeout)
         self._checkpoints = FabricCheckpoints(self, self.mean_model)
         self._backward_sync_control = Accumulating(self)
@@ -157,19 +157,29 @@ class FabricWorkers(DDPStrategy):
         refuse_sync_batch_norm(type(self), module, asked=False)
         if self.wire is not None:
             with self._telling():
+                self._meet_again(module)
                 check_same_model(module, self.wire.roll)
                 start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
                 self.health.look(module.buffers())
         self.model_layout.note(module.parameters())
-        self.modules.append(module)
+        self.modules = [*dict.fromkeys([*self.modules, module])]
         return module
 
+    def _meet_again(self, module: nn.Module) -> None:
+        """Workers that have trained some of it, and are apart, begin at their mean."""
+        averaged, carried = of_mean(self.modules)
+        if self.mean_model.apart and {*module.parameters()} & {*averaged}:
+            self.settle()
+            self.mean_model.take(averaged, carried)
+            self.restart()
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self.optimizers.append(optimizer)
+        self.optimizers = [*dict.fromkeys([*self.optimizers, optimizer])]
         if self.wire is not None:
             with self._telling():
                 compare(of_optimizers([optimizer]), self._attendance.timeout, "the optimizers")
                 self.adopt(optimizer)
+                self._attendance.watch()
         return optimizer
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -180,12 +190,14 @@ class FabricWorkers(DDPStrategy):
             raise RuntimeError(f"{MEAN_STANDS}: step behind `with strategy.mean():`")
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
             kwargs["closure"] = partial(self._mean_loss, kwargs["closure"])
-        output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
+        with self._attendance.updating:
+            output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
+        self._turn.step(optimizer)
         if self.wire is not None:
             self.mean_model.apart = self.drifts
             with self._telling():
                 self.advance(optimizer)
-        self.steps += optimizer is self.optimizers[0]
+        self.steps += self._turn.begun
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
@@ -226,6 +238,7 @@ class FabricWorkers(DDPStrategy):
 
     def finish(self) -> None:
         """x_i <- the mean of the workers, after what is in flight has landed. Collective; the last call of a loop."""
+        self._attendance.rest()
         if self.wire is not None:
             with self._telling():
                 self.health.check_equal()
@@ -262,9 +275,7 @@ class FabricWorkers(DDPStrategy):
 
     # ---- what checkpoints and the mean ask of a worker --------------------------------------------------------------
 
-    alone = False
-    heals = 0
-    devices_per_worker = 1
+    alone, heals, devices_per_worker = False, 0, 1
 
     @property
     def lightning_module(self) -> Any:
@@ -283,13 +294,3 @@ class FabricWorkers(DDPStrategy):
     def gather(self, value: Any) -> list[Any]:
         """Every worker's value, in order of rank. Collective."""
         return gather_world(value)
-
-
-class Accumulating(_BackwardSyncControl):
-    """`fabric.no_backward_sync`, where the module has no wrapper that could be asked."""
-
-    def __init__(self, strategy: FabricWorkers) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._strategy.accumulating(module) if enabled else nullcontext()

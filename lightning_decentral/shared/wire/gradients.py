@@ -21,6 +21,10 @@ from lightning_decentral.shared.wire.pending import Pending
 BUCKET_BYTES = 25 * 2**20  # DDP's
 SPARSE = 2**15
 """The flag of a sparse gradient: more than there are workers."""
+UNSEEN = (
+    "a parameter was unfrozen within a step whose backward the strategy doesn't see, so its gradient isn't averaged: "
+    "call self.manual_backward(loss) (with Fabric, fabric.backward), not loss.backward()"
+)
 
 
 @torch.no_grad()

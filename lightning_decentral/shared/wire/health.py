@@ -1,6 +1,6 @@
 """Which replicas are sick (NaN, infinity, an absurd number), and the mean of the others."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,23 +35,36 @@ def real(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def constants(buffers: Iterable[Tensor]) -> set[int]:
-    """Fingerprints of those that hold NaN or infinity before a step is taken: edges of bins, bounds, placeholders."""
-    return {int(fingerprint(t)) for t in buffers if real(t) and not bool(torch.isfinite(scale([t])))}
+def constants(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
+    """{fingerprint: kinds of its elements} of those that hold NaN or infinity before a step is taken: edges of bins,
+    bounds, placeholders for what comes later."""
+    found = [_kinds(t) for t in buffers if real(t) and not bool(torch.isfinite(scale([t])))]
+    return {int(fingerprint(kinds)): kinds for kinds in found}
 
 
-CONSTANT = (torch.inf, -torch.inf)
-"""What a worker says in place of the (smallest, largest) element of a constant: no tensor has these."""
+def _kinds(tensor: Tensor) -> Tensor:
+    """int8, in its shape: 0 finite, 1 NaN, 2 infinity, 3 minus infinity."""
+    wide = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    wide = wide.float() if wide.element_size() == 1 else wide
+    return (wide.isnan() + 2 * wide.isposinf() + 3 * wide.isneginf()).to(torch.int8)
+
+
+def _others(tensor: Tensor, known: Iterable[Tensor]) -> Tensor:
+    """Its elements but those that aren't finite and never were, by what was `known` of tensors of this shape."""
+    kinds = _kinds(tensor)
+    alike = [k for k in known if k.shape == kinds.shape]
+    constant = torch.stack([kinds == k.to(kinds.device) for k in alike]).any(0) & (kinds > 0) if alike else kinds > 3
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor)[~constant]
 
 
 def ailing(
-    tensors: Sequence[Tensor], over: Transport, devices: int = 1, known: Set[int] = frozenset()
+    tensors: Sequence[Tensor], over: Transport, devices: int = 1, known: Collection[Tensor] = ()
 ) -> dict[int, Ailment]:
     """{worker: why its replica is not sound}, the same on all; `compute.health.sound` tensor by tensor.
 
     Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers
-    without NaN is a mask; one of nothing but +inf a best score that none has reached yet. What is `known` to all is
-    sound, too.
+    without NaN is a mask; one of nothing but +inf a best score that none has reached yet. Elements that weren't finite
+    from the start, as all know, are sound until they are written, each by itself: a queue fills up.
 
     Args:
         devices: of each worker, whose tensors may be shards; ranks follow each other.
@@ -60,17 +73,16 @@ def ailing(
     rows = [extremes(local(t.detach())) for t in tensors if real(t)]
     if known:
         for tensor, row in zip([t for t in tensors if real(t)], rows, strict=True):
-            if not bool(row.isfinite().all()) and int(fingerprint(local(tensor))) in known:
-                row.copy_(torch.tensor(CONSTANT))
+            if not bool(row.isfinite().all()):
+                row.copy_(extremes(_others(local(tensor.detach()), known)))
     if not rows:
         return {}
     pending, gathered = over.all_gather(torch.stack([row.to(rows[0].device) for row in rows]))
     pending.wait()
     low, high = torch.stack(list(gathered)).cpu().unbind(-1)  # [workers x devices, tensors]
-    constant = (low == torch.inf) & (high == -torch.inf)
-    masked = (((low == -torch.inf) & (high < torch.inf)) | (low == torch.inf)) & ~constant
-    masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0)) | constant.all(0)
-    scales = torch.maximum(-low, high).masked_fill(constant, torch.inf).masked_fill(masks, 0.0)
+    masked = ((low == -torch.inf) & (high < torch.inf)) | (low == torch.inf)
+    masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0))
+    scales = torch.maximum(-low, high).masked_fill(masks, 0.0)
     places = [place for place, tensor in enumerate(tensors) if real(tensor)]
     found: dict[int, Ailment] = {}
     for device, column in (~sound(scales)).nonzero().tolist():

@@ -28,8 +28,9 @@ from lightning_decentral.gossip.plan.traffic import Cliques
 from lightning_decentral.gossip.wire.assembly import assembled
 from lightning_decentral.gossip.wire.flight import Flight
 from lightning_decentral.gossip.wire.island_member import Sharding
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire import owners

@@ -172,8 +172,10 @@ def test_a_staircase_sends_three_quarters() -> None:
         store = dist.HashStore()
         rows = world(4, lambda group, a=assignment, s=store: step(group, s, a, [], 10**7))
         sent[name] = sum(bytes_sent for _, bytes_sent, _ in rows)
-    flags, payload = 2 * 3 * 4 * len([*chain().parameters()]), 2 * 3 * 4 * sum(p.numel() for p in chain().parameters())
-    assert sent["full"] == payload + flags, "the hosts tell each other of each parameter who used it"
+    # Of each parameter the hosts tell each other who used it, and once whether there is news.
+    parameters = [*chain().parameters()]
+    flags, payload = 2 * 3 * 4 * (len(parameters) + 1), 2 * 3 * 4 * sum(p.numel() for p in parameters)
+    assert sent["full"] == payload + flags
     assert sent["stairs"] == pytest.approx(0.75 * payload + flags)
 
 

@@ -56,21 +56,30 @@ def test_honest_workers_are_left_in() -> None:
     assert CPU.world(4, nobody_ails) == [{}] * 4
 
 
-def changed(over: Transport) -> tuple[dict[int, int], dict[int, int]]:
-    """(who is sick, by which tensor, with what was there before; and where worker 1 has written over a part of it)"""
-    edges, placeholder = torch.tensor([-INF, 0.0, INF]), torch.tensor([NAN, 1.0])
-    known = constants([torch.ones(2), torch.tensor(3), edges, placeholder])
-    found = []
-    for worker in (-1, 1):
-        if over.rank == worker:
-            placeholder[1] = 2.0
-        found.append({k: a.tensor for k, a in ailing([edges, placeholder], over, known=known).items()})
-    return found[0], found[1]
+def changed(over: Transport) -> list[dict[int, int]]:
+    """Who is sick, by which tensor: at first; where each has filled another part; where worker 1 has NaN elsewhere; and
+    where it has NaN in the place of an infinity."""
+    edges, queue = torch.tensor([-INF, 0.0, INF]), torch.full((4, 2), INF)
+    placeholder = torch.tensor([NAN, 1.0])
+    known = constants([torch.ones(2), torch.tensor(3), edges, placeholder, queue]).values()
+
+    def sick() -> dict[int, int]:
+        return {k: a.tensor for k, a in ailing([edges, placeholder, queue], over, known=known).items()}
+
+    found = [sick()]
+    queue[: over.rank + 1], placeholder[1] = 2.0, over.rank
+    found.append(sick())
+    for place, value in ((1, NAN), (2, NAN)):
+        if over.rank == 1:
+            edges[place] = value
+        found.append(sick())
+        edges[1] = 0.0
+    return found
 
 
-def test_what_was_not_finite_before_makes_nobody_sick_until_it_changes() -> None:
-    """Edges of bins, bounds, a placeholder for what is not known yet."""
-    assert CPU.world(3, changed) == [({}, {0: 1, 1: 1, 2: 1})] * 3
+def test_what_was_not_finite_before_makes_nobody_sick_and_may_fill_up() -> None:
+    """Edges of bins, bounds, a placeholder for what is not known yet, a queue."""
+    assert CPU.world(3, changed) == [[{}, {}, {1: 0}, {1: 0}]] * 3
 
 
 def islands(over: Transport) -> set[int]:

@@ -25,7 +25,8 @@ from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
-from lightning_decentral.gossip.wire.optimizer_mixer import Making, Mixers
+from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal.members.averaging import Averaging, Replicas
 from lightning_decentral.planner.rehearsal.members.member import Member, Place

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.compute.buckets import chunked
 from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import Mean
-from lightning_decentral.shared.wire.gradients import GradientBucket, Launcher, flag, real, used
+from lightning_decentral.shared.wire.gradients import UNSEEN, GradientBucket, Launcher, flag, real, used
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -65,9 +65,12 @@ class GradientAverage:
         where: (batches, updates) that this device has come to, the same on all in the same average.
 
     Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent; in the next one, where
-            devices averaged gradients of different batches.
+        RuntimeError: in the backward pass, where a gradient grows again after it was sent, or is of what was thawed
+            behind this average's back; in the next one, where devices averaged gradients of different batches.
     """
+
+    news: Callable[[], bool] = bool
+    """Asked after each backward whether this device has some; any device's are known to all (`heard`)."""
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class GradientAverage:
         self._needed: list[nn.Parameter] = []
         self._keys: dict[nn.Parameter, int] = {}
         self._open = self._lands = False
+        self._told: list[tuple[Tensor, Pending]] = []
         self._where, self._last = where, Met(hosts, (0, 0))
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -118,6 +122,13 @@ class GradientAverage:
         groups = optimizer.param_groups
         keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
         self._mean.updated(keys, skipped)
+
+    def heard(self) -> bool:
+        """Whether any device has had news since the last call; the same on all of them."""
+        told, self._told = self._told, []
+        for _, pending in told:
+            pending.wait()
+        return any(bool(flags[-3]) for flags, _ in told)
 
     def close(self) -> None:
         self._all, self._needed = (), []
@@ -168,14 +179,18 @@ class GradientAverage:
 
     def _wait(self) -> None:
         self._launcher.rest()
+        if not self._launcher.watched.issuperset(p for p in self._all if p.requires_grad and p.grad is not None):
+            raise RuntimeError(UNSEEN)
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
         # The hosts tell each other who used what: no host reads what its device computes.
         self._last.check()
-        told = torch.empty(len(gradients) + 2, dtype=torch.int32)
-        flags = flag(gradients, told[:-2])
+        told = torch.empty(len(gradients) + 3, dtype=torch.int32)
+        flags = flag(gradients, told[:-3])
+        told[-3] = self.news()
         self._last = Met(self._hosts, self._where(), told[-2:])
         self._last.pending = self._hosts.all_reduce(told)
+        self._told = [*self._told[-31:], (told, self._last.pending)]
         some = iter(used(gradients, flags, self._last.pending))
         for place, bucket in enumerate(buckets):
             assert bucket.pending is not None

@@ -1,0 +1,237 @@
+"""The mixers of all optimizers, saved and restored together; what becomes of them where optimizers are replaced.
+
+An optimizer has a mixer for each fragment of the model that travels by itself (one, mostly), and the first of them has
+the mixers of states that travel beside.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_decentral.gossip.wire.exchange import Traffic
+from lightning_decentral.gossip.wire.making import Making
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer, parameters_of
+from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.shared.wire.transport import Transport
+
+
+def heirs_of(
+    mixers: Sequence[OptimizerMixer], before: Sequence[Optimizer], live: Sequence[Optimizer]
+) -> dict[Optimizer, Optimizer] | None:
+    """{one that is gone: the new one that trains all that it did}; None: somebody's parameters are nobody's now."""
+    gone = [optimizer for optimizer in before if optimizer not in live]
+    new = [optimizer for optimizer in live if optimizer not in before]
+    heirs = {}
+    for optimizer in gone:
+        own = {p for mixer in mixers if mixer.optimizer is optimizer for p in mixer.own}
+        heir = next((candidate for candidate in new if own.issubset(parameters_of(candidate))), None)
+        if heir is None:
+            return None
+        new.remove(heir)
+        heirs[optimizer] = heir
+    return heirs
+
+
+class Mixers:
+    """Of each optimizer as many as the model has fragments.
+
+    A parameter is mixed after each update of any optimizer that has it: what counts is what an optimizer trains, not
+    which object it is.
+
+    Args:
+        making: asked when an optimizer's are made.
+    """
+
+    def __init__(self, making: Callable[[], Making]) -> None:
+        self._making = making
+        self._all: list[OptimizerMixer] = []
+        self._live: list[Optimizer] = []
+        self._exact_steps: int | None = None
+        self._taken: set[nn.Parameter] = set()
+        self._others: dict[Optimizer, tuple[tuple[int, int], list[OptimizerMixer]]] = {}
+
+    def __iter__(self) -> Iterator[OptimizerMixer]:
+        return iter(self._all)
+
+    def __getitem__(self, index: int) -> OptimizerMixer:
+        return self._all[index]
+
+    def of(self, optimizer: Optimizer) -> list[OptimizerMixer]:
+        """Of this optimizer; new ones for one that hasn't been met, on all workers in the same step."""
+        if found := [mixer for mixer in self._all if mixer.optimizer is optimizer]:
+            return found
+        self._live.append(optimizer)
+        made = self._made(optimizer)
+        self._all += made
+        return made
+
+    def _made(self, optimizer: Optimizer) -> list[OptimizerMixer]:
+        making = self._timed()
+        mixers, states = making.mixers(), making.states(optimizer)
+        made: list[OptimizerMixer] = []
+        for place, mixer in enumerate(mixers):
+            fragment, beside = (place, len(mixers)), () if place else states
+            others = partial(self._others_sick, mixer)
+            made.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside, others))
+        return made
+
+    def _others_sick(self, own: Mixer) -> bool:
+        return any(mixer.recovery.sick for mixer in self._all if mixer.mixer is not own)
+
+    def traffic(self) -> Traffic:
+        """Of all; a fault that has poisoned several optimizers or fragments is one."""
+        healed = max((mixer.mixer.healing.healed for mixer in self._all), default=0)
+        return replace(sum((mixer.traffic() for mixer in self._all), Traffic()), healed=healed)
+
+    def _timed(self) -> Making:
+        """With the exact steps that the first one had, or those of the run that is resumed."""
+        # A share of a run that is made longer would grow, and a rule that has begun mustn't end.
+        making = self._making()
+        if self._exact_steps is None:
+            self._exact_steps = making.exact_steps
+        return replace(making, exact_steps=self._exact_steps)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take in what this optimizer trains."""
+        for mixer in self.of(optimizer):
+            mixer.adopt()
+
+    def follow(self, live: Sequence[Optimizer]) -> None:
+        """These are the optimizers from now on, on all workers in the same step.
+
+        Where each still trains what one did before, that one's rounds, rules and messages in flight go on. Otherwise
+        workers meet in their mean, and rules begin anew from there.
+        """
+        if same(live, self._live):
+            return
+        live = [*dict.fromkeys(live)]
+        heirs = heirs_of(self._all, self._live, live)
+        if heirs is None:
+            self._begin_anew(live)
+            return
+        making = self._timed()
+        for before, optimizer in heirs.items():
+            mixers, states = self.of(before), making.states(optimizer)
+            for place, mixer in enumerate(mixers):
+                mixer.hand_over(optimizer, () if place else states)
+        for optimizer in live:
+            self.adopt(optimizer)
+        self._all = [mixer for optimizer in live for mixer in self.of(optimizer)]
+        self._live = live
+
+    def _begin_anew(self, live: Sequence[Optimizer]) -> None:
+        self.settle()
+        # A parameter that is mixed no more ends at the mean, too: it may come back.
+        self._timed().meet([p for mixer in self._all for bucket in mixer.buckets for p in bucket.parameters])
+        self._give_back()
+        made = [mixer for optimizer in live for mixer in self._made(optimizer)]
+        for new, old in zip(made, self._all, strict=False):
+            counted = {key: old.mixer.kept()[key] for key in ("round", "steps", "peak")}
+            new.mixer.load_state_dict({**new.mixer.state_dict(), **counted})
+            new.mixer.healing.healed = old.mixer.healing.healed
+        self._all, self._live = made, [*live]  # at once: others may ask for the rounds meanwhile
+        for optimizer in live:
+            self.adopt(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One round after an update of this optimizer, of all that it trains."""
+        own = self.of(optimizer)
+        for mixer in own:
+            mixer.adopt()
+        if any(mixer.strayed for mixer in own):
+            self._begin_anew(self._live)
+            own = self.of(optimizer)
+        for mixer in own:
+            mixer.adopt_states()
+            mixer.step()
+        for mixer in self._sharing(optimizer, own):
+            mixer.step(by=optimizer)
+
+    def _sharing(self, optimizer: Optimizer, own: Sequence[OptimizerMixer]) -> list[OptimizerMixer]:
+        """Of other optimizers, those with something that this one trains, too."""
+        seen = len(self._taken), own[0].looks
+        if self._others.get(optimizer, ((), ()))[0] != seen:
+            trained = set(parameters_of(optimizer))
+            others = [mixer for mixer in self._all if mixer.optimizer is not optimizer and mixer.own & trained]
+            self._others[optimizer] = seen, others
+        return self._others[optimizer][1]
+
+    def share(self, over: Transport, device: torch.device, meet: Callable[[Callable[[], Any]], Any]) -> float | None:
+        """w_i / sum_j w_j of push-sum (the first optimizer's where there are several); None: all equal. Collective."""
+        if not (shares := [share for mixer in self._all[:1] for share in mixer.mixer.shares()[:1]]):
+            return None
+        # A poisoned weight would poison all shares: its worker has none.
+        own = shares[0].double().to(device).nan_to_num(0.0, 0.0, 0.0)
+        total = own.clone()
+        meet(lambda: over.all_reduce(total).wait())
+        return float(own / total)
+
+    def shown(self, standing: bool = False) -> Mapping[int, Tensor]:
+        """{address of a parameter: what is evaluated in its place}, where the rule has something else than its mean."""
+        return dict(pair for mixer in self._all for pair in mixer.shown(standing))
+
+    def note(self, written: Sequence[Tensor]) -> None:
+        """The mean has left the parameters' place; these were written meanwhile."""
+        for mixer in self._all:
+            mixer.written.note(written)
+
+    def settle(self) -> None:
+        for mixer in self._all:
+            mixer.drain()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Land all that is in flight, where nothing follows: what somebody wrote since the last step stays."""
+        kept = [pair for mixer in self._all for pair in mixer.written.kept()]
+        self.settle()
+        for parameter, written in kept:
+            parameter.copy_(written)
+        self.note([parameter for parameter, _ in kept])
+
+    def release(self) -> None:
+        """Give every parameter and state a storage of its own again."""
+        self._give_back()
+        self._all, self._live = [], []
+
+    def _give_back(self) -> None:
+        for mixer in self._all:
+            for bucket in mixer.all_buckets():
+                bucket.release()
+        self._taken.clear()
+        self._others.clear()
+
+    def state_dict(self, of: Callable[[OptimizerMixer], Any] = OptimizerMixer.state_dict) -> dict[str, Any]:
+        """The mixers' states, and the places in their optimizers of the parameters that were packed at a time."""
+        return {
+            "mixers": [of(mixer) for mixer in self._all],
+            "packs": [mixer.packs for mixer in self._all],
+            "exact_steps": self._exact_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: it was taken with another number of optimizers, or with other buckets.
+        """
+        self.release()
+        self._exact_steps = state.get("exact_steps")
+        optimizers = [*dict.fromkeys(optimizers)]
+        mixers = [mixer for optimizer in optimizers for mixer in self.of(optimizer)]
+        if len(mixers) != len(state["mixers"]):
+            each = len(mixers) // max(1, len(optimizers))
+            raise ValueError(
+                f"the checkpoint has {len(state['mixers']) // each} optimizers, this run has {len(optimizers)}: "
+                "resume with the same configure_optimizers and topology"
+            )
+        # Fragment by fragment, each packed as it was: a message in flight has the layout of its buckets.
+        for mixer, packs, saved in zip(mixers, state["packs"], state["mixers"], strict=True):
+            for pack in packs:
+                mixer.adopt_pack(pack)
+            mixer.load_state_dict(saved)

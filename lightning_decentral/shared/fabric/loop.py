@@ -1,0 +1,40 @@
+"""What a loop of the user's own says by its calls: whose turn it is, and that gradients are only accumulated."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Turn:
+    """Updates of one optimizer each, in the order in which they come: those that are set up and step no more have none.
+
+    Attributes:
+        begun: whether the last step was the first of a turn.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._stepped: set[Optimizer] = set()
+
+    def step(self, optimizer: Optimizer) -> None:
+        self.begun = not self._stepped or optimizer in self._stepped
+        self._stepped = {optimizer} if self.begun else {*self._stepped, optimizer}
+
+
+class Accumulates(Protocol):
+    """What is asked of a strategy."""
+
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[None]: ...
+
+
+class Accumulating(_BackwardSyncControl):
+    """`fabric.no_backward_sync`, where the module has no wrapper that could be asked."""
+
+    def __init__(self, strategy: Accumulates) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._strategy.accumulating(module) if enabled else nullcontext()
