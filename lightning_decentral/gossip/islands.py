@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.wire.island import FullyShard, Island
 from lightning_decentral.gossip.wire.island_member import IslandMember, inside
 from lightning_decentral.shared.checkpoint.replica import WholeModel
-from lightning_decentral.shared.compute.redirect import Redirected
 from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.wire.fsdp import WholeScalars, full_tensor, like, local, mapped, own_part
 from lightning_decentral.shared.wire.transport import Transport, Wire
@@ -184,8 +183,10 @@ class WholeTotals:
 
     def __init__(self, member: IslandMember) -> None:
         sharded = member.shards > 1
-        self._served: list[WholeScalars | Redirected] = []
+        self._served: list[Any] = []
         if sharded:
+            from lightning_decentral.shared.compute.around.redirect import Redirected  # no other run reads it
+
             self._served = [WholeScalars(), Redirected(grads.grad_norm, _grad_norm)]
 
     def close(self) -> None:

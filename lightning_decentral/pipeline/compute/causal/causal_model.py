@@ -28,6 +28,8 @@ from lightning_decentral.shared.plan.profile import BlockCost
 READ = {"input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict"}
 OF_THE_ANSWER = {"labels", "num_items_in_batch", "shift_labels", "ignore_index", "output_router_logits"}
 TOKENS = ("input_ids", "attention_mask", "position_ids")
+GENERATES = """{} was called with keys and values of an earlier call, as generate() does, which no stage keeps: \
+generate after the fit, when the module is whole, or give all tokens each time"""
 RIGHT, LEFT = "padding on the right", "padding on the left"
 PACKING, ROUTING = "packed sequences", "output_router_logits"
 
@@ -137,10 +139,7 @@ class CausalModel(Pipelined):
     def _refuse_foreign(self, given: Mapping[str, Any]) -> None:
         """ValueError for what a pipeline knows nothing of."""
         if given.get("past_key_values") is not None:
-            raise ValueError(
-                f"{type(self.module).__name__} was called with keys and values of an earlier call, as generate() does, "
-                "which no stage keeps: generate after the fit, when the module is whole, or give all tokens each time"
-            )
+            raise ValueError(GENERATES.format(type(self.module).__name__))
         asked = {name: value for name, value in given.items() if value is not None and value is not False}
         if asked.get("logits_to_keep") == 0:  # all of them
             del asked["logits_to_keep"]

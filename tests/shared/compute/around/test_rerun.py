@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_decentral.shared.compute.rerun import Remembered
+from lightning_decentral.shared.compute.around.rerun import Remembered
 
 pytestmark = pytest.mark.quick
 

@@ -1,4 +1,4 @@
-"""Functions of libraries, replaced for a while wherever they were imported to.
+"""Functions of libraries, replaced for a while wherever they were imported to. Short: pipelines and islands use it.
 
 `from torch.nn.utils import get_total_norm` holds the function itself: its code is replaced, not a module's name for it.
 """

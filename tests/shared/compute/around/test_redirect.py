@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from lightning_decentral.shared.compute.redirect import Redirected
+from lightning_decentral.shared.compute.around.redirect import Redirected
 
 pytestmark = pytest.mark.quick
 
