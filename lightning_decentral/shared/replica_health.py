@@ -171,12 +171,11 @@ class ReplicaHealth:
         return gradients
 
     def shown_alike(self, named: Mapping[str, Tensor]) -> bool:
-        """Whether all workers evaluate the same numbers, bit for bit; of shards nobody can tell: True. Collective."""
-        if any(map(is_sharded, named.values())):
+        """Whether all workers evaluate the same numbers, bit for bit; True where nobody can tell: of shards, and of
+        runs whose workers come and go. Collective."""
+        if self._of.replica_group() is None or any(map(is_sharded, named.values())):
             return True
-        fixed = self._of.replica_group() is not None  # workers that come and go are all replicas
-        of_group = self._same_stage() if fixed else lambda rank: 0
-        return all(len(set(of.values())) == 1 for of in self._grouped(of_group, bits(named)))
+        return all(len(set(of.values())) == 1 for of in self._grouped(self._same_stage(), bits(named)))
 
     def _together(self) -> Callable[[int], int] | None:
         """A number for every worker, the same for those that hold the same; None: there are no two."""
