@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_decentral.recipes.learner import Learner
 from lightning_decentral.recipes.train import build_model
 from lightning_decentral.shared.figure import new_figure
-from lightning_decentral.shared.wire.mean import floating
+from lightning_decentral.shared.wire.mean import of_mean
 
 HERE = Path(__file__).parent
 EXAMPLES = 360
@@ -111,7 +111,7 @@ def scores(words: list[str], seed: int, rows: Tensor, kind: str = "") -> list[fl
 
 @torch.no_grad()
 def _score(model: Learner, row: Tensor, loader: DataLoader[Any], kind: str) -> float:
-    tensors = floating([model.network])
+    tensors = of_mean([model.network])[0]
     for tensor, part in zip(tensors, row.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
     if kind == CROSS_ENTROPY:

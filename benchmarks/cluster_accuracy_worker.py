@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from lightning_decentral.recipes.learner import Learner
 from lightning_decentral.recipes.loaders import Loaders
-from lightning_decentral.shared.wire.mean import floating
+from lightning_decentral.shared.wire.mean import of_mean
 
 NO_END = ["trainer.max_epochs=-1", "+trainer.limit_val_batches=0"]
 """Steps end a run, and nothing interrupts it."""
@@ -26,7 +26,7 @@ NO_END = ["trainer.max_epochs=-1", "+trainer.limit_val_batches=0"]
 
 def flat(model: Learner) -> Tensor:
     """A copy of all that a mean model is made of, as one vector."""
-    return torch.cat([tensor.detach().flatten() for tensor in floating([model.network])])
+    return torch.cat([tensor.detach().flatten() for tensor in of_mean([model.network])[0]])
 
 
 class Marks(Clock):

@@ -17,7 +17,7 @@ from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.owners import by_owners, each_once, row_counts
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 from tests.shared.wire import test_compressed_mean as formula
-from tests.shared.wire import test_gradients as reference
+from tests.shared.wire.averaging import test_gradient_average as reference
 from tests.shared.wire import test_owners as owned
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
