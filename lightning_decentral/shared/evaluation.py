@@ -117,8 +117,9 @@ class Evaluation:
             self._awaited = True
 
     def _evaluate(self) -> None:
-        """At the first batch, behind all hooks that may have put other parameters in the mean's place: of workers that
-        each made them of a state of its own (an average in an optimizer, say) the mean is evaluated. Collective."""
+        """Evaluate the mean of what hooks have put in the mean's place, where workers made it of states of their own.
+
+        At the first batch, behind all those hooks; an average in an optimizer is such a state. Collective."""
         if not self._awaited:
             return
         self._awaited = False

@@ -251,8 +251,10 @@ class Presence:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """(True, what it returned), or (False, None) where it doesn't come back in time: what is asked over a connection
-    that was cut waits for as long as the system keeps sending, a quarter of an hour."""
+    """(True, what it returned), or (False, None) where it doesn't come back in time.
+
+    What is asked over a connection that was cut waits for as long as the system keeps sending, a quarter of an hour.
+    """
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), name="lightning_decentral-asks", daemon=True)
     thread.start()
