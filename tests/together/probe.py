@@ -1,6 +1,7 @@
 """What is trained: a module whose gradients are known whatever its parameters are, and a callback that makes events
 happen."""
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, StepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.utils.data import Dataset
 
 from tests.together.space import BATCHES, Case
 
 THAWED = ("thaw", "thaw inside", "thaw before backward")
+SAVES = 4
+"""Batches in a row after which the event "save" saves."""
 WRITTEN = 0.25
 """What the event "write" adds to every parameter, on all workers."""
 WRITTEN_AT_END = 0.125
@@ -170,7 +173,7 @@ class Upper(Part):
         found: dict[str, Tensor] = {**dict(zip(("lin.weight", "lin.bias"), self.lin(), strict=True)), "late": self.late}
         if self.shape == "tied":
             found |= {"other.weight": self.other.weight, "other.bias": self.other.bias}
-        elif self.shape == "experts" and (int(row[0]) + int(row[2])) % 2:
+        elif self.shape == "experts" and int(row[2]) % 2 and (int(row[0]) + int(row[1])) % 2:  # in turn, or by nobody
             found["expert"] = self.expert
         elif self.shape == "empty":
             found |= {"nothing": self.nothing, "scalar": self.scalar}
@@ -264,7 +267,12 @@ def optimizers_of(module: nn.Module, case: Case) -> list[Optimizer]:
 def schedule_of(optimizer: Optimizer, kind: str) -> LRScheduler | None:
     if kind == "decay":
         return StepLR(optimizer, 4, 0.7)
-    return CosineAnnealingWarmRestarts(optimizer, 5, eta_min=1e-6) if kind == "restarts" else None
+    return LambdaLR(optimizer, _restarted) if kind == "restarts" else None
+
+
+def _restarted(step: int) -> float:
+    """Half a cosine down to a millionth in five steps, then again."""
+    return max(1e-6, 0.5 + 0.5 * math.cos(math.pi * (step % 5) / 4))
 
 
 class Happenings(Callback):
@@ -337,17 +345,20 @@ class Happenings(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         if trainer.global_step:
             (self.folder / f"began-{self.rank}").touch()
-        self._buffers(module)
         for event in self._due("write", "apart"):
             for parameter in module.parameters():
                 parameter.add_(WRITTEN if event.kind == "write" else apart(self.rank, self.case))
-        for event in self._due("save", "resume"):
-            if self.writes:
-                trainer.save_checkpoint(self.folder / f"{event.kind}.ckpt")
+        self._save(trainer)
         for event in self._due("stop"):
             if self.writes and (event.who == self.rank or not self.case.may_stop_alone):
                 trainer.should_stop = True
         self.rows.append([float(p.double().sum()) for p in module.parameters()])
+
+    def _save(self, trainer: Trainer) -> None:
+        names = ["resume.ckpt" for _ in self._due("resume")]
+        saving = any(event.kind == "save" and 0 <= self.now - event.at < SAVES for event in self.case.events)
+        for name in [*names, *([f"save-{self.now}.ckpt"] if saving else [])] if self.writes else []:
+            trainer.save_checkpoint(self.folder / name)
 
     def _change_buffers(self, module: Any) -> None:
         for event in self.case.events:

@@ -33,7 +33,7 @@ from tests.together.probe import (
     optimizers_of,
     schedule_of,
 )
-from tests.together.space import BATCHES, EPOCHS, STEPS, Case, given_to
+from tests.together.space import BATCHES, EPOCHS, STEPS, Case, differs, given_to
 
 Named = dict[str, Tensor]
 TIMEOUT = timedelta(seconds=20)
@@ -102,6 +102,7 @@ def run(case: Case, rank: int, folder: str, lobby: str) -> Seen:
 def strategy_of(case: Case, rank: int, lobby: str) -> Any:
     given = {"timeout": TIMEOUT, **given_to(case, rank)}
     if case["method"] == "elastic":
+        given["timeout"] = timedelta(seconds=12) if differs(case) else TIMEOUT  # those who agree wait for more workers
         bounds = case.workers, case.workers
         return GossipStrategy(elastic=Elastic(lobby=lobby, workers=bounds, dead_after=5.0, host="127.0.0.1"), **given)
     if case["method"] == "spilled":

@@ -1,10 +1,11 @@
 """Combinations are right, or refused by name before the first step: every pair of values, and thousands drawn."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.together.planted import PLANTED
 from tests.together.pool import Pool
 from tests.together.search import covering, drawn, smallest, tried
 from tests.together.space import Case, pairs, planned
@@ -46,6 +47,19 @@ def test_every_pair_that_a_plan_can_have_is_right_or_refused(pool: Pool, part: i
 def test_drawn_runs_are_right_or_refused(pool: Pool, part: int) -> None:
     cases = list(drawn(DRAWN, SEED))
     assert not failing(cases[part * SHARE : (part + 1) * SHARE], pool)
+
+
+@pytest.mark.sampled
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("plant", "text"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_a_fault_that_is_put_back_is_found(pool: Pool, plant: Callable[[], None], text: str) -> None:
+    case = Case.read(text)
+    assert not tried(case, pool).fault
+    spoiled = Pool()
+    try:
+        assert tried(case, spoiled, plant).fault
+    finally:
+        spoiled.close()
 
 
 def test_the_covering_runs_have_every_value() -> None:

@@ -17,8 +17,8 @@ from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.owners import by_owners, each_once, row_counts
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 from tests.shared.wire import test_compressed_mean as formula
-from tests.shared.wire.averaging import test_gradient_average as reference
 from tests.shared.wire import test_owners as owned
+from tests.shared.wire.averaging import test_gradient_average as reference
 from tests.simulated import CUDA, Engine
 from tests.simulated.streams import Event, Stream
 from tests.simulated.wire import Make, device_world, losses_read, sent_overwritten, without_waiting

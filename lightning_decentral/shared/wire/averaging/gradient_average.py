@@ -88,6 +88,7 @@ class GradientAverage:
         self._keys: dict[nn.Parameter, int] = {}
         self._open = self._lands = False
         self._told: list[tuple[Tensor, Pending]] = []
+        self._averaged: set[nn.Parameter] = set()  # since their last update
         self._where, self._last = where, Met(hosts, (0, 0))
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -122,6 +123,13 @@ class GradientAverage:
         groups = optimizer.param_groups
         keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
         self._mean.updated(keys, skipped)
+        self._averaged.difference_update(p for group in groups for p in group["params"])
+
+    def _withdraw_cleared(self) -> None:
+        """What was averaged and cleared without an update (by another optimizer's turn) was never taken."""
+        if cleared := {p for p in self._averaged if p.grad is None}:
+            self._averaged -= cleared
+            self._mean.updated(lambda: {self._keys[p] for p in cleared if p in self._keys}, True)
 
     def heard(self) -> bool:
         """Whether any device has had news since the last call; the same on all of them."""
@@ -151,6 +159,7 @@ class GradientAverage:
     def before(self, loss: Tensor) -> None:
         """Its backward follows, which ends with averaged gradients, also where it reaches none of them here."""
         self.look()
+        self._withdraw_cleared()
         if not self._launcher.paused and loss.requires_grad:
             loss.register_hook(lambda _: self._land_after_backward())
 
@@ -199,5 +208,6 @@ class GradientAverage:
             if not all(by):
                 self._mean.put_back(real(flat), place, [number for number, workers in enumerate(by) if not workers])
             bucket.store(flat, by)
+            self._averaged.update(p for p, workers in zip(bucket.parameters, by, strict=True) if workers)
         self._launcher.begin(buckets)
         self._open = False

@@ -42,6 +42,7 @@ class SkippedUpdates:
     def updated(self, keys: Keys, skipped: bool) -> None:
         """An update of the tensors with these keys was due; `skipped`: it was found out at once that there is none."""
         if not self._residuals.guarded:
+            self._residuals.guarded = skipped  # the first one of a run that nobody expected any in
             return
         self._any = True
         if skipped:

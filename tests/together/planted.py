@@ -1,0 +1,164 @@
+"""Faults that combinations had, to be put back: a test of the tests. Each is called in every worker before the run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
+from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
+from lightning_decentral.gossip.compute.healing import Healing
+from lightning_decentral.gossip.elastic.checks import Given
+from lightning_decentral.gossip.wire import island_member
+from lightning_decentral.gossip.wire.exchange import Landed, kept
+from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.written import Written
+from lightning_decentral.shared.compute import buckets
+from lightning_decentral.shared.compute.layout import model
+from lightning_decentral.shared.compute.layout.place import Place
+from lightning_decentral.shared.wire import health
+from lightning_decentral.shared.wire.averaging import gradient_average, residuals
+from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+
+
+def layout_of_the_moment() -> None:
+    """Buckets lie as their parameters do now."""
+
+    @torch.no_grad()
+    def adopt(bucket: Any) -> None:
+        for number, (parameter, offset) in enumerate(zip(bucket.parameters, bucket._offsets, strict=True)):
+            if parameter.data_ptr() != bucket.held.data_ptr() + offset * bucket.held.element_size():
+                bucket.places[number] = Place.of(parameter)
+                view = buckets._view(bucket.held, offset, bucket.places[number])
+                view.copy_(parameter)
+                parameter.data = view
+
+    _set(buckets.Bucket, "adopt", adopt)
+    _set(model.ModelLayout, "restore", lambda self, parameters=None: None)
+
+
+def strides_not_compared() -> None:
+    _set(model, "_text", lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
+
+
+def elastic_settings_not_compared() -> None:
+    _set(Given, "refuses", lambda self, value: "")
+
+
+def replaced_optimizers_not_followed() -> None:
+    _set(GossipStrategy, "replaced", lambda self: None)
+    _set(Mixers, "_sharing", lambda self, optimizer, own: [])
+
+
+def late_buffers_once_an_epoch() -> None:
+    _set(RunningBuffers, "changed", lambda self: False)
+
+
+def thawed_within_the_step() -> None:
+    _set(CompressedStrategy, "pre_backward", lambda self, loss: None)
+    _set(gradient_average, "UNSEEN", "")
+    launcher = gradient_average.Launcher
+    watched = launcher.watched.fget  # type: ignore[attr-defined]
+
+    class All(frozenset):  # type: ignore[type-arg]
+        def issuperset(self, other: object) -> bool:
+            return True
+
+    _set(launcher, "watched", property(lambda self: All(watched(self))))
+
+
+def infinite_buffers_are_sick() -> None:
+    _set(health, "_others", lambda tensor, known: tensor)
+
+
+def a_save_heals() -> None:
+    def landed(mixer: Any, flight: Any, place: int) -> Any:
+        forget, mixer.healing.forget = mixer.healing.forget, lambda: None
+        try:
+            rate = mixer._rate(mixer.turn(flight.round))
+            return mixer._landed(flight, place, lambda started: kept(rate, started), Landed)
+        finally:
+            mixer.healing.forget = forget
+
+    _set(Mixer, "_kept", landed)
+
+
+def anchors_over_writes() -> None:
+    _set(Written, "look", lambda self: set())
+
+
+def exact_steps_average_nan() -> None:
+    _set(island_member, "mean_of_sound", lambda tensors, mean_of, *_, **__: (mean_of(tensors), ""))
+
+
+def momentum_over_the_rate() -> None:
+    def follow(rule: Any, state: Any, rate: float) -> None:
+        before = state["learning_rate"]
+        if rate > 0:
+            state["momentum"].mul_(rate / float(before) if float(before) > 0 else 1.0)
+            before.fill_(rate)
+
+    _set(QuasiGlobalMomentum, "_follow", follow)
+
+
+def averages_behind_the_hooks() -> None:
+    _set(PartialBackpropStrategy, "pre_backward", lambda self, loss: None if self._blocked else self._begin())
+    _set(PartialBackpropStrategy, "post_backward", lambda self, loss: self._after_backward())
+
+
+def feedback_of_the_unused_is_lost() -> None:
+    _set(residuals.Residuals, "put_back", lambda *_: None)
+
+
+def what_is_cleared_was_taken() -> None:
+    _set(gradient_average.GradientAverage, "_withdraw_cleared", lambda self: None)
+
+
+def poisoned_moments_stay() -> None:
+    class Deaf(Healing):
+        forget = property(lambda self: lambda: None, lambda self, value: None)  # type: ignore[assignment]
+
+    from lightning_decentral.gossip import rounds
+
+    made = rounds.healing
+    _set(rounds, "healing", lambda most, module: Deaf(most, made(most, module)._poisoned))
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: plant the fault where it would be now"
+    setattr(owner, name, value)
+
+
+OUTER = '"rule": "OuterNesterov(lr=0.7, momentum=0.9)", "topology": "Every(steps=2, inner=Complete())"'
+PLANTED: list[tuple[Callable[[], None], str]] = [
+    (layout_of_the_moment, f'{{{OUTER}, "gradient": "still", "events": [["apart", 2, 0], ["layout", 5, 0]]}}'),
+    (strides_not_compared, '{"topology": "Complete()", "delay": "0", "layout": "one alone"}'),
+    (elastic_settings_not_compared, '{"method": "elastic", "given": "another bucket"}'),
+    (
+        replaced_optimizers_not_followed,
+        '{"topology": "Complete()", "delay": "0", "gradient": "still", "events": [["replace", 4, 0], ["apart", 6, 0]]}',
+    ),
+    (late_buffers_once_an_epoch, '{"method": "compressed", "codec": "Plain()", "events": [["late buffer", 14, 0]]}'),
+    (thawed_within_the_step, '{"method": "compressed", "codec": "Plain()", "events": [["thaw inside", 7, 0]]}'),
+    (infinite_buffers_are_sick, '{"events": [["filling buffer", 8, 0], ["validate", 3, 0]]}'),
+    (
+        a_save_heals,
+        '{"workers": "3", "gradient": "bowl", "optimizer": "adamw", "events": [["nan", 5, 1], ["save", 5, 0]]}',
+    ),
+    (
+        poisoned_moments_stay,
+        '{"workers": "3", "gradient": "bowl", "optimizer": "adamw", "events": [["nan", 5, 1]]}',
+    ),
+    (anchors_over_writes, f'{{{OUTER}, "events": [["write at end", 3, 0]]}}'),
+    (exact_steps_average_nan, '{"workers": "3", "exact": "3", "gradient": "bowl", "events": [["nan", 2, 1]]}'),
+    (
+        momentum_over_the_rate,
+        '{"workers": "3", "rule": "QuasiGlobalMomentum(momentum=0.5, rate=0.3)", "topology": "Ring()", '
+        '"gradient": "bowl", "schedule": "restarts", "events": [["apart", 3, 0]]}',
+    ),
+    (averages_behind_the_hooks, '{"method": "partial", "events": [["clamp", 3, 0]]}'),
+    (what_is_cleared_was_taken, '{"method": "compressed", "codec": "Int4(block=7)", "optimizer": "turns"}'),
+    (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
+]
+"""(what puts the fault back, the smallest run that shows it)"""
