@@ -255,7 +255,8 @@ class LoopPatches:
             self._refuse_no_batch()
         self._call_roll()  # does nothing where a batch was known to be the last
         self._epoch_ended, self._ended_one = False, True
-        if self._took:  # of a resumed epoch: Lightning would leave out a plateau's step, though metrics are new
+        # Of a resumed epoch: Lightning would leave out a step of a plateau, though its metrics are new.
+        if self._took and self._trainer.fit_loop.restarting:
             self._trainer.fit_loop.restarting = False
         inner()
 
