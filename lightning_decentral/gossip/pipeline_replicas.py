@@ -18,8 +18,8 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
@@ -81,7 +81,7 @@ class GossipReplicas(Replicas):
         if self.elastic is None:
             return cls
         # Read here: runs without have no use for it.
-        from lightning_decentral.gossip.elastic.pipelines import elastic_pipeline
+        from lightning_decentral.gossip.elastic.pipeline.pipelines import elastic_pipeline
 
         return elastic_pipeline(cls)
 

@@ -271,9 +271,8 @@ def refuse_stale(codec: Codec, combine: Combine | ConsensusControl, buckets: Seq
     arrives = min(share_that_arrives(codec, bucket.flat.dtype, bucket.matrices) for bucket in buckets)
     if arrives < RULE_OF_THUMB * rate:
         raise ValueError(
-            f"of a difference about {arrives:.2g} arrives in a round by {codec}, less than the rate {rate:.3g} of "
-            f"{combine}: the workers would drift apart; use Gossip(rate={max(arrives, 0.01):.1g}), or a codec that "
-            "sends more"
+            f"{codec} passes about {arrives:.2g} of a difference on in a round, less than the rate {rate:.3g} of "
+            f"{combine}: workers would diverge. Use Gossip(rate={max(arrives, 0.01):.1g}), or a codec that sends more"
         )
 
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.gossip import Elastic, GossipReplicas
-from lightning_decentral.gossip.elastic.pipelines import ElasticPipeline
-from lightning_decentral.gossip.elastic.stages import Stages
+from lightning_decentral.gossip.elastic.pipeline.pipelines import ElasticPipeline
+from lightning_decentral.gossip.elastic.pipeline.stages import Stages
 from tests.gossip import pipeline_training
 from tests.gossip.island_training import KILLED, Deep, flat
 from tests.gossip.pipeline_training import STAGES, Piped

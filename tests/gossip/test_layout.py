@@ -29,7 +29,7 @@ from lightning_decentral.gossip.rounds import StateMixer, pack_states
 from lightning_decentral.gossip.wire.island_member import Sharding
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import MatrixExchange
 from lightning_decentral.shared.compute.buckets import pack

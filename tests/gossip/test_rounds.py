@@ -14,7 +14,7 @@ from lightning_decentral.gossip.compute.travel import LACKING, UNKNOWN, agreed, 
 from lightning_decentral.gossip.rounds import StateMixer, whole_states
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange, MatrixExchange

@@ -66,7 +66,8 @@ def test_full_depth_is_ddp(tmp_path: Path) -> None:
     ddp = run(tmp_path, DDPStrategy(start_method="fork"), Loop(accumulate=3, optimizer=ADAM), name="ddp")
     for mine, other in zip(full[0]["rows"], ddp[0]["rows"], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-    sent_numbers = sum(p.numel() + 1 for p in Network(tied=True, norm=False).parameters())  # and whether it has one
+    # With whether each has one, and whether a buffer has changed.
+    sent_numbers = sum(p.numel() + 1 for p in Network(tied=True, norm=False).parameters()) + 1
     assert full[0]["seen"][0] == pytest.approx(2 * (3 - 1) / 3 * 4 * sent_numbers), "once for three backwards"
 
 

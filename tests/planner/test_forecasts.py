@@ -18,7 +18,7 @@ from lightning_decentral.gossip.rounds import Rounds
 from lightning_decentral.gossip.summary import described
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import Making
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import Muon
 from lightning_decentral.planner.candidates import MOMENTUM_IN_INT8, OUTER, STREAM
 from lightning_decentral.planner.forecasts import (

@@ -39,7 +39,7 @@ class Worker:
         loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches))
         state = SimpleNamespace(fn=TrainerFn.FITTING)
         self.lightning_module: Any = nn.Module()
-        self.lightning_module.trainer = SimpleNamespace(state=state, fit_loop=loop)
+        self.lightning_module.trainer = SimpleNamespace(state=state, fit_loop=loop, lr_scheduler_configs=[])
         self.codec = "Plain()"
         self.optimizers: list[Any] = []
         self.loaded: dict[str, Any] | None = None

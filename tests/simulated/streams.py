@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,30 @@ FAR = 0.02
 """How often another stream is the one that runs ahead."""
 EARLY = 0.05
 """How often an operation runs though nobody waits."""
-_here = threading.local()
+
+
+class _Here:
+    """This thread's own, and a thread's that goes on in its context."""
+
+    _engine: ContextVar["Engine | None"] = ContextVar("engine", default=None)
+
+    @property
+    def engine(self) -> "Engine":
+        if (engine := self._engine.get()) is None:
+            raise AttributeError("engine")
+        return engine
+
+    @engine.setter
+    def engine(self, engine: "Engine") -> None:
+        self._engine.set(engine)
+
+    @engine.deleter
+    def engine(self) -> None:
+        self._engine.set(None)
+
+
+_here: Any = _Here()
+_current: ContextVar["Stream | None"] = ContextVar("current", default=None)
 
 
 SECONDS = 30.0
@@ -61,7 +85,13 @@ class Engine:
         self._streams: list[Stream] = []
         self._made: dict[Hashable, Any] = {}
         self._ahead: Stream | None = None
-        self.first = self.current = Stream(engine=self)
+        self.first = Stream(engine=self)
+
+    @property
+    def current(self) -> "Stream":
+        """The stream that this thread queues to, as with torch each has its own."""
+        stream = _current.get()
+        return self.first if stream is None or stream.engine is not self else stream
 
     def takes(self, count: int) -> None:
         """So many bytes of memory more are somebody's, or fewer."""
@@ -233,12 +263,12 @@ def current() -> Stream:
 
 @contextmanager
 def on(stream: Stream) -> Iterator[None]:
-    engine = _here.engine
-    was, engine.current = engine.current, stream
+    was = _current.get()
+    _current.set(stream)
     try:
         yield
     finally:
-        engine.current = was
+        _current.set(was)
 
 
 @contextmanager

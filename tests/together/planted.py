@@ -12,7 +12,7 @@ from lightning_decentral.gossip.elastic.checks import Given
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, kept
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.written import Written
 from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.compute.layout import model

@@ -247,7 +247,8 @@ def planned(case: Case) -> str:
         weights = given.get("weights") or rule.weights
         plan = {"topology": topology, "combine": rule, "weights": weights, "delay": given["delay"], "island": island}
         states = given.get("states", {})
-        check(SimpleNamespace(**plan, states=states, workers=case.replicas))  # type: ignore[arg-type]
+        given_codec = given.get("codec") or Plain()
+        check(SimpleNamespace(**plan, codec=given_codec, states=states, workers=case.replicas))  # type: ignore[arg-type]
         if case["method"] == "elastic":
             bounds = Elastic(workers=(case.workers, case.workers))
             elastic_rule(rule, given.get("topology") or Auto(), weights, given["delay"], bounds)

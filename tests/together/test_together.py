@@ -35,6 +35,7 @@ def _told(case: Case, pool: Pool) -> str:
     return f"{tried(least, pool).fault}: python -m tests.together --case '{least}'"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_pair_that_a_plan_can_have_is_right_or_refused(pool: Pool, part: int) -> None:

@@ -172,8 +172,9 @@ def forget_poison(
     local: Callable[[Tensor], Tensor] = torch.Tensor.detach,
     travelling: Callable[[], Collection[str]] = tuple,
 ) -> None:
-    """Moments with NaN, infinity or absurd numbers begin anew, with the count of updates that corrects them: beside an
-    old count a second moment of 0 would make Adam's next hundred steps up to six times too long.
+    """Moments with NaN, infinity or absurd numbers begin anew, with the count of updates that corrects them.
+
+    With an old count a second moment of 0 would make Adam's next hundred steps up to six times too long.
 
     Args:
         local: what this device holds of one.

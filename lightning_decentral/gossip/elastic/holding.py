@@ -19,8 +19,8 @@ from lightning_decentral.gossip.wire.elastic.wholes import WholeBucket, Wholes
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
 from lightning_decentral.shared.compute.gathered import means_of
 from lightning_decentral.shared.wire.agreement import start_from_worker_0

@@ -52,8 +52,8 @@ from lightning_decentral.gossip.rounds import check_numbers
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
 from lightning_decentral.gossip.wire.optimizer_mixer import parameters_of
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout.model import ModelLayout, described
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
@@ -90,6 +90,7 @@ class ElasticRun(WatchedProcess):
         refuse_remembering(codec, self.combine)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self.mean_model = MeanModel(self._mean_and_carried, self.shown)
+        self.mean_model.hidden = self._hidden
         self._held = Holding(torch.device("cpu"))
         self._mixers = Mixers(self._making)
         self._member: ElasticMember | None = None
@@ -296,6 +297,7 @@ class ElasticRun(WatchedProcess):
                 of.mixer.round = self._member.round
             self._mixers.step(optimizer)
         self._held.mixed(parameters_of(optimizer))
+        self._mixers.note(())  # copies among devices are no writes of somebody else's
         self._member.ended()
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -310,6 +312,9 @@ class ElasticRun(WatchedProcess):
 
     def settle(self) -> None:
         self._mixers.settle()
+
+    def _hidden(self, written: Sequence[Tensor]) -> None:
+        self._mixers.note(written)
 
     def teardown(self) -> None:
         member, self._member, self._early = self._member or self._early, None, None

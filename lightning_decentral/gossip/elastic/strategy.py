@@ -135,5 +135,5 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
 
     def shown(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rule's anchors, where it has some."""
-        anchors = self._mixers.shown() if self.member.shards == 1 else {}
+        anchors = self._mixers.shown(self.mean_model.shows) if self.member.shards == 1 else {}
         return [anchors.get(tensor.data_ptr(), tensor) for tensor in tensors]

@@ -93,6 +93,7 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self._launcher.watch(())
+        self._told = []  # nobody waits for the last answers
 
     # ---- one backward -------------------------------------------------------------------------------------------
 

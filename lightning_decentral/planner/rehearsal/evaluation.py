@@ -59,8 +59,10 @@ class Evaluation:
 
     @contextmanager
     def _validating(self, worker: LightningModule) -> Iterator[None]:
-        """With the worker's parts, where its hooks have made some, and its Trainer, which a step may ask for the epoch,
-        and by which hooks tell batches of training from others."""
+        """Take the worker's parts, where its hooks have made some, and its Trainer.
+
+        A step may ask it for the epoch, and hooks tell batches of training from others by it.
+        """
         if self._module.state_dict().keys() != worker.state_dict().keys():
             self._module = quiet(copy.deepcopy(worker)).eval()
             self._copies = self._copied()

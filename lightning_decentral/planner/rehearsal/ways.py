@@ -1,4 +1,7 @@
-"""How gradients of the workers are computed: one after the other; some at a time (`abreast`); at once (`stacked`)."""
+"""How gradients of the workers are computed: one after the other; some at a time (`abreast`); at once (`stacked`).
+
+Short: this is the first way, and what the others must have.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -18,16 +18,12 @@ from lightning_decentral.shared.compute.layout.place import Place
 ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
 MOST_BUCKET_BYTES = 256 * 2**20
 LEAST_BUCKET_BYTES = 2 * 2**20
-DEVICE_BUCKET_BYTES = 2**30
-"""A device sends all buckets of a round in one launch and lands none before all have come, and each costs it some
-twenty kernels: few are better than many."""
+DEVICE_BUCKET_BYTES = 2**30  # a device lands none of a round before all have come: few are better than many
 BUCKETS = 8
-SHORT = 16
-"""A last bucket of at most one part in so many may overlap with the next round."""
+SHORT = 16  # a last bucket of at most one part in so many may overlap with the next round
 TAIL = 2 * SHORT
 """A long last bucket ends in a tail of one part in so many or, as rows and parameters end, up to one in `SHORT`."""
-LEAST_CUT_BYTES = 2**20
-"""Smaller models aren't cut: another message would take as long as it saves."""
+LEAST_CUT_BYTES = 2**20  # smaller models aren't cut: another message would take as long as it saves
 
 
 class Matrix(NamedTuple):

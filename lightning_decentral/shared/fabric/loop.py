@@ -1,4 +1,7 @@
-"""What a loop of the user's own says by its calls: whose turn it is, and that gradients are only accumulated."""
+"""What a user's own loop shows by its calls: whose turn it is, and that gradients are only accumulated.
+
+Short, as a loop of one's own calls little.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol

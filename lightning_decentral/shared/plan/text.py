@@ -1,4 +1,7 @@
-"""Text files that commands are given: UTF-8 everywhere, and one line for what can't be read."""
+"""Text files that commands are given: UTF-8 everywhere, and one line for what can't be read.
+
+Short, so that no command reads a file in another way.
+"""
 
 from pathlib import Path
 

@@ -49,8 +49,8 @@ def start_from_worker_0(tensors: Sequence[torch.Tensor], over: Transport, device
 class Uneven(RuntimeError):
     """An epoch that ended on one worker while another goes on, which needs it."""
 
-    def __init__(self, worker: int, text: str) -> None:
-        super().__init__(f"worker {worker} ended its epoch {text}")
+    def __init__(self, worker: int, line: str) -> None:
+        super().__init__(line)
         self._worker = worker
 
     def of_early_end(self) -> RuntimeError:
@@ -66,8 +66,9 @@ def uneven(worker: int, steps: int) -> Uneven:
     """Of a worker whose epoch has ended, under a method in which all take the same updates."""
     return Uneven(
         worker,
-        f"after {steps} steps while another goes on, and all must take the same updates: give every worker the same "
-        "number of batches (drop_last=True, limit_train_batches), and let none skip optimizer.step()",
+        f"worker {worker} ended its epoch after {steps} steps while another goes on, and all must take the same "
+        "updates: give every worker the same number of batches (drop_last=True, limit_train_batches), and let none "
+        "skip optimizer.step()",
     )
 
 
@@ -192,8 +193,9 @@ class RollCall:
         if any(met > self._met() for *_, met in rows):
             raise Uneven(
                 self._over.rank,
-                "while another waits for all workers within it (validation, sync_dist=True, ConsensusMonitor): give "
-                "every worker the same number of batches, or log with sync_dist=False",
+                f"worker {self._over.rank} ended its epoch while another waits for all workers within it (validation, "
+                "sync_dist=True, ConsensusMonitor): give every worker the same number of batches, "
+                "or log with sync_dist=False",
             )
         return bool(rows) and all_known and self._catch_up([min(column) for column in zip(*rows, strict=True)][:-1])
 

@@ -26,8 +26,8 @@ def graph_dropped(block: str, leaves: Iterable[Tensor]) -> Iterator[None]:
 
     def refuse(_: Any) -> Tensor:
         raise ValueError(
-            f"a tensor that block {block} made and didn't return (kept in an attribute, or by a hook) is used by the "
-            "loss, where its gradients are lost: return it from the block, or name a larger block in blocks"
+            f"a tensor that block {block} made and didn't return is used by the loss, which loses its gradients: "
+            "return it from the block, or name a larger block in blocks"
         )
 
     for leaf in leaves:

@@ -33,7 +33,7 @@ from lightning_decentral.gossip import (
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned, forget_poison
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import AccumAdamW, Muon
 from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.wire.health import mean_of_sound

@@ -30,7 +30,7 @@ from lightning_decentral.gossip.wire.flight import Flight
 from lightning_decentral.gossip.wire.island_member import Sharding
 from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire import owners
@@ -90,7 +90,7 @@ class Worker:
         self.member = Sharding(self.wire, DEVICES, CUDA, lambda call: call(), None)
         self.member.arrange(self.model)
         self.optimizer = optimize(self.model)
-        WholeMatrices([self.optimizer], self.member)
+        self.wholes = WholeMatrices([self.optimizer], self.member)
         pack = partial(self.member.pack, bucket_bytes=512)
         self.mixers = Mixers(lambda: Making(lambda: [self.mixer()], pack))
         self.mixers.adopt(self.optimizer)
@@ -128,6 +128,7 @@ class Worker:
     def whole(self) -> Tensors:
         """The parameters in the end, with what is still in flight."""
         self.mixers.settle()
+        self.wholes.close()
         self.member.close(alone=False)
         return [p.detach() for p in self.model.parameters()]
 
@@ -155,6 +156,7 @@ class Run:
         for step, x in enumerate(rows(make.hosts.rank, self.dtype).to(CUDA)):
             if self.resumes and step == STEPS // 2:
                 state = worker.state()
+                worker.wholes.close()
                 worker = Worker(make, self.delay, self.dtype, self.optimize)
                 worker.load(state)
             with without_waiting(engine) if step else nullcontext():

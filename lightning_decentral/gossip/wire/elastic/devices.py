@@ -48,7 +48,9 @@ class OtherMixer(Mixer):
             bucket.adopt()
         healed = torch.zeros(1, dtype=torch.int64)
         self._over.broadcast(healed).wait()
-        self.healing.healed = int(healed)
+        before, self.healing.healed = self.healing.healed, int(healed)
+        if self.healing.healed > before:
+            self.healing.forget()
 
     def mixing(self) -> dict[str, float]:
         return {}

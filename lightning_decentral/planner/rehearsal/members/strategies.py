@@ -26,7 +26,7 @@ from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.making import Making
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.planner.rehearsal.members.averaging import Averaging, Replicas
 from lightning_decentral.planner.rehearsal.members.member import Member, Place

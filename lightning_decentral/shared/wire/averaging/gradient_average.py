@@ -43,8 +43,8 @@ class Met:
             batches, updates = self._place
             raise RuntimeError(
                 f"worker {self._hosts.rank} averaged gradients of its batch {batches} after {updates} updates, another "
-                "worker of another batch or after fewer: one skipped optimizer.step(), or a batch; let all workers "
-                "take the same updates (a step without gradients may return None)"
+                "worker did elsewhere: one skipped optimizer.step(), or a batch. Let all workers take the same "
+                "updates (a step without gradients may return None)"
             )
 
 
@@ -140,6 +140,7 @@ class GradientAverage:
 
     def close(self) -> None:
         self._all, self._needed = (), []
+        self._told, self._last = [], Met(self._hosts, (0, 0))  # nobody waits for the last answers
         self._launcher.watch(())
         self._launcher.begin(())
 

@@ -1,7 +1,9 @@
 """Functions of libraries are replaced wherever they were imported to, and come back whole."""
 
+import contextvars
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,9 +37,28 @@ def test_one_function_of_a_module_at_a_time_and_others_beside_it() -> None:
     second = Redirected(torch.nn.Module.named_parameters, lambda original, *args, **kwargs: iter(()))
     assert grad_norm(layer, 2) == []
     with pytest.raises(AssertionError, match="one function of a module at a time"):
-        Redirected(grad_norm, twice)
+        Redirected(torch.nn.Module.named_buffers, twice)
     second.close()
     assert len(grad_norm(layer, 2)) == 3
     first.close()
     assert isinstance(grad_norm(layer, 2), dict)
     assert functools.reduce(lambda n, p: n + p.numel(), layer.parameters(), 0) == 6
+
+
+def test_each_thread_has_its_own_until_the_last_has_left() -> None:
+    def asked() -> float:
+        return float(get_total_norm([torch.ones(4)]))
+
+    def thrice(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return 3 * original(*args, **kwargs)
+
+    mine = Redirected(get_total_norm, twice)
+    with ThreadPoolExecutor(1) as another, ThreadPoolExecutor(1) as none:
+        its = another.submit(Redirected, get_total_norm, thrice).result()
+        assert (asked(), another.submit(asked).result()) == (4, 6)
+        assert none.submit(asked).result() == 6, "the newest, where a thread has none"
+        assert none.submit(contextvars.copy_context().run, asked).result() == 4, "which goes on in this one's place"
+        mine.close()
+        assert (asked(), another.submit(asked).result()) == (6, 6)
+        another.submit(its.close).result()
+    assert asked() == 2

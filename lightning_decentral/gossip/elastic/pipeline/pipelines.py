@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
 from lightning_decentral.gossip.elastic.holding import Holding
 from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.elastic.pipeline.stages import Stages
 from lightning_decentral.gossip.elastic.process import OneProcess
 from lightning_decentral.gossip.elastic.run import ElasticRun
-from lightning_decentral.gossip.elastic.stages import Stages
 from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states, refuse_shared

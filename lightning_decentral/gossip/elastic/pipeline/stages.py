@@ -19,7 +19,7 @@ from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.wire.elastic.devices import FirstMixer, OtherMixer
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Mixer
-from lightning_decentral.gossip.wire.mixers import Mixers
+from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.buckets import Bucket, pack
 from lightning_decentral.shared.compute.gathered import means_of

@@ -1,0 +1,1 @@
+"""Elastic pipelines: whole pipelines that come and go (`pipelines`), and the stages of one (`stages`)."""
