@@ -226,7 +226,8 @@ class WorkersStrategy(DDPStrategy):
         if self.wire is not None:
             self.mean_model.apart = self.drifts  # not before: up to the first update all are equal
             with self._attendance.waiting:
-                self.advance(optimizer), self._attendance.tick()
+                self.advance(optimizer)
+                self._attendance.tick()
         return output
 
     # ---- the mean model: what Lightning does once for all workers sees it -------------------------------------------
