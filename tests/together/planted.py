@@ -8,7 +8,6 @@ import torch
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.healing import Healing
-from lightning_decentral.gossip.elastic.checks import Given
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, kept
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -40,10 +39,6 @@ def layout_of_the_moment() -> None:
 
 def strides_not_compared() -> None:
     _set(model, "_text", lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
-
-
-def elastic_settings_not_compared() -> None:
-    _set(Given, "refuses", lambda self, value: "")
 
 
 def replaced_optimizers_not_followed() -> None:
@@ -134,7 +129,6 @@ OUTER = '"rule": "OuterNesterov(lr=0.7, momentum=0.9)", "topology": "Every(steps
 PLANTED: list[tuple[Callable[[], None], str]] = [
     (layout_of_the_moment, f'{{{OUTER}, "gradient": "still", "events": [["apart", 2, 0], ["layout", 5, 0]]}}'),
     (strides_not_compared, '{"topology": "Complete()", "delay": "0", "layout": "one alone"}'),
-    (elastic_settings_not_compared, '{"method": "elastic", "given": "another bucket"}'),
     (
         replaced_optimizers_not_followed,
         '{"topology": "Complete()", "delay": "0", "gradient": "still", "events": [["replace", 4, 0], ["apart", 6, 0]]}',

@@ -50,7 +50,6 @@ def test_drawn_runs_are_right_or_refused(pool: Pool, part: int) -> None:
     assert not failing(cases[part * SHARE : (part + 1) * SHARE], pool)
 
 
-@pytest.mark.sampled
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("plant", "text"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
 def test_a_fault_that_is_put_back_is_found(pool: Pool, plant: Callable[[], None], text: str) -> None:
