@@ -173,7 +173,9 @@ class ReplicaHealth:
     def shown_alike(self, named: Mapping[str, Tensor]) -> bool:
         """Whether all workers evaluate the same numbers, bit for bit; True where nobody can tell: of shards, and of
         runs whose workers come and go. Collective."""
-        if self._of.replica_group() is None or any(map(is_sharded, named.values())):
+        over = self._of.replica_group()
+        alone = over is None or (self._of.drifts and over.size <= self._of.devices_per_worker)  # of an elastic run
+        if alone or any(map(is_sharded, named.values())):
             return True
         return all(len(set(of.values())) == 1 for of in self._grouped(self._same_stage(), bits(named)))
 

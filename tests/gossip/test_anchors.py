@@ -188,7 +188,7 @@ def test_a_rate_over_what_arrives_is_refused_where_parameters_are_packed(
     if served:
         refuse_stale(codec, Gossip(rate=rate), buckets)
     else:
-        with pytest.raises(ValueError, match=r"would drift apart; use Gossip\(rate=0\.\d+\), or a codec") as error:
+        with pytest.raises(ValueError, match=r"workers would diverge. Use Gossip\(rate=0\.\d+\), or a codec") as error:
             refuse_stale(codec, Gossip(rate=rate), buckets)
         assert "\n" not in str(error.value)
 
