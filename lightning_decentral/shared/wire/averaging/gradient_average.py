@@ -88,7 +88,7 @@ class GradientAverage:
         self._keys: dict[nn.Parameter, int] = {}
         self._open = self._lands = False
         self._told: list[tuple[Tensor, Pending]] = []
-        self._averaged: set[nn.Parameter] = set()  # since their last update
+        self._averaged: dict[nn.Parameter, int] = {}  # since their last update: the version that it would change
         self._where, self._last = where, Met(hosts, (0, 0))
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -123,12 +123,16 @@ class GradientAverage:
         groups = optimizer.param_groups
         keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
         self._mean.updated(keys, skipped)
-        self._averaged.difference_update(p for group in groups for p in group["params"])
+        for parameter in (p for group in groups for p in group["params"]):
+            self._averaged.pop(parameter, None)
 
     def _withdraw_cleared(self) -> None:
         """What was averaged and cleared without an update (by another optimizer's turn) was never taken."""
-        if cleared := {p for p in self._averaged if p.grad is None}:
-            self._averaged -= cleared
+        gone = {p: version for p, version in self._averaged.items() if p.grad is None}
+        for parameter in gone:
+            del self._averaged[parameter]
+        # Whose version has changed was updated by somebody else, a part of an optimizer.
+        if cleared := [p for p, version in gone.items() if p._version == version]:
             self._mean.updated(lambda: {self._keys[p] for p in cleared if p in self._keys}, True)
 
     def heard(self) -> bool:
@@ -209,6 +213,6 @@ class GradientAverage:
             if not all(by):
                 self._mean.put_back(real(flat), place, [number for number, workers in enumerate(by) if not workers])
             bucket.store(flat, by)
-            self._averaged.update(p for p, workers in zip(bucket.parameters, by, strict=True) if workers)
+            self._averaged |= {p: p._version for p, workers in zip(bucket.parameters, by, strict=True) if workers}
         self._launcher.begin(buckets)
         self._open = False
