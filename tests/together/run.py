@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, SpilledStrategy
 from lightning_decentral.gossip import Elastic, FabricGossipStrategy
 from lightning_decentral.partial import Full
+from tests.tiny import QUIET
 from tests.together.pool import MEETING
 from tests.together.probe import (
     BEFORE_A_STEP,
@@ -37,14 +38,6 @@ from tests.together.space import BATCHES, EPOCHS, STEPS, Case, differs, given_to
 
 Named = dict[str, Tensor]
 TIMEOUT = timedelta(seconds=20)
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 
 
 class Sends:
