@@ -15,6 +15,7 @@ def main() -> int:
     parser.add_argument("runs", type=int, nargs="?", default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--covering", action="store_true", help="the runs of `make test`, which cover all pairs")
+    parser.add_argument("--only", action="append", default=[], metavar="AXIS=VALUE", help="runs with this value alone")
     parser.add_argument("--case", action="append", help="this run, as one was printed")
     parser.add_argument("--part", default="0/1", help="k/n: every n-th run from k on, to share them out")
     parser.add_argument("--whole", action="store_true", help="print failing runs as drawn, don't shrink them")
@@ -23,6 +24,8 @@ def main() -> int:
     part, parts = map(int, given.part.split("/"))
     cases = [Case.read(text) for text in given.case or ()]
     cases = cases or (covering(given.seed) if given.covering else list(drawn(given.runs, given.seed)))
+    only = dict(text.split("=", 1) for text in given.only)
+    cases = [case for case in cases if only.items() <= case.values.items()]
     pool, counts, began, covered = Pool(), Counter[str](), time.monotonic(), set()
     for case in cases[part::parts]:
         result = tried(case, pool)

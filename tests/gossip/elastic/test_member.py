@@ -76,7 +76,7 @@ def test_where_the_oldest_has_ended_the_next_one_says_it(crew: Crew) -> None:
 
 def test_a_newcomer_is_told_by_who_was_there(crew: Crew) -> None:
     crew.enter(View(5, ("b", "a", "d"), 50, ("b", "a"), "a", 3))
-    assert asks(crew, "d", "a", "b") == {"a": None, "b": None, "d": "b"}
+    assert asks(crew, "d", "a", "b") in ({"a": None, "b": None, "d": was} for was in "ab")  # who answers first
 
 
 def test_members_that_live_and_say_nothing_are_named(crew: Crew) -> None:
