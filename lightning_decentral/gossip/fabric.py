@@ -25,6 +25,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
+from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap
@@ -72,6 +73,7 @@ class FabricGossipStrategy(FabricWorkers):
         self.member = IslandMember(None, 1, self.meet)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self._mixers = Mixers(self._making)
+        self.gradient_check = BeforeUpdate(self._adopt)
 
     @property
     def workers(self) -> int:
@@ -104,6 +106,10 @@ class FabricGossipStrategy(FabricWorkers):
     def adopt(self, optimizer: Optimizer) -> None:
         refuse_shared(self.lightning_module)
         self._mixers.adopt(optimizer)
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        if self.wire is not None:
+            self._mixers.adopt(optimizer)
 
     def advance(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)

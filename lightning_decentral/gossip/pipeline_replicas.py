@@ -123,6 +123,12 @@ class _Mixing(Bond):
         for optimizer in optimizers:
             self._mixers.adopt(optimizer)
 
+    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Each replica's own; what was thawed since the last step is taken in before it moves."""
+        for optimizer in self._optimizers:
+            self._mixers.adopt(optimizer)
+        return super().gradients(own, parameters)
+
     def updated(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)
 

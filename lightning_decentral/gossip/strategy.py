@@ -32,6 +32,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import refuse_shared
 from lightning_decentral.shared.meeting import TIMEOUT
+from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import Evaluate, ReplicaStrategy
 from lightning_decentral.shared.updates import Mixed
@@ -119,7 +120,7 @@ class GossipStrategy(ReplicaStrategy):
         self.mean_model.hidden = self._hidden
         self._matrices = WholeMatrices([], self.member)
         self.checkpoints.held = IslandModel(self.island, self, self._attendance.join_groups)
-        self.followed = self
+        self.followed, self.gradient_check = self, BeforeUpdate(self._adopt)
 
     @property
     def workers(self) -> int:
@@ -195,6 +196,10 @@ class GossipStrategy(ReplicaStrategy):
         return self.member.mean_of_sound(tensors, self.wire.world)
 
     # ---- a step: the island's gradients and the user's update (`ReplicaStrategy`), one round ------------------------
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        if self.wire is not None:
+            self._mixers.adopt(optimizer)
 
     def advance(self, optimizer: Optimizer) -> None:
         self._mixers.step(optimizer)

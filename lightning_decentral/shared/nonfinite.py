@@ -36,6 +36,24 @@ class Unchecked:
         return given
 
 
+class BeforeUpdate(Unchecked):
+    """Nothing is judged; `call` is given the optimizer once its gradients are there, before the update.
+
+    What is thawed within the step is known by then, and no parameter has moved yet.
+    """
+
+    def __init__(self, call: Callable[[Optimizer], None]) -> None:
+        self._call = call
+
+    def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
+        def called() -> Any:
+            output = closure()
+            self._call(optimizer)
+            return output
+
+        return called
+
+
 class GradientCheck(Unchecked):
     """Gradients that are equal on all workers are judged alike on all of them: nobody has to be asked, none waits.
 

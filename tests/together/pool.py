@@ -26,6 +26,7 @@ from tests import forking, ports, world
 WORKERS = 4
 MEETING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LEFT = (*MEETING, "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+DIED = "EOFError: the process ended"
 GRACE = 30.0
 """Seconds that the others have after the first worker ended with an error."""
 
@@ -66,7 +67,7 @@ class Pool:
                 if outcome.value is None:
                     end = min(end, time.monotonic() + GRACE)
         if any(
-            not process.is_alive() or (rank < workers and rank not in outcomes)
+            not process.is_alive() or (rank < workers and outcomes.get(rank, Outcome(error=DIED)).error == DIED)
             for rank, (process, _) in enumerate(self._workers)
         ):
             self.close()
@@ -100,7 +101,7 @@ def _received(line: Connection) -> Outcome:
     try:
         worked, value = line.recv()
     except EOFError:  # it died
-        return Outcome(error="EOFError: the process ended")
+        return Outcome(error=DIED)
     return Outcome(value) if worked else Outcome(error=value)
 
 

@@ -380,7 +380,7 @@ class Happenings(Callback):
         if self.writes and self.case["method"] == "gossip":
             traffic = trainer.strategy.traffic()
             self.sent_bytes, self.healed = (traffic.bytes_sent, self.counted() - self._before), traffic.healed
-        if self._due("write at end"):
+        if self.case.has("write at end"):
             for parameter in module.parameters():
                 parameter.fill_(WRITTEN_AT_END)
 

@@ -176,6 +176,9 @@ class Mixer:
         return self._flights[-1]
 
     def _launch(self, flight: Flight, place: int, message: Tensor, turn: Turn, copied: Copied | None) -> None:
+        x, state = self.buckets[place].flat, self._states[place]
+        if self.exchange.coder.encodes:
+            self._combine.encoded(x, state)
         # A copy leaves: what was sent is subtracted at the landing, and updates change x until then.
         sent, started = self.exchange.launch(message, flight.round, place, copied)
         flight.sent.append(sent)
@@ -184,7 +187,6 @@ class Mixer:
         # take the half of its link.
         go = self.exchange.depart if place == len(self.buckets) - 1 else self.exchange.offer
         go(flight.started, flight.round)
-        x, state = self.buckets[place].flat, self._states[place]
         self._combine.launched(x, partial(_settled, sent, started), state, turn)
 
     def _due(self, last: int) -> list[Flight]:

@@ -85,13 +85,15 @@ class OptimizerMixer:
             self._making.alike(new)  # a module that came while training: each worker has drawn another, maybe
         self._pack(new)
 
-    def hand_over(self, optimizer: Optimizer, states: Sequence[Beside]) -> None:
-        """Another optimizer trains the same from now on; its states begin anew."""
+    def hand_over(self, optimizer: Optimizer, states: Sequence[Beside]) -> Traffic:
+        """Another optimizer trains the same from now on; its states begin anew. What the old states' mixers sent."""
         for state in self.states:
             state.drain()
             for bucket in state.buckets:
                 bucket.release()
+        past = self._of_states()
         self.optimizer, self.states, self._seen = optimizer, tuple(states), []
+        return past
 
     @property
     def packs(self) -> list[list[int]]:
@@ -183,16 +185,22 @@ class OptimizerMixer:
 
     def traffic(self) -> Traffic:
         """Of the parameters and the states; the rounds are the parameters'."""
+        return self.mixer.exchange.traffic() + self._of_states()
+
+    def _of_states(self) -> Traffic:
         beside = (state.mixer.exchange.traffic() for state in self.states)
-        return sum((replace(traffic, rounds=0) for traffic in beside), self.mixer.exchange.traffic())
+        return sum((replace(traffic, rounds=0) for traffic in beside), Traffic())
 
     def state_dict(self) -> dict[str, Any]:
         beside = {state.name: state.state_dict() for state in self.states}
-        return self.mixer.state_dict() | {"orders": orders(self.buckets)} | ({"beside": beside} if beside else {})
+        packed = {"orders": orders(self.buckets), "padding": [bucket.padding for bucket in self.buckets]}
+        return self.mixer.state_dict() | packed | ({"beside": beside} if beside else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Errors as `Mixer.load_state_dict`."""
         refuse_reordered(state, self.buckets)
         self.mixer.load_state_dict(state)
+        for bucket, padding in zip(self.buckets, state.get("padding", ()), strict=False):  # 0.2 saved none
+            bucket.padding = padding
         for own in self.states:
             own.load_state_dict(state["beside"][own.name])

@@ -53,6 +53,7 @@ class Mixers:
         self._all: list[OptimizerMixer] = []
         self._live: list[Optimizer] = []
         self._exact_steps: int | None = None
+        self._past = Traffic()  # of mixers that are gone
         self._taken: set[nn.Parameter] = set()
         self._others: dict[Optimizer, tuple[tuple[int, int], list[OptimizerMixer]]] = {}
 
@@ -87,7 +88,7 @@ class Mixers:
     def traffic(self) -> Traffic:
         """Of all; a fault that has poisoned several optimizers or fragments is one."""
         healed = max((mixer.mixer.healing.healed for mixer in self._all), default=0)
-        return replace(sum((mixer.traffic() for mixer in self._all), Traffic()), healed=healed)
+        return replace(sum((mixer.traffic() for mixer in self._all), self._past), healed=healed)
 
     def _timed(self) -> Making:
         """With the exact steps that the first one had, or those of the run that is resumed."""
@@ -119,7 +120,7 @@ class Mixers:
         for before, optimizer in heirs.items():
             mixers, states = self.of(before), making.states(optimizer)
             for place, mixer in enumerate(mixers):
-                mixer.hand_over(optimizer, () if place else states)
+                self._past += mixer.hand_over(optimizer, () if place else states)
         for optimizer in live:
             self.adopt(optimizer)
         self._all = [mixer for optimizer in live for mixer in self.of(optimizer)]
@@ -130,6 +131,7 @@ class Mixers:
         # A parameter that is mixed no more ends at the mean, too: it may come back.
         self._timed().meet([p for mixer in self._all for bucket in mixer.buckets for p in bucket.parameters])
         self._give_back()
+        self._past = self.traffic()
         made = [mixer for optimizer in live for mixer in self._made(optimizer)]
         for new, old in zip(made, self._all, strict=False):
             counted = {key: old.mixer.kept()[key] for key in ("round", "steps", "peak")}

@@ -104,6 +104,22 @@ class Bucket:
         pairs = zip(self.parameters, self._offsets, strict=True)
         return [range(offset, offset + self.elements(p)) for p, offset in pairs]
 
+    @property
+    def padding(self) -> Tensor:
+        """What stands between the parameters: zeros, but where a codec without a zero has rounded them; [gaps]."""
+        return torch.cat([*self._gaps(), self.held[:0]])
+
+    @padding.setter
+    def padding(self, values: Tensor) -> None:
+        gaps = self._gaps()
+        for gap, value in zip(gaps, values.split([len(gap) for gap in gaps]), strict=True):
+            gap.copy_(value)
+
+    def _gaps(self) -> list[Tensor]:
+        ranges = self.ranges()
+        ends = [*(following.start for following in ranges[1:]), len(self.held)]
+        return [self.held[own.stop : end] for own, end in zip(ranges, ends, strict=True)]
+
     def views(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """(address of a parameter, what stands at its place in another flat tensor), in its shape."""
         rows = zip(self.parameters, self._offsets, self.places, strict=True)

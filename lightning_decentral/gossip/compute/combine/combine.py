@@ -137,6 +137,10 @@ class Combine(ABC):
         """What is sent. The mixer takes a copy of it at once, so it may be x itself."""
         return x.detach()
 
+    def encoded(self, x: Tensor, state: State) -> None:
+        """The message of x leaves through a codec, which may make what is sent differ from it."""
+        return
+
     def values(self, message: Tensor) -> Tensor:
         """The parameters that a message, or a mixture of messages, stands for."""
         return message
@@ -200,7 +204,9 @@ class Combine(ABC):
             mixed: the round's mixture with it; the rule's to overwrite.
         """
         x.copy_(self.values(mixed))
-        state.update({name: value for name, value in self.init(x).items() if name not in self.lasting})
+        lasting = {name: state[name] for name in self.lasting}
+        state.clear()
+        state |= self.init(x) | lasting
 
     def mixing(self, turn: Turn) -> dict[str, float]:
         """What users watch of a round, by name: only what the rule has."""

@@ -52,8 +52,10 @@ class Outer(Combine):
     Validated and saved is the mean of the anchors: what workers learnt since they last talked is not in it, so end a
     training with a talk.
 
-    State: anchor and m, two copies of the parameters. Bytes: the parameters, in every H-th step. A healed worker begins
-    at its neighbours' parameters, with that anchor and without momentum: no sum over the workers depends on either.
+    State: anchor and m, two copies of the parameters; under a codec that rounds a third while a message is under way:
+    x as it left, so that mixed + (x - sent) stands for mixed and x for sent, and the mean of the workers doesn't move
+    to the codec's nearest values. Bytes: the parameters, in every H-th step. A healed worker begins at its neighbours'
+    parameters, with that anchor and without momentum: no sum over the workers depends on either.
 
     Args:
         lr: of the outer step, in (0, 1]; a number, a `RateSchedule`, or None: `suited_lr` of the workers.
@@ -96,8 +98,15 @@ class Outer(Combine):
     def init(self, x: Tensor) -> State:
         return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}
 
+    def encoded(self, x: Tensor, state: State) -> None:
+        # Against what was sent the anchor would move by what the codec made of it, up to the nearest code.
+        state["left"] = x.detach().clone()
+
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         anchor, m = state["anchor"], state["momentum"]
+        if "left" in state:
+            left = state.pop("left")
+            mixed, sent = mixed.add_(left - sent), left
         lr, momentum = self._now(turn)
         # 0 for who heard itself only and takes no outer step: a factor serves a worker and the rows of a
         # simulation.
@@ -191,6 +200,9 @@ class PseudoGradient(OuterNesterov):
 
     def tied(self) -> str:
         return "a way that some have heard of a worker that died, and others not, parts their anchors for good"
+
+    def encoded(self, x: Tensor, state: State) -> None:
+        """What a codec loses stays in x."""
 
     def message(self, x: Tensor, state: State) -> Tensor:
         return x.detach() - state["anchor"]
