@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
