@@ -7,15 +7,18 @@ import torch
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
+from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.wire import island_member
-from lightning_decentral.gossip.wire.exchange import Landed, kept
+from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
 from lightning_decentral.gossip.wire.mixer import Mixer
+from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.written import Written
 from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.compute.layout import model
 from lightning_decentral.shared.compute.layout.place import Place
+from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.wire import health
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
@@ -120,6 +123,28 @@ def poisoned_moments_stay() -> None:
     _set(rounds, "healing", lambda most, module: Deaf(most, made(most, module)._poisoned))
 
 
+def thawed_after_the_update() -> None:
+    _set(BeforeUpdate, "after", lambda self, closure, optimizer, precision: closure)
+
+
+def outer_steps_to_the_nearest_code() -> None:
+    _set(Outer, "encoded", lambda self, x, state: None)
+
+
+def bytes_of_replaced_mixers_are_lost() -> None:
+    handed = OptimizerMixer.hand_over
+
+    def hand_over(mixer: Any, *args: Any) -> Traffic:
+        handed(mixer, *args)
+        return Traffic()
+
+    _set(OptimizerMixer, "hand_over", hand_over)
+
+
+def padding_is_not_saved() -> None:
+    _set(buckets.Bucket, "padding", property(buckets.Bucket.padding.fget, lambda self, values: None))  # type: ignore
+
+
 def _set(owner: Any, name: str, value: Any) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: plant the fault where it would be now"
     setattr(owner, name, value)
@@ -153,6 +178,21 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
     ),
     (averages_behind_the_hooks, '{"method": "partial", "events": [["clamp", 3, 0]]}'),
     (what_is_cleared_was_taken, '{"method": "compressed", "codec": "Int4(block=7)", "optimizer": "turns"}'),
+    (thawed_after_the_update, '{"events": [["thaw", 5, 0]]}'),
+    (
+        outer_steps_to_the_nearest_code,
+        '{"workers": "3", "rule": "OuterNesterov(lr=0.7, momentum=0.9)", "codec": "Int8(block=7)", '
+        '"topology": "Every(steps=3, inner=OnePeerExponential())", "gradient": "still", "events": []}',
+    ),
+    (
+        bytes_of_replaced_mixers_are_lost,
+        '{"topology": "Exponential()", "states": "momentum", "optimizer": "two", "events": [["replace", 13, 1]]}',
+    ),
+    (
+        padding_is_not_saved,
+        '{"rule": "PseudoGradient(lr=LearningRatePower(power=1.0, rate=0.5), momentum=0.3)", '
+        '"codec": "Int2(block=7)", "topology": "Complete()", "events": [["resume", 16, 0]]}',
+    ),
     (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
 ]
 """(what puts the fault back, the smallest run that shows it)"""
