@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -92,7 +92,18 @@ class FabricGossipStrategy(FabricWorkers):
 
     def _making(self) -> Making:
         rounds = Rounds(self, self.lightning_module, self.model_layout)
-        return Making(rounds.mixers, rounds.pack, alike=self._alike, meet=self._meet_in_mean)
+        return Making(
+            rounds.mixers,
+            rounds.pack,
+            mean=self._mean_of_flat,
+            known=self.model_layout,
+            alike=self._alike,
+            meet=self._meet_in_mean,
+        )
+
+    def _mean_of_flat(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str]:
+        assert self.wire is not None
+        return self.member.mean_of_sound(tensors, self.wire.world)
 
     def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self.wire is not None

@@ -113,7 +113,14 @@ class _Mixing(Bond):
 
     def _making(self) -> Making:
         alike = partial(start_from_worker_0, over=self._over, device=self._device)
-        return Making(lambda: [self._mixer()], self._packed, alike=alike, meet=self._meet_in_mean)
+        return Making(
+            lambda: [self._mixer()],
+            self._packed,
+            mean=lambda tensors: (mean(tensors, self._over), ""),
+            known=self._layout,
+            alike=alike,
+            meet=self._meet_in_mean,
+        )
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)

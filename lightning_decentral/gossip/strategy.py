@@ -181,7 +181,7 @@ class GossipStrategy(ReplicaStrategy):
         rounds = Rounds(self, self._module, self.model_layout)
         exact = exact_steps_of(self.exact_steps, self._module, self.broadcast)
         own = rounds.mixers, rounds.pack, rounds.of_states
-        return Making(*own, exact, self._mean_of_flat, self._alike, self._meet_in_mean)
+        return Making(*own, exact, self._mean_of_flat, self.model_layout, self._alike, self._meet_in_mean)
 
     def _alike(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self.wire is not None

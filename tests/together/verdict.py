@@ -117,6 +117,8 @@ def sum_of_updates(case: Case, seen: list[Seen]) -> str:
     if _bends(case) and (case["gradient"] != "still" or _bends_writes(case)):
         return ""
     for name in _trained(seen[0]):
+        if "expert" in name and case["states"] not in ("none", NONE):  # momentum of steps that a worker sat out
+            continue
         first = seen[0].first[name].double()
         due = first + sum((one.alone[name].double() - first for one in seen), torch.zeros_like(first)) / len(seen)
         got = sum((one.last[name].double() for one in seen), torch.zeros_like(first)) / len(seen)

@@ -1,9 +1,10 @@
 """How the mixers of a run are made: what the mixers of its optimizers ask of it, whatever its workers are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,7 +52,8 @@ class Making:
         states: of an optimizer, those that travel; collective.
         exact_steps: first steps, in which all workers are averaged instead.
         mean: (of flat tensors over the sound workers, why this one isn't sound or nothing); collective.
-        alike: gives every worker the same values of parameters that come while training; collective.
+        known: parameters that all workers began with, frozen ones among them.
+        alike: gives every worker the first one's values of parameters that come while training; collective.
         meet: x <- the mean of the workers, as it is evaluated; collective.
     """
 
@@ -60,5 +62,17 @@ class Making:
     states: Callable[[Optimizer], Sequence[Beside]] = nothing_beside
     exact_steps: int = 0
     mean: MeanOfSound = alone
+    known: Container[nn.Parameter] = ()
     alike: Callable[[Sequence[nn.Parameter]], None] = as_they_are
     meet: Callable[[Sequence[nn.Parameter]], None] = as_they_are
+
+    @torch.no_grad()
+    def equalize(self, new: Sequence[nn.Parameter]) -> None:
+        """Parameters that are trained from now on become the same on all workers. Collective."""
+        # What was frozen is equal already, unless somebody wrote to it: then the mean stays what it was.
+        known = [p for p in new if p in self.known]
+        means, _ = self.mean([p.detach().flatten() for p in known]) if known else ((), "")
+        for parameter, value in zip(known, means, strict=True):
+            parameter.copy_(value.view(parameter.shape))
+        if drawn := [p for p in new if p not in self.known]:
+            self.alike(drawn)  # a module that came while training: each worker has drawn another, maybe

@@ -82,7 +82,7 @@ class OptimizerMixer:
         self.strayed = not self.own.issubset(parameters_of(self.optimizer))
         new = self._of_fragment([p for p in dict.fromkeys(now) if p not in self._taken])
         if new and self.mixer.steps:
-            self._making.alike(new)  # a module that came while training: each worker has drawn another, maybe
+            self._making.equalize(new)
         self._pack(new)
 
     def hand_over(self, optimizer: Optimizer, states: Sequence[Beside]) -> Traffic:

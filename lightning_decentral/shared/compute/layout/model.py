@@ -122,6 +122,9 @@ class ModelLayout:
         self._places: dict[nn.Parameter, Place] = {}
         self.note(parameters)
 
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._places
+
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """At set-up: those that aren't known lie as they do now."""
         new = [p for p in parameters if p not in self._places and p.layout == torch.strided and not is_lazy(p)]
