@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.compressed.strategy import of_all, refuse_impossible
-from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
+from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.optim.muon import Muon
-from lightning_decentral.shared.compute.buckets import bucket_bytes_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
+from lightning_decentral.shared.compute.layout.packing import bucket_bytes_of
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite

@@ -155,7 +155,6 @@ MODULES_IN = {"gossip/wire": 19, "planner/rehearsal": 19, "shared": 15, "shared/
 LINES_OF = {
     "lightning_decentral.shared.workers": 301,
     "lightning_decentral.gossip.elastic.run": 323,
-    "lightning_decentral.shared.compute.buckets": 301,
 }
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.overlap import overlapped
-from lightning_decentral.shared.compute.buckets import Bucket, pack
+from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
+from lightning_decentral.shared.compute.layout.packing import pack
 from lightning_decentral.shared.compute.layout.place import is_row_major
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of

@@ -24,8 +24,9 @@ from lightning_decentral.gossip.wire.exchange import (
     Traffic,
 )
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Matrix, is_short
+from lightning_decentral.shared.compute.buckets import Matrix
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
+from lightning_decentral.shared.compute.layout.packing import is_short
 
 Result = TypeVar("Result")
 
@@ -81,7 +82,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         return Overlapped(self, self._leaving.send(partial(self.inner.start, message, step, first)), first)
 
     def offer(self, started: Sequence["Overlapped"], step: int) -> None:
-        # Only the last bucket overlaps, where it is short (`buckets.with_tail`): all others leave when it alone is
+        # Only the last bucket overlaps, where it is short (`packing.with_tail`): all others leave when it alone is
         # missing, so that the links don't rest while it is mixed and the next neighbours find each other.
         if self._last_overlaps and len(started) == len(self._admitted) - 1:
             before = self._before[:-1]
