@@ -29,8 +29,7 @@ def verdict(case: Case, outcomes: Sequence[Outcome], folder: Path) -> str:
     errors = [outcome.error for outcome in outcomes if outcome.error]
     began = any(folder.glob("began-*"))
     if case.has("raise", "kill") and (began or not errors):
-        planted = any(error.startswith("EOFError") or "planted by an event" in error for error in errors)
-        return "" if planted and len(errors) == len(outcomes) else f"an exception of one worker: {errors}"
+        return _one_ended(case, outcomes, errors)
     if case["method"] == "elastic" and differs(case) and not began:
         named = any(error.startswith("ValueError: this worker has") for error in errors)  # the others wait for more
         return "" if named else f"the worker that was given something else isn't told: {errors}"
@@ -40,6 +39,16 @@ def verdict(case: Case, outcomes: Sequence[Outcome], folder: Path) -> str:
         return "workers that were given different things train"
     seen = [outcome.value for outcome in outcomes]
     return next((text for check in CHECKS if (text := check(case, seen))), "")
+
+
+def _one_ended(case: Case, outcomes: Sequence[Outcome], errors: list[str]) -> str:
+    """Of a fixed number of workers all end; where they may come and go the others train on."""
+    planted = [error for error in errors if error.startswith("EOFError") or "planted by an event" in error]
+    ends = 1 if case["method"] == "elastic" else len(outcomes)
+    if not planted or len(errors) != ends:
+        return f"an exception of one worker: {errors}"
+    left = [outcome.value for outcome in outcomes if not outcome.error]
+    return next((text for check in OF_SURVIVORS if left and (text := check(case, left))), "")
 
 
 def refusal(outcomes: Sequence[Outcome]) -> str:
@@ -220,6 +229,10 @@ CHECKS = (
     resumed_is_whole,
     bytes_are_counted,
 )
+
+
+OF_SURVIVORS = (finite, same_end, written_last, nearer, saved_is_validated)
+"""The mean is no more that of all updates."""
 
 
 def _trained(one: Seen) -> list[str]:

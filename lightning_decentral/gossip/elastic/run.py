@@ -150,8 +150,7 @@ class ElasticRun(WatchedProcess):
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
         self._held = self.holding(self._member)
         value = self._member.healed()
-        self._logs = value is None and self._member.leads
-        self._rank_as(int(not self._logs))
+        self._rank_as(int(value is not None or not self._member.leads))
         if value is not None:
             self._take(trainer, value["trainer"])
         if self._held.mixes:
@@ -311,7 +310,8 @@ class ElasticRun(WatchedProcess):
         return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
 
     def settle(self) -> None:
-        self._mixers.settle()
+        self._mixers.end()
+        self._held.mixed(self.counted())  # where each worker's own model is handed back
 
     def _hidden(self, written: Sequence[Tensor]) -> None:
         self._mixers.note(written)

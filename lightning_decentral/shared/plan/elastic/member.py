@@ -99,6 +99,11 @@ class Member:
             return self._expelled(
                 "the run went on without this worker, which was silent or has another run's parameters"
             )
+        if word.over and not self.mine.view:
+            return self._expelled(
+                "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
+                "another fit"
+            )
         state = replace(
             self,
             told_at=max(self.told_at, self.asked.get(word.heard, float("-inf"))),
