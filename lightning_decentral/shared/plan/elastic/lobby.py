@@ -271,7 +271,7 @@ class Lobby:
     def paused(self, now: float) -> str:
         """Why the members wait, or those of whom a run is made; empty: they go on."""
         there = len(self._newcomers(now))
-        if not self.seen and there < self.bounds.least:
+        if self.view is None and not self.seen and there < self.bounds.least:
             return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
         stay, size = self._counted(now)
         if not self.seen or not self.settled or 2 * stay > size:
