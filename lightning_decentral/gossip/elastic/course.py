@@ -103,7 +103,7 @@ class Course:
         """It, and what was missed before it. Missed where nobody has told that."""
         before = {number: known for number, known in self._views.items() if number < view.number}
         known = self._views if view is not self._missed else before
-        return new(known, view, self._firsts, self._told(view))
+        return new(known, view, self._firsts, self._all_told(view))
 
     def _sure(self) -> None:
         """Wait for what members say of views that were missed. Missed where they don't."""
@@ -122,7 +122,7 @@ class Course:
                 for dealing in self._dealings.values():
                     self._enter(dealing, view)
 
-    def _told(self, view: View) -> bool:
+    def _all_told(self, view: View) -> bool:
         """Whether all others have said which views they have begun, up to this one."""
         entered, others = self.worker.membership.state.entered, set(view.members) - {self.worker.name}
         return all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)

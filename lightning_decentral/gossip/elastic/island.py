@@ -168,7 +168,7 @@ class Following(DeviceMember):
         """The first one has told it."""
         return []
 
-    def _told(self, view: View) -> bool:
+    def _all_told(self, view: View) -> bool:
         return True
 
     def agreed(self, own: Callable[[], Any]) -> Any:
