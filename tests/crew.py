@@ -62,6 +62,13 @@ def crew(
         return [_outcome(*place, ends.get(rank, 0.0)) for rank, place in enumerate(places)]
 
 
+def by_itself() -> int:
+    """In a worker: its rank, which it forgets, as elastic workers have none."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK"):
+        os.environ.pop(name)
+    return int(os.environ.pop("LOCAL_RANK"))
+
+
 def _join(processes: dict[int, Any], began: float, seconds: float) -> dict[int, float]:
     """When each ended; a stopped one is killed as soon as all others have, and all are when the time is over."""
     ends: dict[int, float] = {}

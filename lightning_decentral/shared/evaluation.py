@@ -123,10 +123,10 @@ class Evaluation:
         if not self._awaited:
             return
         self._awaited = False
-        parameters = dict(self._of._module.named_parameters())
-        if not self._of.health.shown_alike(parameters):
+        parameters, mean_model = dict(self._of._module.named_parameters()), self._of.mean_model
+        if not self._of.health.shown_alike(parameters, mean_model.written()):
             tensors = list(parameters.values())
-            self._swapped_in = Swap(tensors, self._of.mean_model.mean_of(tensors))
+            self._swapped_in = Swap(tensors, mean_model.mean_of(tensors))
 
     def _end(self) -> None:
         """Whoever swapped parameters in finds them again, bit for bit, before it takes them back."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, unequal
-from lightning_decentral.shared.wire.fsdp import is_sharded, local
+from lightning_decentral.shared.wire.fsdp import is_sharded, local, shards
 from lightning_decentral.shared.wire.health import (
     Ailment,
     ailing,
@@ -170,14 +170,20 @@ class ReplicaHealth:
                 rank_zero_warn(OTHER_MODELS)
         return gradients
 
-    def shown_alike(self, named: Mapping[str, Tensor]) -> bool:
-        """Whether all workers evaluate the same numbers, bit for bit; True where nobody can tell: of shards, and of
-        runs whose workers come and go. Collective."""
+    def shown_alike(self, named: Mapping[str, Tensor], changed: bool) -> bool:
+        """Whether all workers evaluate the same numbers, bit for bit. Collective.
+
+        Args:
+            changed: whether this worker does other ones than the mean that it was shown.
+        """
         over = self._of.replica_group()
-        alone = over is None or (self._of.drifts and over.size <= self._of.devices_per_worker)  # of an elastic run
-        if alone or any(map(is_sharded, named.values())):
-            return True
-        return all(len(set(of.values())) == 1 for of in self._grouped(self._same_stage(), bits(named)))
+        # Devices that follow each other hold as many parts of a model: stages, or shards.
+        stages = self._of.world_size // (1 if over is None else over.size)
+        parts = stages * max(map(shards, named.values()), default=1)
+        rows = self._of.gather([parts, bits({name: local(tensor) for name, tensor in named.items()}), changed])
+        if any(of != parts for of, _, _ in rows):  # elastic workers of one device and of shards
+            return not any(wrote for _, _, wrote in rows)
+        return all(len({digest for _, digest, _ in rows[part::parts]}) == 1 for part in range(parts))
 
     def _together(self) -> Callable[[int], int] | None:
         """A number for every worker, the same for those that hold the same; None: there are no two."""

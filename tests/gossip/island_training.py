@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard, Solo
+from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard, Gossip, Solo
 from lightning_decentral.shared.compute.digest import digest
 from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from tests.gossip.weighted_training import Net
@@ -36,7 +36,14 @@ POISONED, WHERE = 3, "a1"
 """The step in which it is, and the device."""
 ISLANDS = {str(island): island for island in (Solo(), AllReduce(2), FullyShard(2))}
 AVERAGED = {"topology": Complete(), "delay": 0}
-ROUNDS: dict[str, dict[str, Any]] = {"averaged": AVERAGED, "poisoned": AVERAGED, "delayed": {}}
+ROUNDS: dict[str, dict[str, Any]] = {
+    "averaged": AVERAGED,
+    "poisoned": AVERAGED,
+    "delayed": {},
+    "written": {"evaluate": "own", "combine": Gossip(rate=0.4)},
+}
+WRITTEN = 0.125
+"""What a callback sets the first layer to where training ends."""
 
 
 class Deep(Net):
@@ -115,6 +122,11 @@ class Poison(Callback):
                     local(tensor).fill_(torch.nan)
 
 
+class Write(Callback):
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        local(module.net[0].weight).data.fill_(WRITTEN)
+
+
 def tell_digest(file: Path, kind: str, own: dict[str, Any]) -> None:
     with file.with_suffix(".digests").open("a") as stream:
         stream.write(json.dumps({"kind": kind, "digest": digest([own["model"], own["optimizer"]])}) + "\n")
@@ -147,7 +159,8 @@ def main(
 ) -> None:
     device = f"{name}{os.environ['LOCAL_RANK']}"
     record = Record(folder, device, device == dies)
-    poison = [Poison()] if (rounds, device) == ("poisoned", WHERE) else []
+    edits: list[Callback] = [Poison()] if (rounds, device) == ("poisoned", WHERE) else []
+    edits += [Write()] if rounds == "written" else []
     copy = ElasticGossipStrategy._copy
 
     def copied(self: Any) -> Any:
@@ -172,7 +185,7 @@ def main(
         strategy=strategy,
         devices=ISLANDS[island].devices,
         max_epochs=epochs,
-        callbacks=[record, saving, *poison, *([] if dies == "-" else [Slowly(folder)])],
+        callbacks=[record, saving, *edits, *([] if dies == "-" else [Slowly(folder)])],
     )
     module = Deep()
     trainer.fit(module, ckpt_path=None if saved == "-" else saved)

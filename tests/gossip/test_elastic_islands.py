@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_decentral.gossip import AllReduce, Elastic, FullyShard, GossipStrategy, Island, Solo
 from tests.gossip import island_training
-from tests.gossip.island_training import KILLED, POISONED, Deep, flat
+from tests.gossip.island_training import KILLED, POISONED, WRITTEN, Deep, flat
 from tests.gossip.weighted_training import BATCH, EXAMPLES, data
 from tests.shared.wire.elastic.lobbies import LobbyProcess
 from tests.standing_in import Launching
@@ -159,6 +159,18 @@ def fixed(folder: Path, island: Island, batches: list[list[list[int]]]) -> None:
         callbacks=[Weights(folder)],
     )
     trainer.fit(Replayed(batches))
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_devices_of_a_member_end_alike_with_what_a_callback_has_written(tmp_path: Path) -> None:
+    """Each member with its own model; what was in flight has landed on all of its devices."""
+    trained(tmp_path, (FullyShard(2), AllReduce(2)), 1, "written")
+    ends = {name: torch.load(tmp_path / f"{name}.pt") for name in ("a0", "a1", "b0", "b1")}
+    for name, end in ends.items():
+        assert bool((end["net.0.weight"] == WRITTEN).all())
+        assert all(torch.equal(value, ends[f"{name[0]}0"][key]) for key, value in end.items())
+    assert not torch.equal(ends["a0"]["net.2.weight"], ends["b0"]["net.2.weight"])
 
 
 @pytest.mark.thorough

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.gossip import Elastic, GossipReplicas
 from lightning_decentral.gossip.elastic.pipeline.pipelines import ElasticPipeline
-from lightning_decentral.gossip.elastic.pipeline.stages import Stages
+from lightning_decentral.gossip.elastic.pipeline.stages import StageBucket, Stages
+from lightning_decentral.gossip.wire.written import Written
 from tests.gossip import pipeline_training
 from tests.gossip.island_training import KILLED, Deep, flat
 from tests.gossip.pipeline_training import STAGES, Piped
@@ -166,6 +167,14 @@ def test_parameters_that_are_unfrozen_later_are_refused() -> None:
     stages._packed = True
     with pytest.raises(ValueError, match="unfrozen while training, and elastic pipelines mix the same ones"):
         stages.pack(list(Deep().parameters()), None)
+
+
+def test_nothing_is_written_where_a_stage_has_no_parameters() -> None:
+    """Of other stages the first one's host has flat tensors alone."""
+    written = Written([StageBucket(None, 1, 8, torch.float32)])  # type: ignore[arg-type]
+    written.note()
+    written.note()
+    assert written.found == set()
 
 
 def test_a_trainer_is_one_pipeline() -> None:

@@ -15,6 +15,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_decentral import CompressedStrategy, GossipStrategy
+from lightning_decentral.gossip import Elastic, FullyShard
+from lightning_decentral.shared.wire.fsdp import local
+from tests.crew import by_itself, crew
+from tests.shared.wire.elastic.lobbies import DEAD, LobbyProcess
 from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 SIZE, BETA = 2, 0.9
@@ -122,11 +126,12 @@ class Note(Callback):
         torch.save(self._rows, self._folder / f"{trainer.global_rank}.pt")
 
 
-def fit(folder: Path, strategy: Callable[..., Any], average: bool, validates: int) -> None:
+def fit(folder: Path, strategy: Callable[..., Any], average: bool, validates: int, devices: int = SIZE) -> None:
     swapping = Average() if average else None
     callbacks = [*([swapping] if swapping else []), Note(folder, swapping)]
     module = Net(dropout=0.0) if average else Free()
-    trainer = Trainer(**QUIET, max_epochs=1, devices=SIZE, strategy=strategy(start_method="fork"), callbacks=callbacks)
+    made = strategy() if devices == 1 else strategy(start_method="fork")
+    trainer = Trainer(**QUIET, max_epochs=1, devices=devices, strategy=made, callbacks=callbacks)
     trainer.fit(module, SizedBatches(4), SizedBatches(validates))
 
 
@@ -151,3 +156,38 @@ def test_the_mean_of_what_the_workers_made_is_evaluated(
             assert all(map(torch.equal, row["kept"], row["made"]))
     if strategy is GossipStrategy:
         assert all(map(torch.equal, rows[0]["evaluated"], rows[1]["evaluated"]))
+
+
+def assert_mean_of(rows: list[dict[str, list[Tensor]]]) -> None:
+    assert not all(map(torch.equal, rows[0]["made"], rows[1]["made"]))
+    for row in rows:
+        for found, *made in zip(row["evaluated"], *(r["made"] for r in rows), strict=True):
+            torch.testing.assert_close(found, torch.stack(made).mean(0), rtol=1e-5, atol=1e-6)
+        assert all(map(torch.equal, row["after"], row["before"]))
+    assert all(map(torch.equal, rows[0]["evaluated"], rows[1]["evaluated"]))
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["optimizer's state", "callback's average"])
+def test_workers_that_come_and_go_evaluate_the_mean_of_what_they_made(tmp_path: Path, average: bool) -> None:
+    with LobbyProcess(least=SIZE, most=SIZE) as lobby:
+        outcomes = crew(SIZE, member, tmp_path, lobby.place, average)
+    assert [outcome.error for outcome in outcomes] == [""] * SIZE
+    assert_mean_of([torch.load(next((tmp_path / str(rank)).iterdir())) for rank in range(SIZE)])
+
+
+def member(folder: Path, lobby: str, average: bool) -> bool:
+    SizedBatches._rank = by_itself()  # type: ignore[assignment, method-assign]
+    own = folder / str(SizedBatches._rank)
+    own.mkdir()
+    elastic = Elastic(lobby=lobby, workers=(SIZE, SIZE), dead_after=DEAD, host="127.0.0.1")
+    fit(own, partial(GossipStrategy, elastic=elastic), average, 2, devices=1)
+    return True
+
+
+def test_shards_evaluate_the_mean_of_what_the_workers_made(tmp_path: Path) -> None:
+    """Each device its part of it."""
+    island = FullyShard(2)
+    in_processes(fit, tmp_path, partial(GossipStrategy, island=island), False, 2, 2 * SIZE)
+    rows = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2 * SIZE)]
+    for place in range(2):
+        assert_mean_of([{when: list(map(local, found)) for when, found in row.items()} for row in rows[place::2]])

@@ -9,6 +9,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
+from lightning_decentral.gossip.elastic.run import ElasticRun
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
 from lightning_decentral.gossip.wire.mixer import Mixer
@@ -84,6 +85,10 @@ def a_save_heals() -> None:
 
 def anchors_over_writes() -> None:
     _set(Written, "look", lambda self: set())
+
+
+def elastic_landings_over_writes() -> None:
+    _set(ElasticRun, "settle", lambda self: self._mixers.settle())
 
 
 def exact_steps_average_nan() -> None:
@@ -170,6 +175,10 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
         '{"workers": "3", "gradient": "bowl", "optimizer": "adamw", "events": [["nan", 5, 1]]}',
     ),
     (anchors_over_writes, f'{{{OUTER}, "events": [["write at end", 3, 0]]}}'),
+    (
+        elastic_landings_over_writes,
+        f'{{"method": "elastic", {OUTER}, "delay": "1", "events": [["write at end", 3, 0]]}}',
+    ),
     (exact_steps_average_nan, '{"workers": "3", "exact": "3", "gradient": "bowl", "events": [["nan", 2, 1]]}'),
     (
         momentum_over_the_rate,

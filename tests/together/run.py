@@ -96,8 +96,9 @@ def strategy_of(case: Case, rank: int, lobby: str) -> Any:
     given = {"timeout": TIMEOUT, **given_to(case, rank)}
     if case["method"] == "elastic":
         given["timeout"] = timedelta(seconds=12) if differs(case) else TIMEOUT  # those who agree wait for more workers
-        bounds = case.workers, case.workers
-        return GossipStrategy(elastic=Elastic(lobby=lobby, workers=bounds, dead_after=5.0, host="127.0.0.1"), **given)
+        return GossipStrategy(
+            elastic=Elastic(lobby=lobby, workers=case.bounds, dead_after=5.0, host="127.0.0.1"), **given
+        )
     if case["method"] == "spilled":
         return SpilledStrategy(memory_bytes=10**7, blocks=["lower", "upper"])
     made = {"gossip": GossipStrategy, "compressed": CompressedStrategy, "partial": PartialBackpropStrategy}

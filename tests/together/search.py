@@ -53,7 +53,7 @@ def _lobby(case: Case) -> Iterator[str]:
         yield ""
         return
     port = ports.free()
-    given = Bounds(case.workers, case.workers), Times(5.0), "127.0.0.1", port, _listens
+    given = Bounds(*case.bounds), Times(5.0), "127.0.0.1", port, _listens
     process = multiprocessing.get_context("fork").Process(target=_serve, args=given, daemon=True)
     process.start()
     try:

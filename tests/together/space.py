@@ -146,6 +146,11 @@ class Case:
         return WORKERS[self["workers"]]
 
     @property
+    def bounds(self) -> tuple[int, int]:
+        """Of elastic workers: (least, most). Of two one goes on alone where the least allows it."""
+        return 1 if self.workers == 2 and self.has("raise", "kill") else self.workers, self.workers
+
+    @property
     def replicas(self) -> int:
         """Models that may differ."""
         return self.workers // ISLANDS[self["island"]].devices if self.gossips else 1

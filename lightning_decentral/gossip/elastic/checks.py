@@ -4,12 +4,14 @@ And what all members of a run must have alike (`Given`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
@@ -19,6 +21,7 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.shared.compute.codec.codec import Codec
+from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
@@ -109,21 +112,53 @@ class Given:
     Args:
         settings: as `settings_of`.
         model: as `layout.described`, of the whole model before anything was made of it.
+        present: as `present`, where this worker begins.
     """
 
-    def __init__(self, settings: Mapping[str, str], model: Mapping[str, str]) -> None:
-        self._settings, self._model = dict(settings), dict(model)
+    def __init__(
+        self, settings: Mapping[str, str], model: Mapping[str, str], present: Mapping[str, str] | None = None
+    ) -> None:
+        self._settings, self._model, self._present = dict(settings), dict(model), dict(present or {})
 
-    def sent(self) -> Tensor:
-        """For a newcomer: bytes, since the text of a large model is longer than a frame may be."""
-        text = json.dumps([self._settings, self._model])
+    def sent(self, present: Mapping[str, str] | None = None) -> Tensor:
+        """For a newcomer, with what is `present` now: bytes, since the text of a large model is longer than a frame may
+        be."""
+        text = json.dumps([self._settings, self._model, self._present if present is None else dict(present)])
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     def refuses(self, value: Mapping[str, Any]) -> str:
         """Why this worker can't take what a member gives; empty: it can."""
-        settings, model = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {})
+        settings, model, now = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, {})
         if found := first_difference(self._settings, settings):
             return f"this worker has {found[0]}, the run has {found[1]}: give every worker the same"
         if found := first_difference(self._model, model, sign=" "):
             return f"this worker has {found[0]} where the run has {found[1]}: every worker must build the same model"
+        if found := first_difference(self._present, now, sign=" "):
+            return (
+                f"this worker has {found[0]} where the run has {found[1]} by now, which a newcomer can't make: prune, "
+                "reparametrize and add groups of parameters before a fit, or go on from a checkpoint"
+            )
         return ""
+
+
+def present(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """{tensor or group: its form}: what messages and means are made of, and what may change while training."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return found | {f"group {n} of the optimizer": f"of {len(g['params'])} parameters" for n, g in enumerate(groups)}
+
+
+def thaw(module: nn.Module, trained: Mapping[str, bool]) -> None:
+    """Parameters of these names are trained, or frozen, as the run's are."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+
+
+def refuse_pruning(trainer: Trainer) -> None:
+    """ValueError for masks that each worker would choose by itself."""
+    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
+        raise ValueError(
+            "ModelPruning doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune "
+            "before or after the fit"
+        )

@@ -3,6 +3,7 @@
 It is the run's, not this worker's: a newcomer has it from a member of the view in which it begins, as it is then.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +14,9 @@ from lightning_decentral.shared.plan.elastic.dealing import Dealing, Indices
 from lightning_decentral.shared.plan.elastic.view import View, view_of
 from lightning_decentral.shared.plan.elastic.watch import came_and_went
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
+
+ASK_SECONDS, LOOK_SECONDS = 5.0, 0.05
+"""Members say which views they have begun with each of their beats."""
 
 
 class Course:
@@ -36,7 +40,7 @@ class Course:
         self.seed: int | None = None
         self._views: dict[int, View] = {}
         self._tally = Tally()
-        self._missed = ""
+        self._missed: View | None = None
         self._dealings: dict[int, Dealing] = {}
         self._given: Mapping[int, Any] = {}
         self._given_until = 0
@@ -56,7 +60,7 @@ class Course:
         """What a member has given, in the place of what this one knew."""
         heard = self._views.values()
         self._views = {view["number"]: view_of(view) for view in given["views"]}
-        self._tally, self._missed = Tally(**given["tally"]), ""
+        self._tally, self._missed = Tally(**given["tally"]), None
         self.calendar = Calendar(**given["calendar"]) if given["calendar"] else None
         self.seed, self._given = given["seed"], given["dealings"]
         self._given_until = max(self._views, default=0)
@@ -85,15 +89,43 @@ class Course:
 
     def _hear_of(self, view: View) -> None:
         try:
-            found = new(self._views, view, self._firsts)
-        except Missed as error:
-            self._missed, found = str(error), [view]
+            found = self._new(view)
+        except Missed:
+            self._missed, found = view, [view]
         for each in found:
             self._views[each.number] = each
             for dealing in self._dealings.values():
                 self._enter(dealing, each)
         if found:
             self._views, self._tally = kept(self._views, self._tally)
+
+    def _new(self, view: View) -> list[View]:
+        """It, and what was missed before it. Missed where nobody has told that."""
+        before = {number: known for number, known in self._views.items() if number < view.number}
+        known = self._views if view is not self._missed else before
+        return new(known, view, self._firsts, self._all_told(view))
+
+    def _sure(self) -> None:
+        """Wait for what members say of views that were missed. Missed where they don't."""
+        end = time.monotonic() + ASK_SECONDS
+        while self._missed is not None:
+            try:
+                missed = self._new(self._missed)[:-1]
+            except Missed:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(LOOK_SECONDS)
+                continue
+            self._missed = None
+            for view in missed:
+                self._views[view.number] = view
+                for dealing in self._dealings.values():
+                    self._enter(dealing, view)
+
+    def _all_told(self, view: View) -> bool:
+        """Whether all others have said which views they have begun, up to this one."""
+        entered, others = self.worker.membership.state.entered, set(view.members) - {self.worker.name}
+        return all(any(number >= view.number for number, _ in entered.get(name, ())) for name in others)
 
     def _firsts(self, number: int) -> list[int]:
         """The first rounds of a view of which this worker wasn't told, as members remember them."""
@@ -144,8 +176,7 @@ class Course:
             # Loaders with processes of their own draw ahead of the rounds.
             tick = max(last + 1, calendar.tick(self.next_round))
             self._listen()
-            if self._missed:
-                raise Missed(self._missed)
+            self._sure()
             yield self._own(dealing.share(tick, self.worker.name))
             last = tick
 

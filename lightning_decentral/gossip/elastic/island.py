@@ -16,7 +16,7 @@ from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
 from lightning_decentral.shared.compute.gathered import of_each
 from lightning_decentral.shared.plan.elastic.dealing import Indices
-from lightning_decentral.shared.plan.elastic.view import view_of
+from lightning_decentral.shared.plan.elastic.view import View, view_of
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker, Refuses, nothing
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_objects
 from lightning_decentral.shared.wire.transport import Transport, Wire
@@ -101,6 +101,7 @@ class Leading(DeviceMember):
         def told() -> dict[str, Any]:
             left_out = began()
             ElasticMember._listen(self)
+            self._sure()  # before the others are told
             assert self.view is not None
             new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
             self._told = max(self._views)
@@ -166,6 +167,9 @@ class Following(DeviceMember):
     def _firsts(self, number: int) -> list[int]:
         """The first one has told it."""
         return []
+
+    def _all_told(self, view: View) -> bool:
+        return True
 
     def agreed(self, own: Callable[[], Any]) -> Any:
         return self._hear()

@@ -68,9 +68,6 @@ class ElasticMember(Course):
             ValueError: the run's workers were given other things, or the lobby another least number of workers.
         """
         value = self._in_time(self.worker.healed)
-        least, told = self._elastic.workers[0], self.worker.membership.state.least
-        if told != least:
-            raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
         self._know(value)
         return value
 
@@ -84,9 +81,16 @@ class ElasticMember(Course):
 
     def _in_time(self, call: Callable[[float], Found]) -> Found:
         try:
-            return call(self._seconds)
+            found = call(self._seconds)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}") from None
+            raise self._late(error) from None
+        least, told = self._elastic.workers[0], self.worker.membership.state.least
+        if told != least:
+            raise ValueError(f"the lobby was told {told} workers at least, this worker {least}: give both one number")
+        return found
+
+    def _late(self, error: TimeoutError) -> TimeoutError:
+        return TimeoutError(f"{error}, in {self._seconds:g} s, at the lobby {self._elastic.lobby}")
 
     def _know(self, value: Any) -> None:
         """Of before it takes part: where nobody is left to be asked when it does."""
@@ -103,6 +107,7 @@ class ElasticMember(Course):
             How many were left out.
 
         Raises:
+            TimeoutError: it is no member yet, and nobody has made it one.
             RuntimeError: this worker was away for so long that it can't go on.
         """
         now, before = time.monotonic(), self.view
@@ -111,7 +116,7 @@ class ElasticMember(Course):
         try:
             self.view, round = self.worker.begin(self._watch.pace, copy, self._seconds, min(self._next(), until))
         except TimeoutError as error:
-            raise _away(error) from None
+            raise (self._late if before is None else _away)(error) from None
         left_out = round - self.round - 1 if self.round >= 0 else 0
         if left_out and round > until:
             raise RuntimeError(
@@ -148,10 +153,10 @@ class ElasticMember(Course):
             "leaves": float(left),
             "participation": self._watch.participation,
             "stall_seconds": self._watch.stall,
-            **(self._late() if self._elastic.asynchronous else {}),
+            **(self._left_out() if self._elastic.asynchronous else {}),
         }
 
-    def _late(self) -> dict[str, float]:
+    def _left_out(self) -> dict[str, float]:
         return {"left_out_rounds": float(self.left_out), "age": self._exchange.age if self._exchange else 0.0}
 
     def agreed(self, own: Callable[[], Any]) -> Any:

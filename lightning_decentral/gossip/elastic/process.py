@@ -80,12 +80,13 @@ class OneProcess(WorkersStrategy):
     def setup_environment(self) -> None:
         """As ever. Then, for a fit, it is known with whom the run begins, before anybody opens a log or a folder."""
         super().setup_environment()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
+            self.refuse(self._module, fitting=True)  # before others count on this worker; `setup` sees the whole model
             self._attendance.join_groups()
             self._early = self.comes()
             founds = self._early.founds()
+            self._logs = founds and self._early.leads
             self._rank_as(int(not founds))
             versions = self.broadcast(began(trainer) if founds else None)
             if not founds:

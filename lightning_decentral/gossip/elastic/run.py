@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
-from lightning_decentral.gossip.elastic.checks import Given, elastic_rule, refuse_remembering, settings_of
+from lightning_decentral.gossip.elastic.checks import (
+    Given,
+    elastic_rule,
+    present,
+    refuse_pruning,
+    refuse_remembering,
+    settings_of,
+    thaw,
+)
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.holding import Holding
 from lightning_decentral.gossip.elastic.island import member_of
@@ -133,6 +141,8 @@ class ElasticRun(WatchedProcess):
         self._described = described(module) if fitting else {}
         if fitting and not self._module.automatic_optimization:
             raise ValueError("elastic runs need automatic optimization: a round follows a step of the Trainer's own")
+        if fitting:
+            refuse_pruning(self._module.trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """As ever; then everything from a member that trains, if there is one."""
@@ -144,16 +154,16 @@ class ElasticRun(WatchedProcess):
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
         if self._planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        self._given = Given(settings_of(self, trainer), self._described)
+        self._given = Given(settings_of(self, trainer), self._described, present(self._module, self.optimizers))
         self._member, self._early = self._early or self.comes(), None
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
         self._held = self.holding(self._member)
         value = self._member.healed()
-        self._logs = value is None and self._member.leads
-        self._rank_as(int(not self._logs))
+        self._rank_as(int(value is not None or not self._member.leads))
         if value is not None:
             self._take(trainer, value["trainer"])
+            thaw(self._module, value["trained"])
         if self._held.mixes:
             self._held.restore(self._mixers, value and value["rule"], self.optimizers)
 
@@ -174,8 +184,13 @@ class ElasticRun(WatchedProcess):
         if not self._member.leads:
             return {}
         rule = self._mixers.state_dict(lambda of: of.mixer.kept())
-        own = {"trainer": copied(whole), "rule": copied(rule), "given": self._given.sent()}
-        return {**own, "run": self._member.given()}
+        own = {"trainer": copied(whole), "rule": copied(rule)}
+        return {**own, **self._as_it_is(), "run": self._member.given()}
+
+    def _as_it_is(self) -> dict[str, Any]:
+        """What a newcomer's model must be, and which of its parameters are trained."""
+        trained = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
+        return {"given": self._given.sent(present(self._module, self.optimizers)), "trained": trained}
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
@@ -249,13 +264,18 @@ class ElasticRun(WatchedProcess):
         if state is not None:
             member.learn(state["run"])
             restored(trainer, state)
+            if "given" in state:  # it may have changed since this worker was healed
+                if refused := self._given.refuses(state):
+                    raise ValueError(refused)
+                thaw(self._module, state["trained"])
 
     def _state(self, member: ElasticMember, calendar: Callable[[], Calendar] | None) -> dict[str, Any]:
         """For those that begin with this view."""
         if member.calendar is None and calendar is not None:
             member.calendar = calendar()
         first = member.view is not None and member.view.number == 1
-        return {**(NOTHING if first else agreed_states(self._module.trainer)), "run": member.given()}
+        own = NOTHING if first else {**agreed_states(self._module.trainer), **self._as_it_is()}
+        return {**own, "run": member.given()}
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -311,7 +331,8 @@ class ElasticRun(WatchedProcess):
         return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
 
     def settle(self) -> None:
-        self._mixers.settle()
+        self._mixers.end()
+        self._held.mixed(self.counted())  # where each worker's own model is handed back
 
     def _hidden(self, written: Sequence[Tensor]) -> None:
         self._mixers.note(written)

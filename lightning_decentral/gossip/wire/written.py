@@ -42,7 +42,7 @@ class Written:
         for bucket in self._buckets[len(self._places) :]:
             self._lay_out(bucket)
         self._versions = [[p._version for p in bucket.parameters] for bucket in self._buckets]
-        self._samples = [b.held[places] for b, places in zip(self._buckets, self._places, strict=True)]
+        self._samples = [b.sampled(places) for b, places in zip(self._buckets, self._places, strict=True)]
 
     @torch.no_grad()
     def look(self) -> set[int]:
@@ -52,7 +52,7 @@ class Written:
         found = zip(self._buckets, self._places, self._owners, self._versions, self._samples, strict=False)
         for bucket, places, owners, versions, samples in found:
             changed = [p._version != version for p, version in zip(bucket.parameters, versions, strict=True)]
-            for place in (bucket.held[places] != samples).nonzero().flatten().tolist():
+            for place in (bucket.sampled(places) != samples).nonzero().flatten().tolist():
                 changed[owners[place]] = True
             pairs = zip(bucket.parameters, changed, strict=True)
             self.found.update(local(p).data_ptr() for p, was in pairs if was)
@@ -66,11 +66,12 @@ class Written:
         return [(p, p.clone()) for p in every if p.data_ptr() in found]
 
     def _lay_out(self, bucket: Bucket) -> None:
-        rows, owners, at = list[Tensor](), list[int](), bucket.held.device  # a copy would make the host wait
+        rows, owners = list[Tensor](), list[int]()
+        at = next((p.device for p in bucket.parameters), bucket.flat.device)  # a copy would make the host wait
         for number, place in enumerate(bucket.ranges()):
             count = min(SAMPLES, len(place))
             row: Tensor = torch.linspace(place.start, place.stop - 1, count, dtype=torch.float64, device=at).long()
             rows.append(row)
             owners += [number] * len(row)
-        self._places.append(torch.cat(rows))
+        self._places.append(torch.cat(rows) if rows else torch.zeros(0, dtype=torch.long, device=at))
         self._owners.append(owners)

@@ -91,9 +91,13 @@ class Bucket:
             parameter.data = view
 
     def ranges(self) -> list[range]:
-        """Of each parameter's elements."""
+        """Of each parameter's elements, as `sampled` counts them."""
         pairs = zip(self.parameters, self._offsets, strict=True)
         return [range(offset, offset + self.elements(p)) for p, offset in pairs]
+
+    def sampled(self, places: Tensor) -> Tensor:
+        """Elements of the parameters at these places, as they are now."""
+        return self.held[places]
 
     @property
     def padding(self) -> Tensor:

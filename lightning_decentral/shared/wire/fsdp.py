@@ -149,6 +149,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def shards(tensor: Tensor) -> int:
+    """On how many devices it lies."""
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+
+
 def like(tensor: Tensor, shard: Tensor) -> Tensor:
     """`shard` in the place of this device's shard of `tensor`; a tensor that isn't sharded is replaced whole."""
     if not isinstance(tensor, DTensor):

@@ -99,13 +99,15 @@ class Swap:
     def undo(self) -> list[Tensor]:
         """Put back, bit for bit, what was there; what was written meanwhile keeps its change: a best score that
         validation has found, the best weights that a callback restores. Returns those tensors."""
-        written = [
-            i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)
-        ]
+        written = self.written()
         for i in written:
             self._own[i] = self._tensors[i].detach().clone()
         self._put(self._own)
         return [self._tensors[i] for i in written]
+
+    def written(self) -> list[int]:
+        """Places of the tensors that hold something else now."""
+        return [i for i, (now, stood) in enumerate(zip(self._tensors, self._stood, strict=True)) if _other(now, stood)]
 
     def keep(self, changed: Sequence[Tensor]) -> None:
         """What these tensors hold now stays."""
@@ -170,6 +172,10 @@ class MeanModel:
 
     def _swapped(self, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> Swap:
         return Swap([*tensors, *carried], _values(self.mean_of, self._shown(tensors), carried))
+
+    def written(self) -> bool:
+        """Whether somebody has put something else in its place."""
+        return self._swap is not None and bool(self._swap.written())
 
     @property
     def shows(self) -> bool:

@@ -1,12 +1,14 @@
 """A run of many views and joins: what a newcomer is given doesn't grow, and it deals as the members."""
 
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lightning_decentral.gossip.elastic import course
 from lightning_decentral.gossip.elastic.course import Course
 from lightning_decentral.shared.plan.elastic import dealing as dealings
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
@@ -98,7 +100,22 @@ def test_the_course_comes_from_the_view_in_which_a_worker_takes_part() -> None:
     assert np.array_equal(newcomer.batch(), true.share(30, "me"))
 
 
-def test_who_cannot_know_who_trained_is_told_to_come_again() -> None:
+def test_a_member_goes_on_where_a_newcomer_has_come_and_ended_at_once() -> None:
+    """Both know a view that neither has begun; the other says so a little later."""
+    member, true = Member("me"), Dealing(1000, 4)
+    member.calendar = Calendar(100)
+    views = [View(1, ("a", "me"), 0, ("a", "me"), "a", 2), View(3, ("a", "me"), 30, ("a", "me", "new"), "a", 2)]
+    member.enters(views[0])
+    member.deals(Dealing(1000, 4))
+    member.enters(views[1])
+    later = threading.Timer(0.2, member.state.entered.update, [{"a": ((1, 0), (3, 30))}])
+    later.start()
+    true.enter(0, ("a", "me"))
+    assert np.array_equal(member.batch(), true.share(30, "me"))
+
+
+def test_who_cannot_know_who_trained_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course, "ASK_SECONDS", 0.1)
     member = Member("me")
     member.calendar = Calendar(100)
     member.enters(View(1, ("a", "me"), 0, ("a", "me"), "a", 2))

@@ -7,6 +7,7 @@ Every byte of a shard travels once, inside the island, and the first device has 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +135,14 @@ class WholeBucket(Bucket):
 
     def release(self) -> None:
         """The shards are FSDP's."""
+
+    def ranges(self) -> list[range]:
+        """Of this device's shards, one behind the other."""
+        ends = [*accumulate((local(p).numel() for p in self.parameters), initial=0)]
+        return [range(first, last) for first, last in pairwise(ends)]
+
+    def sampled(self, places: Tensor) -> Tensor:
+        return torch.cat([local(p).detach().reshape(-1) for p in self.parameters])[places]
 
     def wholes(self) -> list[Tensor]:
         """Of each parameter, in its shape."""

@@ -10,6 +10,8 @@ from lightning_decentral.shared.plan.elastic.view import View
 from lightning_decentral.shared.plan.elastic.watch import came_and_went
 
 KEPT_VIEWS = 32
+HISTORY = 4
+"""Views that have begun and that a member remembers: more than change while a message is under way."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class Missed(RuntimeError):
     """Views came and went of which this worker hasn't been told."""
 
 
-def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]]) -> list[View]:
-    """The view, where it is new, with the one before it, where that wasn't heard of.
+def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], told: bool = True) -> list[View]:
+    """The view, where it is new, with the one before it, where that wasn't heard of and has begun.
+
+    A view that no member has begun made no difference: who joins and ends at once leaves some.
 
     Args:
         views: by number, that are remembered.
         firsts: a view's first rounds, as members remember them.
+        told: whether all of them have said what they remember.
 
     Raises:
         Missed: it isn't enough to know who was in the view before.
@@ -50,13 +55,18 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
     if before in (None, view.number - 1):
         return [view]
     assert before is not None
-    begun = firsts(view.number - 1)
-    if before < view.number - 2 or not begun:
+    between = range(before + 1, view.number)
+    begun = {number: found for number in between if (found := firsts(number))}
+    if not begun and told and len(between) < HISTORY:
+        return [view]
+    if set(begun) != {view.number - 1} or (len(between) > 1 and not told):
         raise Missed(
             f"this worker knows view {before}, is in view {view.number}, and hasn't been told who trained between "
             "them: start it again, it joins as a new one"
         )
-    missed = View(view.number - 1, view.before, min(begun), views[before].members, view.origin, view.founders)
+    missed = View(
+        view.number - 1, view.before, min(begun[view.number - 1]), views[before].members, view.origin, view.founders
+    )
     return [missed, view]
 
 

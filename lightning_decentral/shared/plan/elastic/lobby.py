@@ -99,7 +99,7 @@ class Lobby:
         members = self.members
         kept = {n: g for n, g in self.guests.items() if n in members or self._silent(n, now) <= self.times.dead_after}
         # Who was to begin the run may have died before anybody had its parameters.
-        origins = [guest.beat.origin for guest in kept.values() if guest.beat.origin]
+        origins = [guest.beat.origin for name, guest in kept.items() if guest.beat.origin and not self._left(name)]
         origin = self.origin if self.seen or self.origin in origins else next(iter(origins), "")
         ended, dismissed = self.ended.intersection(kept), self.dismissed.intersection(kept)
         return replace(self, guests=kept, origin=origin, ended=ended, dismissed=dismissed)
@@ -193,6 +193,11 @@ class Lobby:
         return tuple(name for name in self.members if not self._left(name))
 
     @property
+    def over(self) -> bool:
+        """Whether all members have said that they end: nobody has the run's parameters any more."""
+        return self.view is not None and not self.stayed
+
+    @property
     def leaving(self) -> tuple[str, ...]:
         """Guests that said that they end."""
         return tuple(name for name in self.guests if self._left(name))
@@ -242,11 +247,10 @@ class Lobby:
         return other_run or behind or (beat.view.number == self.view.number and beat.view != self.view)
 
     def founder(self, now: float) -> str:
-        """Whose parameters the run begins with: the oldest worker's. Empty: it has begun, or waits for more."""
-        there = self._newcomers(now)
-        if self.origin or self.seen or not self.settled or len(there) < self.bounds.least:
-            return ""
-        return there[0]
+        """Whose parameters the run begins with: the oldest worker's. Empty: it is known, or the lobby isn't settled."""
+        # As soon as one is there: each sets itself up, and finds what is wrong with itself, without the others.
+        known = self.origin or self.seen or not self.settled
+        return "" if known else next(iter(self._newcomers(now)), "")
 
     def donor(self, name: str, now: float) -> str:
         """Whom a newcomer fetches from: as before while that one lives, else the member that serves the fewest."""
@@ -265,7 +269,10 @@ class Lobby:
         return min(others, key=serves.count, default="")
 
     def paused(self, now: float) -> str:
-        """Why the members wait; empty: they go on."""
+        """Why the members wait, or those of whom a run is made; empty: they go on."""
+        there = len(self._newcomers(now))
+        if self.view is None and not self.seen and there < self.bounds.least:
+            return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
         stay, size = self._counted(now)
         if not self.seen or not self.settled or 2 * stay > size:
             return ""
@@ -292,6 +299,7 @@ class Lobby:
             donor=(donor, self.guests[donor].beat.place) if donor else None,
             founder=self.founder(now) == name,
             out=self.out(name),
+            over=self.over,
             paused=self.paused(now),
             least=self.bounds.least,
             dead_after=self.times.dead_after,

@@ -6,6 +6,7 @@ told(word, now), met(beat, now), ticked(now), begins(round, now), ... -> the nex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from lightning_decentral.shared.plan.elastic.chronicle import HISTORY
 from lightning_decentral.shared.plan.elastic.messages import Beat, History, Word
 from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
 
@@ -35,8 +36,6 @@ class Return:
 
 Act = Send | Fetch | Return
 
-HISTORY = 4
-"""Views that have begun and are remembered: more than change while a message is under way."""
 APART = 4
 """Rounds by which members in step with each other may differ."""
 
@@ -98,6 +97,11 @@ class Member:
         if word.out:
             return self._expelled(
                 "the run went on without this worker, which was silent or has another run's parameters"
+            )
+        if word.over and not self.mine.view:
+            return self._expelled(
+                "all members of the run at this lobby have ended, and a lobby is for one run: start another one for "
+                "another fit"
             )
         state = replace(
             self,

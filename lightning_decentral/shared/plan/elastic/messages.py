@@ -67,6 +67,7 @@ class Word:
         donor: (name, place) to fetch from; empty: nobody.
         founder: this worker's own parameters are those the run begins with.
         out: the run went on without it: it comes back as a newcomer.
+        over: all members have ended: who comes now takes no part.
         paused: why nobody goes on; empty: they do.
         least: of the lobby's bounds.
         dead_after: seconds, of the lobby's times.
@@ -81,6 +82,7 @@ class Word:
     donor: tuple[str, str] | None
     founder: bool
     out: bool
+    over: bool
     paused: str
     least: int
     dead_after: float

@@ -99,6 +99,8 @@ class ElasticWorker:
                     return self.beginnings.add(given)
                 if none:
                     break
+            if self.out:
+                raise ValueError(self.out)
             if time.monotonic() > end:
                 raise TimeoutError(f"{mine.donor or 'nobody'} didn't say how the run began")
             time.sleep(AGAIN_SECONDS)
@@ -120,10 +122,10 @@ class ElasticWorker:
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:
         of = self.membership
         with of.changed:
-            if not of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused), seconds):
+            if not of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), seconds):
                 raise TimeoutError(of.state.paused or of.trouble or self._failed or "no member has healed this worker")
             if self._refused or not holds():
-                raise ValueError(self._refused or of.refused)
+                raise ValueError(self._refused or of.refused or self.out)
 
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
         """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers

@@ -13,9 +13,10 @@ from torch import Tensor
 from lightning_decentral import GossipStrategy
 from lightning_decentral.gossip import FullyShard
 from lightning_decentral.gossip.wire.elastic.wholes import WholeBucket, Wholes
+from lightning_decentral.gossip.wire.written import Written
 from lightning_decentral.shared.compute.buckets import Bucket, BucketSpan
 from lightning_decentral.shared.compute.layout.packing import pack, with_tail
-from lightning_decentral.shared.wire.fsdp import full_tensor
+from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from lightning_decentral.shared.wire.transport import GlooTransport
 from tests.tiny import QUIET, Net, SizedBatches, cut_small_models, in_processes
 from tests.world import world
@@ -77,6 +78,14 @@ class Packed(Callback):
             bucket.store()
         after = [full_tensor(parameter) for parameter in pl_module.parameters()]
         same += [torch.equal(a, b + 1) for a, b in zip(after, before, strict=True)]
+        written = Written(made)
+        written.note()
+        same.append(written.look() == set())
+        first, second, *_ = pl_module.parameters()
+        local(first).data.add_(1)
+        with torch.no_grad():
+            second.add_(1)
+        same.append(written.look() == {local(p).data_ptr() for p in (first, second)})
         torch.save(same, self._folder / f"{trainer.global_rank}.pt")
 
 

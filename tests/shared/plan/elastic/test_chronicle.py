@@ -34,6 +34,16 @@ def test_one_view_that_was_missed_is_found_and_more_are_said() -> None:
     assert came_and_went([first, *found]) == came_and_went([first, second, third])
     assert new({1: first, 2: second}, second, lambda number: []) == []
     assert new({2: second}, first, lambda number: []) == []  # older than what is remembered
-    for known, firsts in ((1, [20]), (2, [])):
-        with pytest.raises(Missed, match=f"knows view {known}, is in view 4, .* start it again"):
-            new({known: views(4)[known - 1]}, fourth, lambda number, firsts=firsts: firsts)
+    with pytest.raises(Missed, match=r"knows view 1, is in view 4, .* start it again"):
+        new({1: first}, fourth, lambda number: [20])
+
+
+def test_views_that_nobody_has_begun_make_no_difference() -> None:
+    """A newcomer that was healed and ended at once is in one and not in the next: nobody trained with it."""
+    first, _, third, fourth, _, sixth = views(6)
+    for view in (third, fourth):
+        assert new({1: first}, view, lambda number: []) == [view]
+    with pytest.raises(Missed, match="knows view 1, is in view 6"):  # of so many a member's memory may be over
+        new({1: first}, sixth, lambda number: [])
+    with pytest.raises(Missed, match="knows view 1, is in view 3"):  # somebody hasn't said yet what it has begun
+        new({1: first}, third, lambda number: [], told=False)

@@ -68,10 +68,34 @@ def test_every_view_tells_how_many_began_the_run() -> None:
     assert hall.lobby.view.founders == len(FOUR.members)
 
 
-def test_fewer_workers_than_the_least_begin_nothing() -> None:
+def test_fewer_workers_than_the_least_begin_nothing_and_set_themselves_up() -> None:
     hall = Hall()
     hall.wait(3.0, *map(newcomer, "ab"))
-    assert not any(word.founder or word.view for word in hall.words.values())
+    hall.wait(3.0, newcomer("a", origin="a"), newcomer("b"))
+    assert hall.words["b"].donor == ("a", "a:1")
+    assert not any(word.view for word in hall.words.values())
+    assert hall.words["a"].paused == "2 of the 3 workers are there that a run begins with: start the others"
+
+
+def test_where_the_first_one_ends_in_its_set_up_the_next_one_is_the_first() -> None:
+    """What is wrong with all of them each finds by itself: nobody waits for who is gone."""
+    hall = Hall()
+    hall.wait(1.4, *map(newcomer, "abc"))
+    hall.hear(replace(newcomer("a", origin="a"), leaving=True))
+    hall.wait(TIMES.beat, newcomer("b", donor="a"), newcomer("c", donor="a"))
+    hall.wait(TIMES.beat, newcomer("b", donor="a"), newcomer("c", donor="a"))
+    assert hall.words["b"].founder
+    hall.hear(newcomer("b", origin="b"), newcomer("c", donor="a"))
+    assert hall.words["c"].donor == ("b", "b:1")
+
+
+def test_whoever_comes_when_all_members_have_ended_is_told_so() -> None:
+    hall = running()
+    hall.hear(*(replace(member(name), leaving=True) for name in "abc"))
+    hall.hear(newcomer("x"))
+    assert not hall.words["x"].over
+    hall.hear(replace(member("d"), leaving=True), newcomer("x"))
+    assert hall.words["x"].over
 
 
 def test_parameters_of_another_run_are_not_taken() -> None:

@@ -11,7 +11,7 @@ from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
 TIMES = Times(1.0)
 FOUR = View(3, ("a", "b", "c", "d"), 10, ("a", "b", "c", "d"), "a", 4)
 THREE = View(4, ("a", "b", "c"), 30, FOUR.members, "a", 4)
-WORD = Word(0, FOUR, 3, (), {}, 0, None, False, False, "", 3, 1.0)
+WORD = Word(0, FOUR, 3, (), {}, 0, None, False, False, False, "", 3, 1.0)
 
 
 def of_four(now: float = 0.0) -> Member:

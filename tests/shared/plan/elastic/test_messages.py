@@ -10,7 +10,7 @@ from lightning_decentral.shared.plan.elastic.view import Bounds, Times, View
 
 VIEW = View(2, ("a", "b"), 7, ("a",), "a", 4)
 BEAT = Beat("a", 3, "host:1", VIEW, None, 9, ((1, 0), (2, 7)), 0.5, "a", leaving=True)
-WORD = Word(3, VIEW, 2, ("b",), {"a": ((2, 7),)}, 9, ("a", "host:1"), False, True, "why", 2, 10.0)
+WORD = Word(3, VIEW, 2, ("b",), {"a": ((2, 7),)}, 9, ("a", "host:1"), False, True, False, "why", 2, 10.0)
 
 
 def sent(message: Beat | Word) -> Any:

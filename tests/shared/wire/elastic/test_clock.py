@@ -21,7 +21,7 @@ def test_a_suspended_member_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monotonic clock stood still: for it no time has passed since the lobby's last word."""
     member = Membership("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(10.0))
     view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
-    told = Word(1, view, 1, (), {}, 0, None, False, False, "", 2, 10.0)
+    told = Word(1, view, 1, (), {}, 0, None, False, False, False, "", 2, 10.0)
     member.step(lambda state, now: state.ticked(now))
     member.step(lambda state, now: state.told(told, now))
     member.sure(0.0)

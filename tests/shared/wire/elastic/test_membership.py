@@ -92,7 +92,7 @@ def test_who_slept_is_sure_of_nothing_until_the_lobby_has_answered() -> None:
     """Its last word is older than a death: what it computed meanwhile, the others may have computed without it."""
     member = Membership("a", "a:1", "127.0.0.1:1", lambda donor, place: None, lambda to, beat: None, Times(60.0))
     view = View(1, ("a", "b"), 0, ("a", "b"), "a", 2)
-    told = Word(0, view, 1, (), {}, 0, None, False, False, "", 2, 60.0)
+    told = Word(0, view, 1, (), {}, 0, None, False, False, False, "", 2, 60.0)
     member.step(lambda state, now: replace(state, mine=replace(state.mine, origin="a"), asked={0: now}).told(told, now))
     member.sure(0.0)
     member.step(lambda state, now: (replace(state, told_at=now - 61), []))
