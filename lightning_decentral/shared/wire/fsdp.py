@@ -19,7 +19,13 @@ from lightning_decentral.shared.compute.buckets import Bucket, Matrix
 from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.wire.transport import Transport
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def refuse_sharded(module: nn.Module) -> None:
