@@ -3,6 +3,7 @@
 Beside `transport` the one file that sends by torch.distributed: FSDP sends and waits by itself, inside the island.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,7 @@ class Sharded:
                 part._parameters[name] = whole[id(parameter)]
         for (part, before), added in zip(self._before, self._added, strict=True):
             _restore(part, *before, added)
+        gc.collect()  # what FSDP made refers to itself, and to the group, whose descriptors would stay
 
 
 def _mesh(over: Transport, device: str) -> DeviceMesh:
