@@ -59,7 +59,7 @@ class Sharded:
     _before: list[tuple[nn.Module, tuple[type, set[str], dict[str, set[int]]]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        mesh = _mesh(self.over, self.device.type)
+        self._mesh = mesh = _mesh(self.over, self.device.type)
         # No dictionary: torchmetrics hashes a metric with its state, which changes.
         self._before = [(m, (type(m), set(m.__dict__), _hook_ids(m))) for m in self.module.modules()]
         # Autocast takes a weight that is bf16 already as it is, so that no copy is kept until the backward. Inputs are
@@ -97,7 +97,10 @@ class Sharded:
                 part._parameters[name] = whole[id(parameter)]
         for (part, before), added in zip(self._before, self._added, strict=True):
             _restore(part, *before, added)
-        gc.collect()  # what FSDP made refers to itself, and to the group, whose descriptors would stay
+        # Where torch keeps groups beside their names: DTensor remembers meshes for ever, and with them the descriptors
+        # of a group that has ended.
+        vars(self._mesh).get("_pg_registry", {}).clear()
+        gc.collect()  # and what FSDP made refers to itself, and to the group
 
 
 def _mesh(over: Transport, device: str) -> DeviceMesh:
