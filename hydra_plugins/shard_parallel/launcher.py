@@ -75,7 +75,7 @@ class ShardParallelLauncher(Launcher):
             raise ValueError(f"hydra.launcher.policy={policy}: choose one with hydra/launcher/policy=..., of {known}")
         if alive_per_device < 1:
             raise ValueError(f"hydra.launcher.alive_per_device={alive_per_device}: at least 1 member must be alive")
-        self._scores: Any = None
+        self._sweep: Any = None
         # From Hydra 1.4 on a plug-in gets its parts as they are configured.
         made = instantiate(policy) if OmegaConf.is_config(policy) else policy
         self._granting = (devices, memory_bytes, made, quantum_seconds)
@@ -92,9 +92,10 @@ class ShardParallelLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The outcomes in the order of the jobs; those that failed carry their exception."""
         from lightning_decentral.sweep.launcher import Launch, arbiter_of
-        from lightning_decentral.sweep.plan.scores import Scoreboard
 
-        # A sweeper that chooses by what came before asks many times: all its jobs are compared.
-        self._scores = self._scores or Scoreboard()
-        launch = Launch(arbiter_of(*self._granting), scores=self._scores, **self._launching)
-        return launch(self._hydra_context, self._task_function, self._config, job_overrides, initial_job_idx)
+        # A sweeper that chooses by what came before asks many times: all its jobs are one sweep.
+        self._sweep = self._sweep or Launch(**self._launching)
+        arbiter = arbiter_of(*self._granting)
+        hydra = self._hydra_context, self._task_function, self._config
+        found: Sequence[JobReturn] = self._sweep(arbiter, *hydra, job_overrides, initial_job_idx)
+        return found

@@ -27,6 +27,7 @@ from lightning_decentral.pipeline.wire.ownership import (
     settings_of,
 )
 from lightning_decentral.pipeline.wire.slice_planner import SlicePlanner
+from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.checkpoint.saving import Worker
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.compute import worker_state
@@ -166,6 +167,7 @@ class PipelineCheckpoints(Checkpoints):
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
         """This stage's part of each optimizer's state. Collective."""
+        refuse_other_number(checkpoint, self._stage.optimizers)
         order, wire = layout.order, self._stage.wire
         for optimizer, whole in zip(self._stage.optimizers, checkpoint[STATES], strict=True):
             own = [[order[p] for p in group["params"]] for group in optimizer.param_groups]

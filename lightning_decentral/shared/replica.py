@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.checkpoint.replica import ReplicaCheckpoints, WholeModel
 from lightning_decentral.shared.compute.device_steps import DeviceSteps
 from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states
@@ -181,6 +182,7 @@ class ReplicaStrategy(WorkersStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         saved = self.checkpoints
         if saved.fits(self.optimizers):
+            refuse_other_number(checkpoint, self.optimizers)
             super().load_optimizer_state_dict(saved.held.optimizers(self.optimizers, checkpoint, saved.resuming))
         else:
             self.restart()

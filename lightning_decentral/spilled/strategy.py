@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.refusals import named
@@ -130,7 +131,8 @@ class SpilledStrategy(SingleDeviceStrategy):
         rank_zero_info("\n".join([f"spilled {kind}:", *(f"  {name}: {text}" for name, text in lines.items())]))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        refuse_other_number(checkpoint, self.optimizers)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:

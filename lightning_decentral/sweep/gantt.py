@@ -41,7 +41,7 @@ def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
     """
     every = [bar for bars in panels.values() for bar in bars]
     jobs, rows = list(dict.fromkeys(bar.job for bar in every)), sorted({bar.span.worker for bar in every}, key=_place)
-    figure = new_figure(10, 0.9 + len(panels) * (0.7 + 0.34 * len(rows)) + 0.05 * len(jobs))
+    figure = new_figure(10, 0.9 + len(panels) * (0.7 + 0.34 * len(rows)) + 0.05 * min(len(jobs), NAMED))
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     for one, (title, bars) in zip(axes, panels.items(), strict=True):
         _panel(one, bars, jobs, rows)

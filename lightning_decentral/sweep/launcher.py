@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.plan.timeline import chrome_trace, write_chrome_trace
+from lightning_decentral.shared.plan.timeline import (
+    Span,
+    chrome_trace,
+    later,
+    read_chrome_trace,
+    write_chrome_trace,
+)
 from lightning_decentral.sweep import gantt, ranking
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.member import SweepMember, width_of
@@ -30,35 +37,41 @@ from lightning_decentral.sweep.server import Starts, Sweep
 
 log = logging.getLogger(__name__)
 
+TRACE = "trace.json"
 FACTORIES = "lightning.pytorch.callbacks_factory"
 
 
 class Launch:
-    """One batch of a sweeper's jobs.
+    """A sweep: the sweeper's jobs, which may come in batches, each when the one before has ended.
 
     Args:
-        arbiter: who may use which device.
         alive_per_device: how many members' processes there may be for each device.
         resume: finished members of the folder are not run again.
         checkpoint: where the application's configuration takes a checkpoint to go on from.
-        scores: what members said so far, of earlier batches.
     """
 
-    def __init__(
-        self, arbiter: Arbiter, *, alive_per_device: int, resume: bool, checkpoint: str, scores: Scoreboard
-    ) -> None:
-        self._arbiter, self._resume, self._checkpoint, self._scores = arbiter, resume, checkpoint, scores
-        self._alive = alive_per_device * len(arbiter.devices)
+    def __init__(self, *, alive_per_device: int, resume: bool, checkpoint: str) -> None:
+        self._resume, self._checkpoint = resume, checkpoint
+        self._alive_per_device = alive_per_device
+        self._scores = Scoreboard()
+        self._entrants: list[SweepMember] = []
+        self._outcomes: dict[str, JobReturn] = {}
+        self._spans: dict[str, Span] = {}
+        self._began = time.perf_counter()
 
     def __call__(
         self,
+        arbiter: Arbiter,
         hydra_context: HydraContext,
         task_function: TaskFunction,
         config: DictConfig,
         job_overrides: Sequence[Sequence[str]],
         initial_job_idx: int,
     ) -> list[JobReturn]:
-        """The outcome of each job, in their order.
+        """The outcome of each job of a batch, in their order.
+
+        Args:
+            arbiter: of this batch: who may use which device.
 
         Raises:
             ValueError: nothing to run, or a job that no device of this sweep can take.
@@ -70,42 +83,55 @@ class Launch:
         refuse_without_gate()
         numbered = enumerate(job_overrides, start=initial_job_idx)
         entrants = [_entrant(hydra_context, config, list(words), number) for number, words in numbered]
-        entrants = told_apart(entrants)
         for entrant in entrants:
-            self._arbiter.refuse_wider(entrant.name, entrant.width)
-        for entrant in entrants:
-            if self._resume:
-                read_scores(entrant, self._scores)
-            else:
-                forget_scores(entrant)
-        done = self._finished(entrants, Path(str(config.hydra.sweep.dir))) if self._resume else {}
-        starts = starts_on(self._arbiter.devices)
-        outcomes = {**done, **self._run(entrants, done, starts(hydra_context, task_function))}
-        self._report(entrants, outcomes, Path(str(config.hydra.sweep.dir)), initial_job_idx)
-        return [outcomes[entrant.name] for entrant in entrants]
+            arbiter.refuse_wider(entrant.name, entrant.width)
+        folder = Path(str(config.hydra.sweep.dir))
+        done = self._taken_up(entrants, folder) if self._resume else forgotten(entrants)
+        self._entrants += entrants
+        self._outcomes |= done
+        left = [entrant for entrant in told_apart(entrants) if entrant.name not in done]
+        self._run(left, arbiter, starts_on(arbiter.devices)(hydra_context, task_function))
+        self._report(told_apart(self._entrants), left, folder)
+        return [self._outcomes[entrant.name] for entrant in entrants]
 
-    def _run(self, entrants: list[SweepMember], done: dict[str, JobReturn], starts: Starts) -> dict[str, JobReturn]:
-        left = [entrant for entrant in entrants if entrant.name not in done]
-        where = ", ".join(self._arbiter.devices)
-        log.info(f"Launching {len(left)} jobs on {where}, {type(self._arbiter.policy).__name__} first")
+    def _run(self, left: list[SweepMember], arbiter: Arbiter, starts: Starts) -> None:
+        where = ", ".join(arbiter.devices)
+        log.info(f"Launching {len(left)} jobs on {where}, {type(arbiter.policy).__name__} first")
+        if not left:
+            return
         for entrant in left:
             log.info(f"\t#{entrant.name} : {' '.join(entrant.words)}")
+        alive = self._alive_per_device * len(arbiter.devices)
         with table.LiveTable() as watcher:
-            return Sweep(left, self._arbiter, starts, watcher, self._alive, self._scores).run() if left else {}
+            sweep = Sweep(left, arbiter, starts, watcher, alive, self._scores)
+            self._outcomes |= sweep.run()
+        spans = later(arbiter.spans(), sweep.began - self._began)
+        # A member that is run again has stretches of before.
+        numbered = enumerate(spans.items(), start=len(self._spans))
+        self._spans |= {f"{name.rpartition('/')[0]}/{number}": span for number, (name, span) in numbered}
 
-    def _finished(self, entrants: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
+    def _taken_up(self, entrants: list[SweepMember], folder: Path) -> dict[str, JobReturn]:
         """Outcomes of earlier; the others are told to go on from their last checkpoint, if they take one."""
-        if not any(entrant.log.exists() for entrant in entrants):
-            raise ValueError(f"nothing to resume in {folder}: name the sweep's folder with hydra.sweep.dir=...")
-        found = {entrant.name: (entrant, read_record(entrant)) for entrant in entrants}
+        if not self._entrants:  # the first batch; later ones may not have begun
+            if not any(entrant.log.exists() for entrant in entrants):
+                raise ValueError(f"nothing to resume in {folder}: name the sweep's folder with hydra.sweep.dir=...")
+            self._before(folder / TRACE)
         done = {}
-        for name, (entrant, outcome) in found.items():
+        for entrant in entrants:
+            read_scores(entrant, self._scores)
+            outcome = read_record(entrant)
             if outcome is not None and outcome.status is JobStatus.COMPLETED:
-                done[name] = outcome
-                log.info(f"\t#{name} : {' '.join(entrant.words)} : finished before")
+                done[entrant.name] = outcome
+                log.info(f"\t#{entrant.name} : {' '.join(entrant.words)} : finished before")
             else:
                 self._go_on(entrant)
         return done
+
+    def _before(self, trace: Path) -> None:
+        """What the chart of the sweep so far shows stays in it, and what is to come stands behind it."""
+        if trace.exists():
+            self._spans = read_chrome_trace(trace)
+            self._began -= max((span.finish for span in self._spans.values()), default=0.0)
 
     def _go_on(self, entrant: SweepMember) -> None:
         # Lightning names a further one last-v1.ckpt: the youngest counts.
@@ -118,26 +144,31 @@ class Launch:
             entrant.config[self._checkpoint] = str(last)
         log.info(f"\t#{entrant.name} : {' '.join(entrant.words)} : from {last}")
 
-    def _report(self, entrants: list[SweepMember], outcomes: dict[str, JobReturn], folder: Path, first: int) -> None:
-        """The ranking, and who ran when, beside the members' folders."""
-        end = f"-{first}" if first else ""
-        ranked = ranking.standings(entrants, outcomes, self._scores)
-        ranking.write_ranking(ranked, folder / f"ranking{end}.csv")
+    def _report(self, known: list[SweepMember], ended: list[SweepMember], folder: Path) -> None:
+        """The ranking of all members so far, and who ran when, beside the members' folders."""
+        ranked = ranking.standings(known, self._outcomes, self._scores)
+        ranking.write_ranking(ranked, folder / "ranking.csv")
         console = table.LiveTable().console
         console.print(ranking.ranking(ranked))
-        spans = self._arbiter.spans()
-        write_chrome_trace(chrome_trace(spans, "sweep"), folder / f"trace{end}.json")
+        write_chrome_trace(chrome_trace(self._spans, "sweep"), folder / TRACE)
         try:
-            panels = {"Members of the sweep by device": gantt.bars_of_sweep(spans)}
-            gantt.draw(panels, folder / f"gantt{end}.png")
+            panels = {"Members of the sweep by device": gantt.bars_of_sweep(self._spans)}
+            gantt.draw(panels, folder / "gantt.png")
         except ValueError as error:
             log.info(f"no gantt.png: {error}")
         log.info(f"ranking, trace and Gantt chart: {folder}")
-        for entrant in entrants:
-            if outcomes[entrant.name].status is JobStatus.FAILED:
+        for entrant in ended:
+            if self._outcomes[entrant.name].status is JobStatus.FAILED:
                 log.error(f"member {entrant.name} ({' '.join(entrant.words)}) failed, its log: {entrant.log}")
         if (best := ranking.best_line(ranked)) is not None:
             console.print(best, markup=False, highlight=False, soft_wrap=True)
+
+
+def forgotten(entrants: Sequence[SweepMember]) -> dict[str, JobReturn]:
+    """An earlier sweep's scores are not this one's; nobody has ended."""
+    for entrant in entrants:
+        forget_scores(entrant)
+    return {}
 
 
 def arbiter_of(

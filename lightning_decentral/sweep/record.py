@@ -46,12 +46,21 @@ class _Traceback(Exception):
         return f"\n{self.args[0]}"
 
 
+def begin_record(entrant: SweepMember) -> None:
+    """In the place of an earlier run's outcome: whose folder this is, and that the member has not ended."""
+    _write(entrant, {"overrides": entrant.overrides, "status": JobStatus.UNKNOWN.name, "value": None})
+
+
 def write_record(entrant: SweepMember, outcome: JobReturn) -> None:
     """The outcome into the member's folder, whole or not at all."""
+    _write(entrant, _told(entrant, outcome))
+
+
+def _write(entrant: SweepMember, record: dict[str, Any]) -> None:
     entrant.folder.mkdir(parents=True, exist_ok=True)
     new = entrant.folder / f".{RECORD}"  # renamed when it is whole: a member may be killed at any moment
     with new.open("w") as file:
-        json.dump(_told(entrant, outcome), file, indent=1)
+        json.dump(record, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     new.replace(entrant.folder / RECORD)
@@ -83,11 +92,6 @@ def plain(value: object) -> bool:
     return all(map(plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, Plain)
 
 
-def forget_record(entrant: SweepMember) -> None:
-    """An earlier run's outcome is not this one's."""
-    (entrant.folder / RECORD).unlink(missing_ok=True)
-
-
 def read_record(entrant: SweepMember) -> JobReturn | None:
     """What the folder says became of the member; None: it has not ended.
 
@@ -100,9 +104,11 @@ def read_record(entrant: SweepMember) -> JobReturn | None:
     overrides, status, value, about = _read(path)
     if overrides != entrant.overrides:
         raise ValueError(
-            f"{entrant.folder} holds a member that ended with other overrides ({' '.join(overrides)}), not "
-            f"{' '.join(entrant.overrides)}: resume a sweep with its own words"
+            f"{entrant.folder} holds a member with other overrides ({' '.join(overrides)}), "
+            f"not {' '.join(entrant.overrides)}: resume a sweep with its own words; one that draws them needs a seed"
         )
+    if status is JobStatus.UNKNOWN:
+        return None
     return returned(entrant, status, value, **about)
 
 
@@ -110,7 +116,7 @@ def _read(path: Path) -> tuple[list[str], JobStatus, object, dict[str, str | Non
     """(overrides, status, what was returned or raised, task's name and folder)"""
     try:
         found = json.loads(path.read_text())
-        overrides, about = [str(word) for word in found["overrides"]], {key: found[key] for key in ABOUT}
+        overrides, about = [str(word) for word in found["overrides"]], {key: found.get(key) for key in ABOUT}
         return overrides, JobStatus[found["status"]], _value(found), about
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from lightning_decentral.sweep.plan.devices import environment
 from lightning_decentral.sweep.plan.policy import Watched
 from lightning_decentral.sweep.plan.scores import Score, Scoreboard
 from lightning_decentral.sweep.processes import kill_group
-from lightning_decentral.sweep.record import MemberFailed, forget_record, read_record
+from lightning_decentral.sweep.record import MemberFailed, begin_record, read_record
 from lightning_decentral.sweep.score_file import write_scores
 from lightning_decentral.sweep.wire.client import Admission, Message, score_of, turn_of
 from lightning_decentral.sweep.wire.seats import Seats
@@ -102,7 +102,7 @@ class Sweep:
             self._selector.register(listener, selectors.EVENT_READ, self.seats.accept)
             self._lifeline = Pipe(duplex=False)
             for entrant in self._queue:
-                forget_record(entrant)
+                begin_record(entrant)
             try:
                 with terminated_as_interrupted():
                     self._work()

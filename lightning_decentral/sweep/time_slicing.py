@@ -20,6 +20,7 @@ from lightning_decentral.sweep.eviction import Residence
 from lightning_decentral.sweep.plan.arbiter import TurnReport
 from lightning_decentral.sweep.plan.scores import Score
 from lightning_decentral.sweep.wire.client import Admission, Seat
+from lightning_decentral.sweep.wire.own_clock import standing_still
 
 # A member that waits longer than this for its data between batches leaves the device to others meanwhile.
 IDLE_SECONDS = 0.005
@@ -47,6 +48,7 @@ class Gate(Callback):
         self._peak_bytes = 0
         self._batch_end = math.inf
         self._gap_seconds = 0.0
+        self._met = False
 
     # What the seat asks of it.
 
@@ -81,6 +83,7 @@ class Gate(Callback):
             torch.set_num_threads(self._admission.threads)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_together()
         try:
             self._total = float(trainer.estimated_stepping_batches)
         except MisconfigurationException:  # accumulation that changes from epoch to epoch
@@ -103,6 +106,15 @@ class Gate(Callback):
         if self._gap_seconds > IDLE_SECONDS:
             self._give()
         self._batch_end = self._clock()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._take_together()
+
+    def on_test_start(self, *_: Any) -> None:
+        self._take_together()
+
+    def on_predict_start(self, *_: Any) -> None:
+        self._take_together()
 
     def on_validation_batch_start(self, *_: Any) -> None:
         self._take()
@@ -160,6 +172,14 @@ class Gate(Callback):
         if self._active.global_rank == 0 and not self._seat.fresh:
             self._seat.take(self._turn() if self._seat.held else TurnReport())
 
+    def _take_together(self) -> None:
+        """The other workers of several devices' member wait with worker 0, once: their clocks stand still, too."""
+        if self._admission.width > 1 and not self._met:
+            with standing_still():
+                self._take()
+                self._active.strategy.barrier("turn")
+            self._met = True
+
     def _give(self) -> None:
         """Whoever holds several devices keeps them: its workers would wait for each other."""
         if self._active.global_rank == 0 and self._admission.width == 1 and self._seat.held:
@@ -170,6 +190,7 @@ class Gate(Callback):
         self._give()
 
     def _leave_for_good(self) -> None:
+        self._met = False
         if self._trainer is not None and os.getpid() in _SEATS:
             with suppress(OSError):  # the sweep itself may have ended
                 self._seat.give(TurnReport(*self._progress()))

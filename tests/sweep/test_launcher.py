@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ from lightning_decentral.sweep.member import SweepMember, returned, width_of
 from lightning_decentral.sweep.plan import policy as policies
 from lightning_decentral.sweep.plan.devices import environment, slots
 from lightning_decentral.sweep.processes import Spawn, attempt, spawned
-from lightning_decentral.sweep.record import RECORD, read_record, write_record
+from lightning_decentral.sweep.record import RECORD, begin_record, read_record, write_record
 from lightning_decentral.sweep.time_slicing import Gate
 from lightning_decentral.sweep.wire.client import VARIABLE, Admission
 from tests.sweep import application
@@ -101,6 +101,45 @@ def test_failures_end_nothing_else_and_resume_goes_on_with_them(tmp_path: Path) 
     assert returned[0::2] == returned[1::2]
 
 
+@pytest.mark.usefixtures("entry_points")
+def test_a_sweep_that_came_in_batches_is_resumed_and_has_one_ranking_and_one_chart(tmp_path: Path) -> None:
+    words = (*SHARDED, "lr=0.1", "fails=never,once,never", "hydra.sweep.dir=sweep", "hydra.sweeper.max_batch_size=1")
+    with pytest.raises(RuntimeError, match=r"ArithmeticError: lr=0.1 is unlucky"):
+        in_processes(application.run, tmp_path, *words)
+    folder = tmp_path / "sweep"
+    assert not (folder / "2").exists(), "its batch hasn't come"
+    assert {row["member"]: row["status"] for row in ranked(folder)} == {"0": "completed", "1": "failed"}
+    before = turns(folder)
+    in_processes(application.run, tmp_path, *words, "hydra.launcher.resume=true")
+    starts = [(folder / name / "starts").read_text().split() for name in "012"]
+    assert starts == [["None"], ["None", str(folder / "1" / "last.ckpt")], ["None"]]
+    rows = ranked(folder)
+    assert {row["member"]: row["status"] for row in rows} == dict.fromkeys("012", "completed")
+    assert len({row["objective"] for row in rows}) == 1, "three members of equal words"
+    assert {path.name for path in folder.iterdir()} == {
+        *"012",
+        "ranking.csv",
+        "trace.json",
+        "gantt.png",
+        "multirun.yaml",
+    }
+    after = turns(folder)
+    assert after[: len(before)] == before
+    assert {member for member, _, _ in after} == set("012")
+    assert all(one[2] <= other[1] for one, other in pairwise(after)), "batch behind batch, as they were"
+
+
+def ranked(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "ranking.csv").open()))
+
+
+def turns(folder: Path) -> list[tuple[str, float, float]]:
+    """(member, start, finish) of what the chart shows, by start; a microsecond of rounding."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    rounded = [(e["name"].split("/")[0], round(e["ts"]), round(e["ts"] + e["dur"])) for e in events]
+    return sorted(rounded, key=lambda turn: turn[1:])
+
+
 def test_resume_refuses_a_folder_of_other_words_and_a_value_that_cant_travel_says_so(tmp_path: Path) -> None:
     one = entrant(tmp_path)
     assert read_record(one) is None
@@ -111,6 +150,10 @@ def test_resume_refuses_a_folder_of_other_words_and_a_value_that_cant_travel_say
     assert outcome.cfg == {"lr": 1}
     assert list(outcome.hydra_cfg) == ["hydra"]
     other = entrant(tmp_path, task="lr=2")
+    with pytest.raises(ValueError, match=r"other overrides \(lr=1\), not lr=2: resume a sweep with its own words"):
+        read_record(other)
+    begin_record(one)  # and is killed: its checkpoint is no other's
+    assert read_record(one) is None
     with pytest.raises(ValueError, match=r"other overrides \(lr=1\), not lr=2: resume a sweep with its own words"):
         read_record(other)
 
@@ -163,7 +206,8 @@ def test_a_sweep_that_ends_leaves_nobody_behind(blow: signal.Signals, tmp_path: 
         assert sweep.exitcode not in (None, 0)
         wait_for(lambda: not any(map(alive, pids)))
         assert not socket.exists(), "its folder is left"
-        assert not list(tmp_path.glob(f"sweep/*/{RECORD}")), "who was interrupted has not finished"
+        records = [json.loads(path.read_text()) for path in tmp_path.glob(f"sweep/*/{RECORD}")]
+        assert [record["status"] for record in records] == ["UNKNOWN"] * 2, "who was interrupted has not finished"
     finally:
         sweep.kill()
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_decentral.cli import main as cli
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute.hardware import cores
+from lightning_decentral.sweep.plan.policy import POLICIES
 from tests.sweep.application import Tuned
 from tests.tiny import QUIET, SizedBatches, in_processes
 
@@ -61,12 +63,12 @@ def alone(folder: Path) -> None:
         fit(OmegaConf.create({**CONFIG, "lr": lr, "trainer": trainer}), folder / name)
 
 
-def scheduled(folder: Path, *words: str) -> str:
-    """What the command prints."""
+def scheduled(folder: Path, *words: str, policies: str = "round_robin,lrtf") -> str:
+    """What the command prints; the first of the policies is run."""
     os.chdir(folder)
     application = Application("lightning_decentral.conf", "schedule_application", train, no_model)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        cli.main(application, ["schedule", "jobs.yaml", "--policy", "round_robin,lrtf", *words])
+        cli.main(application, ["schedule", "jobs.yaml", "--policy", policies, *words])
     return printed.getvalue()
 
 
@@ -93,6 +95,21 @@ def test_trainings_run_as_scheduled_and_learn_as_alone(tmp_path: Path) -> None:
     for row in ("device 0", "device 1"):
         turns = sorted((e["ts"], e["ts"] + e["dur"]) for e in real if e["tid"] == row)
         assert all(a[1] <= b[0] for a, b in pairwise(turns))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(cores() < 2, reason="two devices that train need two cores")
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"round_robin"}))
+@pytest.mark.usefixtures("entry_points")
+def test_under_every_policy_trainings_learn_as_alone(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text(JOBS)
+    words = ("--devices", "2", "--run", "--measured", "12")
+    in_processes(partial(scheduled, policies=policy), tmp_path, *words)
+    (output,) = (tmp_path / "outputs").iterdir()
+    in_processes(alone, tmp_path)
+    for name in ALONE:
+        one, other = torch.load(tmp_path / name / "weights.pt"), torch.load(output / name / "weights.pt")
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.usefixtures("entry_points")

@@ -4,7 +4,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,16 @@ def of_this_model() -> Iterator[None]:
         raise ValueError(
             f"the checkpoint is of another model: {first} (build the model with the settings it was saved with)"
         ) from error
+
+
+def refuse_other_number(checkpoint: Mapping[str, Any], optimizers: Sequence[object]) -> None:
+    """ValueError where optimizers would begin anew, in silence, though the run is resumed."""
+    saved = len(checkpoint.get("optimizer_states", ()))
+    if saved != len(optimizers):
+        raise ValueError(
+            f"the checkpoint holds the states of {saved} optimizers, this run has {len(optimizers)}: resume one that "
+            "was saved with save_weights_only=False by this module, or load its weights alone with load_state_dict"
+        )
 
 
 def _said(path: str | Path, reason: str) -> str:

@@ -108,3 +108,24 @@ def chrome_trace(spans: Mapping[Name, Span], process: str = "predicted") -> list
 def write_chrome_trace(events: Sequence[Mapping[str, object]], path: str | Path) -> None:
     """A file that these viewers open."""
     Path(path).write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
+
+
+def read_chrome_trace(path: str | Path) -> dict[str, Span]:
+    """The spans of such a file, by their names.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        return {
+            str(event["name"]): Span(str(event["tid"]), 1e-6 * event["ts"], 1e-6 * (event["ts"] + event["dur"]))
+            for event in events
+        }
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{path} is no trace ({type(error).__name__}: {error}): remove it") from None
+
+
+def later(spans: Mapping[Name, Span], seconds: float) -> dict[Name, Span]:
+    """The same, so much later."""
+    return {name: Span(span.worker, span.start + seconds, span.finish + seconds) for name, span in spans.items()}

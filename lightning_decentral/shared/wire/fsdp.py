@@ -3,6 +3,7 @@
 Beside `transport` the one file that sends by torch.distributed: FSDP sends and waits by itself, inside the island.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,13 @@ from lightning_decentral.shared.compute.buckets import Bucket, Matrix
 from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.wire.transport import Transport
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def refuse_sharded(module: nn.Module) -> None:
@@ -52,7 +59,7 @@ class Sharded:
     _before: list[tuple[nn.Module, tuple[type, set[str], dict[str, set[int]]]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        mesh = _mesh(self.over, self.device.type)
+        self._mesh = mesh = _mesh(self.over, self.device.type)
         # No dictionary: torchmetrics hashes a metric with its state, which changes.
         self._before = [(m, (type(m), set(m.__dict__), _hook_ids(m))) for m in self.module.modules()]
         # Autocast takes a weight that is bf16 already as it is, so that no copy is kept until the backward. Inputs are
@@ -90,6 +97,10 @@ class Sharded:
                 part._parameters[name] = whole[id(parameter)]
         for (part, before), added in zip(self._before, self._added, strict=True):
             _restore(part, *before, added)
+        # Where torch keeps groups beside their names: DTensor remembers meshes for ever, and with them the descriptors
+        # of a group that has ended.
+        vars(self._mesh).get("_pg_registry", {}).clear()
+        gc.collect()  # and what FSDP made refers to itself, and to the group
 
 
 def _mesh(over: Transport, device: str) -> DeviceMesh:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from lightning_decentral.sweep.plan.arbiter import Instruction, TurnReport
 from lightning_decentral.sweep.plan.scores import MODES, Score
+from lightning_decentral.sweep.wire.own_clock import standing_still
 
 # In the environment of every process of a member: its Admission.
 VARIABLE = "LIGHTNING_DECENTRAL_SWEEP"
@@ -102,8 +103,10 @@ class Seat:
     def take(self, turn: TurnReport) -> None:
         """Returns with a grant: the present one while it is fresh, otherwise the next one, as the arbiter sees fit."""
         if not self.fresh:
-            self._end("renew" if self.held else "request", turn)
-            self._await()
+            with standing_still():
+                self._end("renew" if self.held else "request", turn)
+                self._await()
+            self._since = time.perf_counter()
 
     def give(self, turn: TurnReport) -> None:
         """The device is free for others."""
@@ -112,9 +115,10 @@ class Seat:
 
     def ends(self, score: Score) -> bool:
         """Whether the training is over with this score: the scheduler's answer, which comes at once."""
-        write(self._connection, {"say": "score", **asdict(score)})
-        while (order := self._next()) not in (Instruction.GO_ON, Instruction.END):
-            self._follow(order)
+        with standing_still():
+            write(self._connection, {"say": "score", **asdict(score)})
+            while (order := self._next()) not in (Instruction.GO_ON, Instruction.END):
+                self._follow(order)
         return order is Instruction.END
 
     def vacate(self) -> None:
@@ -136,7 +140,6 @@ class Seat:
         except BaseException:
             self.baggage.enter()  # whoever is interrupted while it waits may still save what it has
             raise
-        self._since = time.perf_counter()
 
     def _follow(self, order: Instruction) -> None:
         if order is Instruction.LEAVE:

@@ -221,7 +221,8 @@ class Member:
         """A view is known first, and comes into force when it is agreed: at its first round, or at once where that is
         over."""
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
-        state = replace(self, mine=mine, agreed=max(self.agreed, agreed))
+        state = replace(self, mine=mine, agreed=max(self.agreed, agreed))._entered_before(view)
+        mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state
         if view.number > state.agreed:
@@ -229,6 +230,12 @@ class Member:
         if self.name not in view.members:
             return replace(state, mine=replace(mine, coming=None))
         return state._entering(view)
+
+    def _entered_before(self, view: View | None) -> "Member":
+        """The view that it knew comes into force where this one follows it: others may train in it for some rounds."""
+        coming = self.mine.coming
+        follows = coming is not None and coming.number <= self.agreed and coming.number < _number(view)
+        return self._entering(coming) if coming and follows and self.name in coming.members else self
 
     def _entering(self, view: View) -> "Member":
         mine = self.mine

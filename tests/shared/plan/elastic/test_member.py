@@ -56,6 +56,15 @@ def test_a_view_is_in_force_when_it_is_agreed_and_its_round_has_come() -> None:
     assert [state.view_of(round) for round in (29, 30)] == [FOUR, THREE]
 
 
+def test_a_view_that_another_follows_at_once_is_entered_too() -> None:
+    """Agreed upon, it may be in force for others; who skipped it wouldn't know who trained in it."""
+    state, _ = of_four().told(replace(WORD, view=THREE, agreed=3), 0.1)
+    following = View(5, ("a", "b", "c", "e"), 33, THREE.members, "a", 4)
+    for agreed in (4, 5):
+        state, _ = state.told(replace(WORD, view=following, agreed=agreed), 0.2)
+    assert [state.view_of(round) for round in (29, 30, 32, 33)] == [FOUR, THREE, THREE, following]
+
+
 def test_who_hears_of_a_view_late_enters_it_late() -> None:
     state = of_four().begins(34, 0.1)
     state, _ = state.told(replace(WORD, view=THREE, agreed=4), 0.2)
