@@ -19,6 +19,9 @@ from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.wire import health
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.spilled.compute import spill
+from lightning_decentral.spilled.compute.engine import Engine
+from lightning_decentral.spilled.compute.standing import Standing
 
 
 def layout_of_the_moment() -> None:
@@ -120,6 +123,15 @@ def poisoned_moments_stay() -> None:
     _set(rounds, "healing", lambda most, module: Deaf(most, made(most, module)._poisoned))
 
 
+def places_of_the_first_step() -> None:
+    _set(Engine, "_renew", lambda self: self._look())
+
+
+def thawed_where_nobody_looks() -> None:
+    _set(spill, "as_standing", lambda places, hosts: None)
+    _set(Standing, "look", lambda self: None)
+
+
 def _set(owner: Any, name: str, value: Any) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: plant the fault where it would be now"
     setattr(owner, name, value)
@@ -153,6 +165,8 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
     ),
     (averages_behind_the_hooks, '{"method": "partial", "events": [["clamp", 3, 0]]}'),
     (what_is_cleared_was_taken, '{"method": "compressed", "codec": "Int4(block=7)", "optimizer": "turns"}'),
+    (places_of_the_first_step, '{"method": "spilled", "events": [["prune", 7, 0]]}'),
+    (thawed_where_nobody_looks, '{"method": "spilled", "events": [["thaw inside", 7, 0]]}'),
     (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
 ]
 """(what puts the fault back, the smallest run that shows it)"""

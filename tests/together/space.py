@@ -283,8 +283,10 @@ def drawn_events(case: Case, numbers: random.Random) -> tuple[Event, ...]:
 
 def event_of(kind: str, case: Case, numbers: random.Random) -> Event:
     at = numbers.randrange(2, STEPS - 3)
+    if kind == "resume" and case["accumulate"] == "2":  # Lightning's files don't have what is accumulated so far
+        at += at % 2 == 0
     if kind == "resume" and at % BATCHES == BATCHES - 1:  # within an epoch
-        at -= 1
+        at -= 1 if case["accumulate"] != "2" else 2
     return Event(kind, at, numbers.randrange(case.workers))
 
 
