@@ -122,6 +122,8 @@ def sum_of_updates(case: Case, seen: list[Seen]) -> str:
         return ""
     if _bends(case) and (case["gradient"] != "still" or (case.has("write", "apart") and "PushSum" in case["rule"])):
         return ""
+    if case.has("clamp") and case["accumulate"] == "2" and case.replicas < case.workers:
+        return ""  # what isn't averaged yet is clamped, as under ddp
     for name in _trained(seen[0]):
         first = seen[0].first[name].double()
         due = first + sum((one.alone[name].double() - first for one in seen), torch.zeros_like(first)) / len(seen)
@@ -198,6 +200,8 @@ def written_last(case: Case, seen: list[Seen]) -> str:
     """What a callback writes where training ends is what is handed back."""
     if not case.has("write at end") or case.has("refit"):
         return ""
+    if next(event.at for event in case.events if event.kind == "write at end") >= len(seen[0].rows):
+        return ""  # stopped before
     for worker, one in enumerate(seen):
         for name in _trained(one):
             if one.last[name].numel() and not bool((one.last[name] == WRITTEN_AT_END).all()):
