@@ -197,7 +197,7 @@ class CompressedStrategy(ReplicaStrategy):
 
     def progress_state(self) -> dict[str, Any]:
         turns = {} if self._owners is None else {"turns": self._owners.turns}
-        return {} if self._mean is None else {**self._mean.state_dict(), **turns}
+        return {} if self._gradients is None else {**self._gradients.state_dict(), **turns}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
         if self._mean is not None and "codec" in state:
