@@ -262,6 +262,9 @@ def _may_miss(case: Case, like: Tensor) -> float:
         return size
     half = next((step for name, step in HALF_STEP.items() if case["codec"].startswith(name)), 0.0)
     momentum = {"momentum": 0.5, "two": 0.3, "turns": 0.3}.get(case["optimizer"], 0.0)
+    twice *= 2 if case.has("refit") else 1  # each fit owes its own
+    # What is owed at one rate is paid at another: half a rounding for each time that the rate falls or rises by all.
+    twice *= 4 if case["schedule"] == "restarts" else 1
     return size + twice * OWED * half * LEARNING_RATE[case["optimizer"]] / (1 - momentum)
 
 
