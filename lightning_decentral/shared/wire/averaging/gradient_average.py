@@ -100,6 +100,7 @@ class GradientAverage:
         """Some of what is watched may have been thawed since."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
+        self._launcher.refuse_changed()
         if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
             return  # without a hash of each, which is Python's
         self._needed = needed
