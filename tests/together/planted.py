@@ -132,6 +132,10 @@ def thawed_where_nobody_looks() -> None:
     _set(Standing, "look", lambda self: None)
 
 
+def what_waits_is_not_in_the_file() -> None:
+    _set(gradient_average.GradientAverage, "state_dict", lambda self: self._mean.state_dict())
+
+
 def _set(owner: Any, name: str, value: Any) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: plant the fault where it would be now"
     setattr(owner, name, value)
@@ -167,6 +171,11 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
     (what_is_cleared_was_taken, '{"method": "compressed", "codec": "Int4(block=7)", "optimizer": "turns"}'),
     (places_of_the_first_step, '{"method": "spilled", "events": [["prune", 7, 0]]}'),
     (thawed_where_nobody_looks, '{"method": "spilled", "events": [["thaw inside", 7, 0]]}'),
+    (
+        what_waits_is_not_in_the_file,
+        '{"method": "compressed", "codec": "TopK(fraction=0.3, block=8)", "optimizer": "turns", '
+        '"precision": "bf16-mixed", "dtype": "several", "events": [["resume", 4, 0]]}',
+    ),
     (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
 ]
 """(what puts the fault back, the smallest run that shows it)"""
