@@ -55,6 +55,13 @@ def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> I
             place.put(held)
 
 
+def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -> None:
+    """Parameters are frozen or thawed as what stands for them, which is all that a user's step can reach."""
+    for place in places:
+        if hosts[place.name].requires_grad != place.held.requires_grad:
+            hosts[place.name].requires_grad_(place.held.requires_grad)
+
+
 def places(root: nn.Module) -> list[ParameterPlace]:
     """Of all parameters in the module, by their first names."""
     names: dict[int, str] = {}

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
+from lightning_decentral.spilled.compute.blocks import ParameterPlace, as_standing, placed
 from lightning_decentral.spilled.compute.first_forward import (
     as_trained,
     first_order,
@@ -70,13 +70,6 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
         return run.reply(_Computed.apply(run, token, *inputs))  # type: ignore[no-untyped-call]
 
     return call
-
-
-def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -> None:
-    """Parameters are frozen or thawed as what stands for them, which is all that a user's step can reach."""
-    for place in places:
-        if hosts[place.name].requires_grad != place.held.requires_grad:
-            hosts[place.name].requires_grad_(place.held.requires_grad)
 
 
 class Run:
