@@ -172,9 +172,9 @@ class CompressedStrategy(ReplicaStrategy):
         # Once an epoch, look which further buffers have changed: comparing all takes time.
         look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
         assert self._rounds is not None
-        self._rounds += 1
         if self._buffers is not None and self._gradients is not None:
             self._buffers.share(self._gradients.heard() or look)
+        self._rounds += 1  # not before: who waits in `share` waits for this update, not for the next one
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class CompressedStrategy(ReplicaStrategy):
 
     def progress_state(self) -> dict[str, Any]:
         turns = {} if self._owners is None else {"turns": self._owners.turns}
-        return {} if self._mean is None else {**self._mean.state_dict(), **turns}
+        return {} if self._gradients is None else {**self._gradients.state_dict(), **turns}
 
     def load_progress_state(self, state: dict[str, Any]) -> None:
         if self._mean is not None and "codec" in state:

@@ -213,9 +213,9 @@ class PartialBackpropStrategy(ReplicaStrategy):
         # Once an epoch, look which further buffers have changed: comparing all takes time.
         look, self._epoch = self._epoch != self._module.trainer.current_epoch, self._module.trainer.current_epoch
         assert self._rounds is not None
-        self._rounds += 1
         if self._buffers is not None:
             self._buffers.share((self._reducer is not None and self._reducer.heard()) or look)
+        self._rounds += 1  # not before: who waits in `share` waits for this update, not for the next one
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 

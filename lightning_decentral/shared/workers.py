@@ -17,7 +17,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +25,7 @@ from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
+from lightning_decentral.shared.launching import StartsWorkers
 from lightning_decentral.shared.meeting import TIMEOUT, Attendance
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
@@ -38,7 +38,7 @@ from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-class WorkersStrategy(DDPStrategy):
+class WorkersStrategy(StartsWorkers):
     """Workers that run Lightning's loops side by side and meet where their method says; no wrapper around the module.
 
     Args:

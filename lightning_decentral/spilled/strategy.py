@@ -115,11 +115,6 @@ class SpilledStrategy(SingleDeviceStrategy):
         assert module is not None
         place = self.root_device
         _update_properties(module, device=place)  # module.device: where it computes, though parameters stay
-        for part in module.modules():
-            if any(True for _ in part.parameters()):
-                part._buffers.update({k: b if b is None else b.to(place) for k, b in part._buffers.items()})
-            else:
-                part.to(place)
         options: Any = {"blocks": self.blocks, "resident": self.resident, "announce": self._announce}
         self._budget_bytes = self.memory_bytes or _free_bytes(place)
         self.engine = Engine(module, device_of(place), self._budget_bytes or UNLIMITED, **options)

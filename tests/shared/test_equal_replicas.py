@@ -1,6 +1,6 @@
 """Strategies whose replicas stay equal give every hook, and every parameter, what `ddp` gives it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.gossip import AllReduce
 from lightning_decentral.partial import Full
 from lightning_decentral.shared.compute.codec import Plain
+from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from tests.tiny import QUIET, SizedBatches, in_processes
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -147,24 +148,67 @@ def test_a_step_may_gather_count_and_draw(tmp_path: Path, name: str) -> None:
 
 
 class Failing(Hooked):
+    """Fails in its third step, on these workers."""
+
+    def __init__(self, workers: Sequence[int]) -> None:
+        super().__init__(torch.float32)
+        self.workers = workers
+
+    def late_hooks(self, parameter: nn.Parameter, batch: Any, batch_idx: int) -> None:
+        """None, which a resumed run would lack."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise OSError("the user's own")
+        if self.global_step == 2 and self.global_rank in self.workers:
+            raise OSError("the user's own")
+        return super().training_step(batch, batch_idx)
 
 
-def saved_on_the_way_out(make: Callable[[], Strategy], folder: Path) -> tuple[str, list[str]]:
+def saved_on_the_way_out(make: Callable[[], Strategy], workers: Sequence[int], folder: Path) -> tuple[str, list[str]]:
     words = {**QUIET, "enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(folder)]}
     trainer = Trainer(**words, devices=2, strategy=make())
     try:
-        trainer.fit(Failing(), SizedBatches(2))
+        trainer.fit(Failing(workers), SizedBatches(4))
     except Exception as error:
         return str(error), [path.name for path in folder.iterdir()]
     return "", []
 
 
+def trained(make: Callable[[], Strategy], steps: int, start: Path | None = None) -> dict[str, Tensor]:
+    module = Failing(())
+    Trainer(**QUIET, devices=2, strategy=make(), max_steps=steps).fit(module, SizedBatches(4), ckpt_path=start)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 @pytest.mark.sampled
+@pytest.mark.parametrize("workers", [(0, 1), (1,)], ids=str)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_save_on_the_way_out_is_written_and_hides_no_error(tmp_path: Path, name: str) -> None:
-    """Also by the process that forked the workers, which has no fit of its own."""
-    error, files = in_processes(saved_on_the_way_out, STRATEGIES[name], tmp_path)
+def test_a_save_on_the_way_out_has_what_was_trained_and_hides_no_error(
+    tmp_path: Path, name: str, workers: Sequence[int]
+) -> None:
+    """Not what the process has that forked the workers, which was never trained; and training goes on from it."""
+    error, files = in_processes(saved_on_the_way_out, STRATEGIES[name], workers, tmp_path)
     assert "OSError: the user's own" in error
     assert files == ["on_exception.ckpt"]
+    saved = torch.load(tmp_path / files[0], weights_only=False)
+    assert saved["global_step"] == 2
+    assert all(map(torch.equal, saved["state_dict"].values(), in_processes(trained, STRATEGIES[name], 2).values()))
+    ends = [in_processes(trained, STRATEGIES[name], 3, start) for start in (tmp_path / files[0], None)]
+    assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
+def train_with_watched_buffers(make: Callable[[], Strategy]) -> None:
+    strategy, share, calls = make(), RunningBuffers.share, [0]
+
+    def watched(self: RunningBuffers, look: bool) -> None:
+        calls[0] += 1
+        assert strategy.wanted() == [calls[0]]  # type: ignore[attr-defined]
+        share(self, look)
+
+    RunningBuffers.share = watched  # type: ignore[method-assign]
+    Trainer(**QUIET, devices=2, max_steps=3, strategy=strategy).fit(Hooked(torch.float32), SizedBatches(3))
+
+
+@pytest.mark.parametrize("name", ["compressed", "partial"])
+def test_who_waits_for_buffers_waits_for_this_update(name: str) -> None:
+    """Else another, whose epoch has ended, would take the wait for one in the next update."""
+    in_processes(train_with_watched_buffers, STRATEGIES[name])

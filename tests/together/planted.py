@@ -23,6 +23,9 @@ from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.wire import health
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
+from lightning_decentral.spilled.compute import spill
+from lightning_decentral.spilled.compute.engine import Engine
+from lightning_decentral.spilled.compute.standing import Standing
 
 
 def layout_of_the_moment() -> None:
@@ -150,6 +153,19 @@ def padding_is_not_saved() -> None:
     _set(buckets.Bucket, "padding", property(buckets.Bucket.padding.fget, lambda self, values: None))  # type: ignore
 
 
+def places_of_the_first_step() -> None:
+    _set(Engine, "_renew", lambda self: self._look())
+
+
+def thawed_where_nobody_looks() -> None:
+    _set(spill, "as_standing", lambda places, hosts: None)
+    _set(Standing, "look", lambda self: None)
+
+
+def what_waits_is_not_in_the_file() -> None:
+    _set(gradient_average.GradientAverage, "state_dict", lambda self: self._mean.state_dict())
+
+
 def _set(owner: Any, name: str, value: Any) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: plant the fault where it would be now"
     setattr(owner, name, value)
@@ -201,6 +217,13 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
         padding_is_not_saved,
         '{"rule": "PseudoGradient(lr=LearningRatePower(power=1.0, rate=0.5), momentum=0.3)", '
         '"codec": "Int2(block=7)", "topology": "Complete()", "events": [["resume", 16, 0]]}',
+    ),
+    (places_of_the_first_step, '{"method": "spilled", "events": [["prune", 7, 0]]}'),
+    (thawed_where_nobody_looks, '{"method": "spilled", "events": [["thaw inside", 7, 0]]}'),
+    (
+        what_waits_is_not_in_the_file,
+        '{"method": "compressed", "codec": "TopK(fraction=0.3, block=8)", "optimizer": "turns", '
+        '"precision": "bf16-mixed", "dtype": "several", "events": [["resume", 4, 0]]}',
     ),
     (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
 ]

@@ -134,10 +134,11 @@ def _serve(line: Connection, output: Path) -> None:
 
 
 def _kind(error: BaseException) -> str:
-    """Name of its type; of one that these tests themselves raise, none that could be taken for a refusal."""
-    where = traceback.extract_tb(error.__traceback__)[-1].filename
-    ours = Path(where).parent == Path(__file__).parent and isinstance(error, (ValueError, TypeError))
-    return "AssertionError" if ours else type(error).__name__
+    """Name of its type; of one that nobody raised on purpose, or these tests themselves, none that a refusal has."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(last.filename).parent == Path(__file__).parent
+    meant = (last.line or "").startswith("raise") and not ours
+    return type(error).__name__ if meant or not isinstance(error, (ValueError, TypeError)) else "AssertionError"
 
 
 def _forget() -> None:

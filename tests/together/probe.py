@@ -401,7 +401,7 @@ def _prune(trainer: Trainer, module: Any) -> None:
 
 
 BEFORE_A_STEP: dict[str, Callable[[Any, Any], object]] = {
-    "freeze": lambda trainer, module: module.lower.conv.weight.requires_grad_(False),
+    "freeze": lambda trainer, module: next(reversed(list(module.lower.conv.parameters()))).requires_grad_(False),
     "thaw": lambda trainer, module: module.upper.late.requires_grad_(True),
     "replace": lambda trainer, module: trainer.strategy.setup_optimizers(trainer),
     "replace one": _replace_one,

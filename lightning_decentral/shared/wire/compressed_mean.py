@@ -60,8 +60,12 @@ class Mean(Protocol):
     def forget(self) -> None:
         """Begin anew."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on exactly, as tensors and primitives."""
+    def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
+        """What is needed to go on exactly, as tensors and primitives.
+
+        Args:
+            untaken: keys of tensors whose mean no update has taken.
+        """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -97,7 +101,7 @@ class ExactMean:
     def forget(self) -> None:
         """Nothing is kept."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,9 +181,9 @@ class CompressedMean:
     def forget(self) -> None:
         self.residuals.forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        self._updates.settle()
-        return {"codec": repr(self.codec), **self.residuals.state_dict(), **self._updates.state_dict()}
+    def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
+        self._updates.settle_scales()
+        return {"codec": repr(self.codec), **self.residuals.state_dict(untaken), **self._updates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; under another codec without residuals."""

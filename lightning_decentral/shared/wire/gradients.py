@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lightning_decentral.shared.compute.layout.place import Place, dense_strides
 from lightning_decentral.shared.wire.pending import Pending
 
 BUCKET_BYTES = 25 * 2**20  # DDP's
@@ -145,19 +146,34 @@ class Launcher(Generic[Kind]):
         self.paused = False
         self._launch, self._first = launch, first
         self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
+        self._seen: list[tuple[torch.Size, torch.dtype]] = []
         self.buckets: tuple[Kind, ...] = ()
         self._of: dict[nn.Parameter, int] = {}
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """See the gradients of these and of no others; whether that is new. Without any, all hooks are gone."""
+        """See the gradients of these and of no others; whether that is new. Without any, all hooks are gone.
+
+        Raises:
+            ValueError: one of them has another shape or type than when it was first seen.
+        """
+        if parameters:
+            self.refuse_changed()
         if set(parameters) == self._hooks.keys():
             return False
         for parameter in self._hooks.keys() - set(parameters):
             self._hooks.pop(parameter)[0].remove()
         for parameter in (p for p in parameters if p not in self._hooks):
             self._hooks[parameter] = self._hooked(parameter)
+        self._seen = [(p.shape, p.dtype) for p in self._hooks]
         return True
+
+    def refuse_changed(self) -> None:
+        """ValueError where one that is watched has got another shape or type."""
+        # The node of autograd that a hook holds has the ones of then, and so have messages.
+        if [(p.shape, p.dtype) for p in self._hooks] != self._seen:
+            for parameter, (shape, dtype) in zip(self._hooks, self._seen, strict=True):
+                Place(shape, dtype, dense_strides(parameter)).refuse_changed(parameter)
 
     def _hooked(self, parameter: nn.Parameter) -> tuple[RemovableHandle, Any]:
         # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd makes

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.modules import Chain, candidates
@@ -21,8 +22,9 @@ class ParameterPlace:
 
     @property
     def held(self) -> Tensor:
-        found = self.module._parameters[self.attribute]
-        assert found is not None
+        found = self.module._parameters.get(self.attribute)
+        if found is None:
+            raise moved(self.name)
         return found
 
     def put(self, tensor: Tensor) -> None:
@@ -30,6 +32,14 @@ class ParameterPlace:
         self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
         if isinstance(self.module, nn.RNNBase):  # keeps a list of its own
             self.module._flat_weights = [getattr(self.module, name) for name in self.module._flat_weights_names]
+
+
+def moved(name: str) -> ValueError:
+    """The error of a parameter that isn't where it was when a step began."""
+    return ValueError(
+        f"parameter {name} was registered, removed or reparametrized between the begin and the backward of a step, "
+        "which runs blocks again: do it between two steps, as in on_train_batch_start"
+    )
 
 
 @contextmanager
@@ -45,6 +55,13 @@ def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> I
             place.put(held)
 
 
+def as_standing(places: Sequence[ParameterPlace], hosts: Mapping[str, Tensor]) -> None:
+    """Parameters are frozen or thawed as what stands for them, which is all that a user's step can reach."""
+    for place in places:
+        if hosts[place.name].requires_grad != place.held.requires_grad:
+            hosts[place.name].requires_grad_(place.held.requires_grad)
+
+
 def places(root: nn.Module) -> list[ParameterPlace]:
     """Of all parameters in the module, by their first names."""
     names: dict[int, str] = {}
@@ -55,6 +72,15 @@ def places(root: nn.Module) -> list[ParameterPlace]:
                 name = names.setdefault(id(parameter), f"{prefix}.{attribute}".lstrip("."))
                 found.append(ParameterPlace(module, attribute, name))
     return found
+
+
+def move_buffers(root: nn.Module, place: torch.device) -> None:
+    """What isn't a parameter goes to the device: buffers, and the own state of modules without parameters."""
+    for module in root.modules():
+        if any(True for _ in module.parameters()):
+            module._buffers.update({k: b if b is None else b.to(place) for k, b in module._buffers.items()})
+        else:
+            module.to(place)
 
 
 def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Offloading engine: a module whose parameters live on the host, and its steps within a budget of bytes on the device.
 
 The first step of every kind is measured block by block and checked, the second one timed; from the third on the shards
-of a plan are loaded one ahead. Between steps the module is as it was: its parameters are the host's.
+of a plan are loaded one ahead. Between steps the module is as it was: its parameters are the host's. Where a step finds
+other parameters in it (pruned, reparametrized, tied, replaced), blocks and measurements begin anew.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.spilled.compute.blocks import find, placed, places
+from lightning_decentral.spilled.compute.blocks import ParameterPlace, find, move_buffers, moved, placed, places
 from lightning_decentral.spilled.compute.memory_ledger import Counting
 from lightning_decentral.spilled.compute.prefetch import Loader, Route, Singly
-from lightning_decentral.spilled.compute.spill import Resident, Spilling, spilled
+from lightning_decentral.spilled.compute.spill import Spilling, spilled
+from lightning_decentral.spilled.compute.standing import Standing
 from lightning_decentral.spilled.compute.step_profile import Log, Unmeasured, joined
 from lightning_decentral.spilled.compute.transfer import Device
 from lightning_decentral.spilled.plan.footprint import BlockFootprint, Footprint
@@ -52,27 +54,52 @@ class Engine:
         resident: Sequence[str] = (),
         announce: Announce = lambda kind, plan: None,
     ) -> None:
-        names = find(module, blocks, resident)
         self.device = device
         self.plans: dict[str, ShardPlan] = {}
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
-        self._places = places(module)
-        self._spilling = [self._block(index, name) for index, name in enumerate(names)]
-        self._refuse_compiled()
-        self._loader = Loader(device, [block.parameters for block in self._spilling])
+        self._wished = blocks, resident
+        self._spilling: list[Spilling] = []
         self._first: dict[str, Footprint] = {}
-        self._trained: list[bool] = []
         self._kind = ""
         self._log: Log | None = None
+        self._arrange(places(module))
+
+    def _renew(self) -> None:
+        """The module's parameters may be others, and in other places, than at the last step."""
+        found = places(self._module)
+        if found != self._places:
+            self._arrange(found)
+        self._look()
+
+    def _arrange(self, found: list[ParameterPlace]) -> None:
+        self._release()
+        names = find(self._module, *self._wished)
+        self._places, self._trained = found, list[tuple[bool, torch.Size]]()
+        self._spilling = [self._block(index, name) for index, name in enumerate(names)]
+        self._refuse_compiled()
+        self._loader = Loader(self.device, [block.parameters for block in self._spilling])
+        self._standing = Standing(found, self._spilling, self.device.place)
         self._look()
         self._refuse_large()
-        self._pin()
-        self._hollow = {place.name: _hollow(place.held, device.place) for place in self._places}
-        # By storage, which `expand` keeps.
-        self._absent = {base.untyped_storage()._cdata: name for name, base in self._hollow.items()}
+        move_buffers(self._module, self.device.place)
+        for place in found:
+            place.held.data = self.device.pinned(place.held.data)  # optimizers go on holding the parameter
         for block in self._spilling:
             # What torch calls in place of _call_impl, which `spilled` calls in turn: hooks run where they did.
-            block.module._compiled_call_impl = spilled(block, self._loader)
+            block.module._compiled_call_impl = self._called(block)
+
+    def _called(self, block: Spilling) -> Callable[..., Any]:
+        within = spilled(block, self._loader)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._loader.in_step:
+                return within(*args, **kwargs)
+            self._renew()
+            module = block.module  # another block now, or none any more
+            again = module._compiled_call_impl
+            return (within if again is call else again or module._call_impl)(*args, **kwargs)
+
+        return call
 
     def _block(self, index: int, name: str) -> Spilling:
         module = self._module.get_submodule(name)
@@ -95,14 +122,13 @@ class Engine:
                     f"memory_bytes={self._budget_bytes}: give more memory_bytes, or smaller blocks (blocks=[names])"
                 )
 
-    def _pin(self) -> None:
-        for place in self._places:
-            place.held.data = self.device.pinned(place.held.data)  # optimizers go on holding the parameter
+    def _release(self) -> None:
+        for block in self._spilling:
+            block.module._compiled_call_impl = None
 
     def detach(self) -> None:
         """The module without a trace of this."""
-        for block in self._spilling:
-            block.module._compiled_call_impl = None
+        self._release()
         self._loader.end()
 
     @property
@@ -121,14 +147,16 @@ class Engine:
             backward: whether `finish` is called later, behind the backward.
         """
         self._begin(kind, given)
-        with self.counting(), placed(self._places, self._standing()):
+        with self.counting(), placed(self._places, self._standing.fill(self._loader)):
             yield
+            self._refuse_moved()
+            self._standing.look()
         if not backward:
             self.finish()
 
     def counting(self) -> AbstractContextManager[Any]:
         """Bytes are counted within, in the first step of every kind."""
-        return Counting(self.device.ledger, self._absent) if self._loader.checks else nullcontext()
+        return Counting(self.device.ledger, self._standing.absent) if self._loader.checks else nullcontext()
 
     def finish(self) -> None:
         """A step has ended: what was measured becomes a plan."""
@@ -138,14 +166,20 @@ class Engine:
             self._planned(log.footprint(self._blocks()))
 
     def _look(self) -> None:
-        """The parameters may be others than at the last step; if others are trained, a step has other bytes."""
+        """The places may hold others than at the last step; if others are trained, a step has other bytes."""
         self._loader.hosts = {place.name: place.held for place in self._places}
-        trained = [host.requires_grad for host in self._loader.hosts.values()]
+        trained = [(host.requires_grad, host.shape) for host in self._loader.hosts.values()]
         if trained != self._trained:
             self._trained, self.plans, self._first = trained, {}, {}
 
+    def _refuse_moved(self) -> None:
+        stood = {(place.module, place.attribute) for place in self._places}
+        for place in places(self._module):
+            if (place.module, place.attribute) not in stood:
+                raise moved(place.name)
+
     def _begin(self, kind: str, given: Any) -> None:
-        self._look()
+        self._renew()
         hosts = list(self._loader.hosts.values())
         self.device.note([*hosts, *(host.grad for host in hosts)], [*self._module.buffers(), *tree_leaves(given)])
         found, self._kind = self.plans.get(kind), kind
@@ -156,15 +190,6 @@ class Engine:
             self._loader.log = self._log
         else:
             self._loader.begin(Route(found), Unmeasured(), found.shards[found.route[0]] if found.route else None)
-
-    def _standing(self) -> dict[str, Tensor]:
-        """What stands in all places during a step."""
-        loaded = {name for block in self._spilling for name in block.parameters}
-        hosts = self._loader.hosts
-        apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
-        stays = {name: apply(self._loader, host) for name, host in hosts.items() if name not in loaded}
-        away = {name: self._hollow[name].expand(host.shape) for name, host in hosts.items() if name in loaded}
-        return {**away, **stays}
 
     def _planned(self, footprint: Footprint) -> None:
         first = self._first.pop(self._kind, None)
@@ -183,9 +208,3 @@ class Engine:
         return [
             BlockFootprint(block.name, {name: sizes[name] for name in block.parameters}) for block in self._spilling
         ]
-
-
-def _hollow(parameter: Tensor, place: torch.device) -> Tensor:
-    """No number, of a parameter's type and place, to be expanded: whoever computes with it sees it."""
-    numbers = parameter.is_floating_point() or parameter.is_complex()
-    return torch.full((), float("nan") if numbers else 0, dtype=parameter.dtype, device=place)

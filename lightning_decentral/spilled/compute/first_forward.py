@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def as_trained(copies: Mapping[str, Tensor], hosts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leaves that need gradients where the host's parameters do."""
-    return {name: copy.detach().requires_grad_(hosts[name].requires_grad) for name, copy in copies.items()}
+def as_trained(copies: Mapping[str, Tensor], trained: Mapping[str, bool]) -> dict[str, Tensor]:
+    """Leaves that need gradients where these parameters are trained."""
+    return {name: copy.detach().requires_grad_(trained[name]) for name, copy in copies.items()}
 
 
 @contextmanager

@@ -68,6 +68,7 @@ class Loader:
         hosts: the parameters themselves, by name.
         runs: calls whose backward is still to come, the next one last.
         log: of the step, while it is measured.
+        in_step: whether a step's forward or backward runs.
     """
 
     def __init__(self, device: Device, blocks: Sequence[Sequence[str]]) -> None:
@@ -75,6 +76,7 @@ class Loader:
         self.hosts: dict[str, Tensor] = {}
         self.runs: list[Waiting] = []
         self.log: Log | Unmeasured = Unmeasured()
+        self.in_step = False
         self._blocks = blocks
         self._route: Route | Singly = Fresh()
         self._present: dict[str, PendingCopies] = {}
@@ -89,7 +91,7 @@ class Loader:
     def begin(self, route: Route | Singly, log: Log | Unmeasured, first: Shard | None) -> None:
         """A step, from nothing; `first` comes at once."""
         self.end()
-        self._route, self.log = route, log
+        self._route, self.log, self.in_step = route, log, True
         self._load(first or ())
 
     def end(self) -> None:
@@ -99,7 +101,7 @@ class Loader:
         self.log.close()
         self._keep(())
         self.runs = []
-        self._route, self.log = Fresh(), Unmeasured()
+        self._route, self.log, self.in_step = Fresh(), Unmeasured(), False
 
     def enter(self, block: int, run: Waiting | None = None) -> dict[str, Tensor]:
         """Copies of the block's parameters, by name.

@@ -8,7 +8,7 @@ Autograd sees the host's parameters: gradients are added up, and hooks called, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.spilled.compute.blocks import ParameterPlace, placed
+from lightning_decentral.spilled.compute.blocks import ParameterPlace, as_standing, placed
 from lightning_decentral.spilled.compute.first_forward import (
     as_trained,
     first_order,
@@ -28,6 +28,7 @@ from lightning_decentral.spilled.compute.given_objects import GivenObjects
 from lightning_decentral.spilled.compute.prefetch import Loader
 from lightning_decentral.spilled.compute.recompute import Moment, Taken
 from lightning_decentral.spilled.compute.transfer import Leaving, PendingCopies
+from lightning_decentral.spilled.compute.written import refuse_unlike, refuse_written, versions
 
 TOLERANCE = 1e-3
 PLAIN = (bool, int, float, str, type(None))  # what a block may return beside tensors
@@ -59,6 +60,7 @@ def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
         given = Taken((args, kwargs))
         _refuse_emptied(block, given)
         run = Run(block, loader, given)
+        as_standing(block.places, loader.hosts)
         hosts = [loader.hosts[name] for name in block.parameters]
         inputs = given.drop()
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*hosts, *inputs)):
@@ -89,24 +91,29 @@ class Run:
     def once(self, *args: Any, **kwargs: Any) -> Any:
         """The call, when no backward follows: what it is given it may change."""
         copies = self._loader.enter(self._block.index)
+        before = versions(copies)
         with placed(self._block.places, copies):
-            return self._block.module._call_impl(*args, **kwargs)
+            answer = self._block.module._call_impl(*args, **kwargs)
+        self._refuse_written(copies, before)
+        return answer
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The call; its results' tensors."""
-        loader, versions = self._loader, [tensor._version for tensor in inputs]
+        loader, came = self._loader, [tensor._version for tensor in inputs]
         copies = loader.enter(self._block.index)
         self._keep(inputs)
         self._moment = Moment(self._block.module, loader.device)
         args, kwargs = self._given.with_tensors(inputs)
         self._objects = GivenObjects((args, kwargs), inputs)
         self._refuse_unreached()
-        leaves = as_trained(copies, loader.hosts)
+        self._trained = {name: loader.hosts[name].requires_grad for name in copies}
+        leaves, before = as_trained(copies, self._trained), versions(copies)
         with placed(self._block.places, leaves), graph_dropped(self._block.name, leaves.values()):
             self._answer = Taken(self._block.module._call_impl(*args, **kwargs))
+        self._refuse_written(copies, before)
         self._put_back()
         self._refuse_opaque()
-        self._refuse_changed(inputs, versions)
+        self._refuse_changed(inputs, came)
         self._moment.seal()
         loader.runs.append(self)
         results = tuple(without_graph(tensor, inputs) for tensor in self._answer.drop())
@@ -149,6 +156,11 @@ class Run:
                 "return tensors, or lists, tuples and dictionaries of them"
             )
 
+    def _refuse_written(self, copies: Mapping[str, Tensor], before: Mapping[str, int]) -> None:
+        refuse_written(f"block {self._block.name}", copies, before)
+        if self._loader.checks:
+            refuse_unlike(f"block {self._block.name}", copies, self._loader.hosts)
+
     def _refuse_changed(self, inputs: Sequence[Tensor], versions: Sequence[int]) -> None:
         if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
             raise ValueError(
@@ -171,7 +183,7 @@ class Run:
             )
         copies = self._loader.enter(self._block.index, self)
         hosts = self._loader.hosts
-        leaves = as_trained(copies, hosts)
+        leaves = as_trained(copies, self._trained)
         inputs = self._inputs()
         with placed(self._block.places, leaves):
             pairs = [(r, g) for r, g in zip(self._again(inputs), gradients, strict=True) if r.requires_grad]

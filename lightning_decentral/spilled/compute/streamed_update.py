@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_decentral.spilled.compute.memory_ledger import Counting
 from lightning_decentral.spilled.compute.transfer import Device
@@ -29,7 +30,8 @@ class Travelling:
 
     def __init__(self, device: Device, budget_bytes: int) -> None:
         self._device, self._budget_bytes = device, budget_bytes
-        self._needs: dict[int, int] = {}  # bytes by parameter, once it has been updated
+        self._optimizer: Optimizer | None = None
+        self._needs = WeakIdKeyDictionary()  # (shape, bytes) by parameter, once this optimizer has updated it
 
     @contextmanager
     def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
@@ -57,13 +59,15 @@ class Travelling:
             vars(optimizer).update({} if own is None else {"step": own})
 
     def _update(self, optimizer: Optimizer, plain: Step, named: Mapping[str, Tensor]) -> None:
+        if self._optimizer is not optimizer:
+            self._optimizer, self._needs = optimizer, WeakIdKeyDictionary()
         given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         room = self._budget_bytes - self._device.present_bytes()
         _refuse_large(given, room, self._budget_bytes, named)
         if not self._needs:
             verify(optimizer, plain, given)
         for together in self._fitting(given, room):
-            if id(together[0]) in self._needs:
+            if self._need(together[0]) is not None:
                 self._visit(optimizer, plain, together)
             else:
                 self._measure(optimizer, plain, together[0], named)
@@ -76,7 +80,8 @@ class Travelling:
         used = 0
         for parameter in given:
             # An unmeasured one takes all the room, so that it goes alone: its state may appear only with its update.
-            need = self._needs.get(id(parameter), room)
+            known = self._need(parameter)
+            need = room if known is None else known
             if together and used + need > room:
                 yield together
                 together, used = [], 0
@@ -84,6 +89,10 @@ class Travelling:
             used += need
         if together:
             yield together
+
+    def _need(self, parameter: Tensor) -> int | None:
+        shape, size_bytes = self._needs.get(parameter, (None, None))
+        return size_bytes if shape == parameter.shape else None
 
     def _measure(self, optimizer: Optimizer, plain: Step, parameter: Tensor, named: Mapping[str, Tensor]) -> None:
         before = self._device.present_bytes()
@@ -93,7 +102,7 @@ class Travelling:
         need = self._device.peak_bytes() - before
         if before + need > self._budget_bytes:
             raise ValueError(_too_small(parameter, before + need, self._budget_bytes, named))
-        self._needs[id(parameter)] = need
+        self._needs[parameter] = parameter.shape, need
 
     def _visit(self, optimizer: Optimizer, plain: Step, together: Sequence[Tensor]) -> None:
         groups = optimizer.param_groups

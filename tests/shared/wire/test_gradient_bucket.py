@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.layout.packing import chunked
 from lightning_decentral.shared.wire.gradients import SPARSE, GradientBucket, Launcher, flag, pack, parts, used
@@ -112,3 +112,15 @@ def test_a_mean_is_as_sparse_as_the_gradient_was() -> None:
     assert others.grad.is_sparse
     assert own.grad.indices().tolist() == others.grad.indices().tolist() == [[1]]
     assert dense.grad.tolist() == [[0, 0], [3, 4]]
+
+
+@pytest.mark.parametrize("now", [torch.ones(7), torch.ones(3, dtype=torch.float64)], ids=lambda now: str(now.dtype))
+def test_a_parameter_of_another_shape_or_type_is_refused(now: Tensor) -> None:
+    """Before the backward, which would end in autograd's own error."""
+    parameter = nn.Parameter(torch.ones(3))
+    launcher = Launcher[GradientBucket](lambda bucket: None)
+    launcher.watch([parameter])
+    parameter.data = now
+    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\), torch.float32 became .*on every worker"):
+        launcher.watch([parameter])
+    launcher.watch(())

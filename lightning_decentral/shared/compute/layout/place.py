@@ -51,13 +51,17 @@ class Place:
     def order(self) -> tuple[int, ...]:
         return memory_order(self.shape, self.strides)
 
-    def check(self, tensor: Tensor) -> None:
-        """ValueError where it became another; a warning where it lies otherwise."""
+    def refuse_changed(self, tensor: Tensor) -> None:
+        """ValueError where its shape or type became another."""
         if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise ValueError(
                 f"a parameter of {self} became {Place.of(tensor)} after set-up, and messages have its place: change "
                 "it in configure_model() or setup(), on every worker"
             )
+
+    def check(self, tensor: Tensor) -> None:
+        """ValueError where it became another; a warning where it lies otherwise."""
+        self.refuse_changed(tensor)
         if memory_order(tensor.shape, dense_strides(tensor)) != memory_order(self.shape, self.strides):
             warnings.warn(
                 f"a parameter of {self} got strides {tensor.stride()} after set-up, and gets those back that all "

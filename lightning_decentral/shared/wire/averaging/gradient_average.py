@@ -100,6 +100,7 @@ class GradientAverage:
         """Some of what is watched may have been thawed since."""
         parameters = self._all
         needed = [p for p in parameters if p.requires_grad]
+        self._launcher.refuse_changed()
         if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
             return  # without a hash of each, which is Python's
         self._needed = needed
@@ -134,6 +135,11 @@ class GradientAverage:
         # Whose version has changed was updated by somebody else, a part of an optimizer.
         if cleared := [p for p, version in gone.items() if p._version == version]:
             self._mean.updated(lambda: {self._keys[p] for p in cleared if p in self._keys}, True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean's. Gradients aren't in files: what waits for its update now was never averaged to a resumed run."""
+        waiting = {self._keys[p] for p, version in self._averaged.items() if p._version == version}
+        return self._mean.state_dict(waiting)
 
     def heard(self) -> bool:
         """Whether any device has had news since the last call; the same on all of them."""

@@ -129,11 +129,20 @@ class Residuals:
     def withdraw(self, keys: Collection[int]) -> None:
         """The update of the tensors with these keys was skipped: what it would have taken was never averaged."""
         for place, residual in self._at.items():
-            for key, span in self._spans(place) if residual.before and not residual.taken else ():
-                if key in keys:
-                    residual.own[slice(*span)] = residual.before[0][slice(*span)]
-                    for _, mine in self._overlap(len(residual.own), span):
-                        residual.owned[mine] = residual.before[1][mine]
+            self._restore(place, residual, [residual.own, residual.owned], keys)
+
+    def _restore(self, place: int, residual: Residual, into: Sequence[Tensor], keys: Collection[int]) -> None:
+        """What was there before the last mean, of the tensors with these keys."""
+        for key, span in self._spans(place) if residual.before and not residual.taken else ():
+            if key in keys:
+                into[0][slice(*span)] = residual.before[0][slice(*span)]
+                for _, mine in self._overlap(len(residual.own), span):
+                    into[1][mine] = residual.before[1][mine]
+
+    def _without(self, place: int, residual: Residual, keys: Collection[int]) -> list[Tensor]:
+        copies = [residual.own.clone(), residual.owned.clone()]
+        self._restore(place, residual, copies, keys)
+        return copies
 
     def rescale(self, factor: float) -> None:
         """Gradients come multiplied by another scale from now on, so many times the one before."""
@@ -149,9 +158,13 @@ class Residuals:
         """Begin anew."""
         self._at, self._debts = {}, {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:
+        """Args:
+        untaken: keys of tensors whose mean no update has taken, and which a resumed run won't have.
+        """
         return {
-            "residuals": {str(p): [r.own.clone(), r.owned.clone(), r.rounds] for p, r in self._at.items()},
+            "residuals": {str(p): [*self._without(p, r, untaken), r.rounds] for p, r in self._at.items()},
+            "guarded": self.guarded,
             "rows": [[list(pair) for pair in row] for row in self._rows],
             "debts": {str(key): debt.clone() for key, debt in self._debts.items()},
             "rounds": self._rounds,
@@ -162,7 +175,7 @@ class Residuals:
         self._at = {int(place): Residual(*row) for place, row in state["residuals"].items()}
         self._rows = tuple(tuple((key, elements) for key, elements in row) for row in state.get("rows", ()))
         self._debts = {int(key): debt for key, debt in state.get("debts", {}).items()}
-        self._rounds = state.get("rounds", 0)
+        self._rounds, self.guarded = state.get("rounds", 0), self.guarded or state.get("guarded", False)
         if now:
             self.lay(now)
 

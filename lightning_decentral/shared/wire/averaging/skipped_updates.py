@@ -57,10 +57,11 @@ class SkippedUpdates:
             self._known = True
         if self._any:
             self._any = False
-            self._settle_scales()
+            self.settle_scales()
             self._residuals.updated()
 
-    def _settle_scales(self) -> None:
+    def settle_scales(self) -> None:
+        """What a scaler has skipped is withdrawn; what waits for its update goes on waiting."""
         reads, self._open = self._open, []
         last = self._unit
         for keys, read in reads:

@@ -146,9 +146,31 @@ def from_checkpoints(run: Run) -> None:
         run.step([0, 1], [0, 1])
 
 
+def from_checkpoints_between_turns(run: Run) -> None:
+    """Each backward reaches both, one is updated; a new mean goes on while the other waits, in every third step."""
+    for step in range(2 * STEPS):
+        turn = run.optimizers[step % 2]
+        run.average.watch(run.parameters)
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
+        loss = run.loss([0, 1], 0.0)
+        run.average.before(loss)
+        loss.backward()
+        turn.step()
+        run.given[step % 2] += run.weight(step % 2)
+        run.average.updated(turn, skipped=False)
+        if step % 3 == 2:
+            state = run.average.state_dict()
+            run.mean.forget()
+            run.mean.residuals.guarded = False
+            run.average.close()
+            run.mean.load_state_dict(state)
+            run.relay(2**20)
+
+
 SCENES = [
     by_turns, in_every_second_step, on_one_worker_only, thawed_again_and_again, in_other_buckets,
-    with_skipped_updates, at_another_scale, from_checkpoints,
+    with_skipped_updates, at_another_scale, from_checkpoints, from_checkpoints_between_turns,
 ]  # fmt: skip
 
 
