@@ -17,15 +17,16 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_decentral.shared.checkpoint.launching import launched_by
 from lightning_decentral.shared.checkpoint.reading import of_this_model
 from lightning_decentral.shared.checkpoint.worker import Checkpoints
 from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
-from lightning_decentral.shared.launching import StartsWorkers
 from lightning_decentral.shared.meeting import TIMEOUT, Attendance
 from lightning_decentral.shared.nonfinite import Unchecked
 from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
@@ -38,7 +39,7 @@ from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-class WorkersStrategy(StartsWorkers):
+class WorkersStrategy(DDPStrategy):
     """Workers that run Lightning's loops side by side and meet where their method says; no wrapper around the module.
 
     Args:
@@ -159,6 +160,10 @@ class WorkersStrategy(StartsWorkers):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = launched_by(self, self._start_method)
+
     def setup_distributed(self) -> None:
         """As DDPStrategy, at a meeting that says who is missing."""
         reset_seed()
@@ -216,8 +221,6 @@ class WorkersStrategy(StartsWorkers):
             return self.meet(partial(super().all_gather, tensor, group, sync_grads))
         return gather_rows(self.wire.world, tensor, self.meet)
 
-    # ---- training ---------------------------------------------------------------------------------------------------
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The user's update, exactly as in one process; then what the method does after it."""
         with self._attendance.updating:
@@ -260,8 +263,6 @@ class WorkersStrategy(StartsWorkers):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.evaluation.arrive()
-
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         with self._attendance.saving():

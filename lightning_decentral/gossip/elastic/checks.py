@@ -126,6 +126,16 @@ class Given:
         text = json.dumps([self._settings, self._model, self._present if present is None else dict(present)])
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
+    def now(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """What a newcomer's model must be, and which of its parameters are trained."""
+        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        return {"given": self.sent(present(module, optimizers)), "trained": trained}
+
+    def refuse(self, value: Mapping[str, Any]) -> None:
+        """ValueError where this worker can't take what a member gives."""
+        if refused := self.refuses(value):
+            raise ValueError(refused)
+
     def refuses(self, value: Mapping[str, Any]) -> str:
         """Why this worker can't take what a member gives; empty: it can."""
         settings, model, now = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, {})

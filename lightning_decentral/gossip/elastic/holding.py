@@ -135,3 +135,11 @@ def holding(island: Island, device: torch.device, member: ElasticMember, wire: W
     if wire is None:
         return Holding(device)
     return (Shards if island.shards > 1 else Copies)(device, member, wire)
+
+
+def mean_and_bytes(mean_of: Mean, tensors: Sequence[Tensor], carried: Sequence[Tensor]) -> list[Tensor]:
+    """The means of `tensors`, then `carried`, which have no mean: as bytes they are the oldest's."""
+    as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]
+    found = mean_of([*tensors, *as_bytes])
+    values = zip(found[len(tensors) :], carried, strict=True)
+    return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]

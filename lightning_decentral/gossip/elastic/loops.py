@@ -269,3 +269,12 @@ def restored(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
 def _plateaus(trainer: Trainer) -> dict[int, Any]:
     configs = dict(enumerate(trainer.lr_scheduler_configs))
     return {place: config for place, config in configs.items() if isinstance(config.scheduler, ReduceLROnPlateau)}
+
+
+def take(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Restore model, data and callbacks; Lightning restores the rest of it: loops, optimizers, schedules."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()

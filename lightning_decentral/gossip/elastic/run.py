@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.combine.consensus_control import ConsensusControl
+from lightning_decentral.gossip.elastic import loops
 from lightning_decentral.gossip.elastic.checks import (
     Given,
     elastic_rule,
@@ -28,30 +29,9 @@ from lightning_decentral.gossip.elastic.checks import (
     thaw,
 )
 from lightning_decentral.gossip.elastic.elastic import Elastic
-from lightning_decentral.gossip.elastic.holding import Holding
+from lightning_decentral.gossip.elastic.holding import Holding, mean_and_bytes
 from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
-from lightning_decentral.gossip.elastic.loops import (
-    NOTHING,
-    agreed_states,
-    batches_of,
-    calendar_of,
-    copied,
-    count_logged,
-    dealt,
-    go_to,
-    last_to_leave_for,
-    leave_out,
-    nobody,
-    refuse_combined,
-    refuse_other_calendar,
-    refuse_others,
-    refuse_several_lengths,
-    refuse_unplanned,
-    restored,
-    scaled,
-    seed_of,
-)
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.elastic.watched import WatchedProcess
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -168,11 +148,7 @@ class ElasticRun(WatchedProcess):
             self._held.restore(self._mixers, value and value["rule"], self.optimizers)
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        connector = trainer._checkpoint_connector
-        connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it: loops, optimizers, schedules
-        connector.restore_model()
-        connector.restore_datamodule()
-        connector.restore_callbacks()
+        loops.take(trainer, checkpoint)
 
     def _copy(self) -> dict[str, Any]:
         """Everything, between two steps; nothing but on the first device."""
@@ -184,20 +160,15 @@ class ElasticRun(WatchedProcess):
         if not self._member.leads:
             return {}
         rule = self._mixers.state_dict(lambda of: of.mixer.kept())
-        own = {"trainer": copied(whole), "rule": copied(rule)}
-        return {**own, **self._as_it_is(), "run": self._member.given()}
-
-    def _as_it_is(self) -> dict[str, Any]:
-        """What a newcomer's model must be, and which of its parameters are trained."""
-        trained = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
-        return {"given": self._given.sent(present(self._module, self.optimizers)), "trained": trained}
+        own = {"trainer": loops.copied(whole), "rule": loops.copied(rule)}
+        return {**own, **self._given.now(self._module, self.optimizers), "run": self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
 
     def _making(self) -> Making:
         pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
-        return Making(self._made, self.model_layout.packing(pack), meet=refuse_others)
+        return Making(self._made, self.model_layout.packing(pack), meet=loops.refuse_others)
 
     def _made(self) -> list[Mixer]:
         assert self._exchange is not None
@@ -213,16 +184,18 @@ class ElasticRun(WatchedProcess):
         if not trainer.training:
             return dataloader
         if member is None:  # the module asks how many steps there will be, before anybody knows how many begin
-            self._planned = batches_of(trainer, dataloader, self.planned_workers)
-            return dealt(trainer, dataloader, self._planned, nobody)
+            self._planned = loops.batches_of(trainer, dataloader, self.planned_workers)
+            return loops.dealt(trainer, dataloader, self._planned, loops.nobody)
         place = self._place_of(trainer)
         if member.round < 0:
             self._join(member, trainer, dataloader)
         assert member.calendar is not None
         if place and trainer.fit_loop._combined_loader is None:
-            refuse_several_lengths(batches_of(trainer, dataloader, member.calendar.weights), member.calendar)
+            loops.refuse_several_lengths(
+                loops.batches_of(trainer, dataloader, member.calendar.weights), member.calendar
+            )
         deals = partial(member.deals, place=place)
-        return dealt(trainer, dataloader, member.calendar.batches, deals, self.elastic.weight)
+        return loops.dealt(trainer, dataloader, member.calendar.batches, deals, self.elastic.weight)
 
     def _place_of(self, trainer: Trainer) -> int:
         """Of the loader that is processed now among those that are combined, also where they are loaded again."""
@@ -233,19 +206,19 @@ class ElasticRun(WatchedProcess):
 
     def _join(self, member: ElasticMember, trainer: Trainer, dataloader: object) -> None:
         """This worker is a member from here on."""
-        member.seed = seed_of(dataloader) if member.seed is None else member.seed
+        member.seed = loops.seed_of(dataloader) if member.seed is None else member.seed
         self._begin(lambda: self._calendar(member, dataloader))
         member.calendar = member.calendar or self._calendar(member, dataloader)
         assert member.view is not None
         if member.view.number == 1:
-            refuse_other_calendar(self._calendar(member, dataloader), member.calendar)
-        refuse_unplanned(self._planned, member.calendar)
+            loops.refuse_other_calendar(self._calendar(member, dataloader), member.calendar)
+        loops.refuse_unplanned(self._planned, member.calendar)
         if member.round or member.calendar.before or trainer.fit_loop.restarting:
-            go_to(trainer, member.calendar, member.round)
+            loops.go_to(trainer, member.calendar, member.round)
 
     def _calendar(self, member: ElasticMember, dataloader: object) -> Calendar:
         weights = self.planned_workers if self._planned else member.founders
-        return calendar_of(self._module.trainer, dataloader, weights)
+        return loops.calendar_of(self._module.trainer, dataloader, weights)
 
     def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
         """The next round. `calendar` makes the run's, where this worker is the oldest of the first view."""
@@ -253,20 +226,19 @@ class ElasticRun(WatchedProcess):
         assert member is not None
         assert exchange is not None
         goes_on = member.calendar if member.live and self.elastic.asynchronous else None
-        until = last_to_leave_for(trainer, goes_on, member.round + 1) if goes_on else 0
+        until = loops.last_to_leave_for(trainer, goes_on, member.round + 1) if goes_on else 0
         left_out = member.begin(self._copy, until)
         if left_out and goes_on:
-            leave_out(trainer, goes_on, member.round, left_out)
+            loops.leave_out(trainer, goes_on, member.round, left_out)
         member.enter(exchange)
         self._rank_as(member.place if member.leads else 1)
         self._log_as_oldest(trainer)
         state = member.agreed(lambda: self._state(member, calendar))
         if state is not None:
             member.learn(state["run"])
-            restored(trainer, state)
+            loops.restored(trainer, state)
             if "given" in state:  # it may have changed since this worker was healed
-                if refused := self._given.refuses(state):
-                    raise ValueError(refused)
+                self._given.refuse(state)
                 thaw(self._module, state["trained"])
 
     def _state(self, member: ElasticMember, calendar: Callable[[], Calendar] | None) -> dict[str, Any]:
@@ -274,14 +246,16 @@ class ElasticRun(WatchedProcess):
         if member.calendar is None and calendar is not None:
             member.calendar = calendar()
         first = member.view is not None and member.view.number == 1
-        own = NOTHING if first else {**agreed_states(self._module.trainer), **self._as_it_is()}
-        return {**own, "run": member.given()}
+        if first:
+            return {**loops.NOTHING, "run": member.given()}
+        now = self._given.now(self._module, self.optimizers)
+        return {**loops.agreed_states(self._module.trainer), **now, "run": member.given()}
 
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self._member is not None
         assert self._member.calendar is not None
-        refuse_combined(self._module.trainer, self._member.calendar)
+        loops.refuse_combined(self._module.trainer, self._member.calendar)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member
@@ -289,7 +263,7 @@ class ElasticRun(WatchedProcess):
         assert member.calendar is not None
         if not member.live:
             member.live = True  # not before: only now all members call the same
-            count_logged(self._module.trainer, member.calendar.step(member.round))
+            loops.count_logged(self._module.trainer, member.calendar.step(member.round))
         elif member.next_round > member.round:
             self._begin()
 
@@ -301,7 +275,7 @@ class ElasticRun(WatchedProcess):
         **kwargs: Any,
     ) -> Any:
         assert self._member is not None
-        with self._attendance.updating, scaled(optimizer, self._member.share):
+        with self._attendance.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
         self.mean_model.apart = True
         with self._attendance.waiting:
@@ -324,11 +298,7 @@ class ElasticRun(WatchedProcess):
         return self._held.mean_of(tensors, super().mean_of)
 
     def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        # Bytes have no mean: they are the oldest's.
-        as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]
-        found = self.mean_of([*tensors, *as_bytes])
-        values = zip(found[len(tensors) :], carried, strict=True)
-        return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
+        return mean_and_bytes(self.mean_of, tensors, carried)
 
     def settle(self) -> None:
         self._mixers.end()

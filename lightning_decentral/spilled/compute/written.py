@@ -1,4 +1,4 @@
-"""Copies that somebody wrote to: a parameter on the host wouldn't learn of it."""
+"""Copies that somebody wrote to: a parameter on the host wouldn't learn of it. Short, and asked by two modules."""
 
 from collections.abc import Mapping
 

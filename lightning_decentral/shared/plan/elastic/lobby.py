@@ -193,11 +193,6 @@ class Lobby:
         return tuple(name for name in self.members if not self._left(name))
 
     @property
-    def over(self) -> bool:
-        """Whether all members have said that they end: nobody has the run's parameters any more."""
-        return self.view is not None and not self.stayed
-
-    @property
     def leaving(self) -> tuple[str, ...]:
         """Guests that said that they end."""
         return tuple(name for name in self.guests if self._left(name))
@@ -274,10 +269,8 @@ class Lobby:
         if self.view is None and not self.seen and there < self.bounds.least:
             return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
         stay, size = self._counted(now)
-        if not self.seen or not self.settled or 2 * stay > size:
-            return ""
         wanted = min(stay + len(self.ready(now)), self.bounds.most)
-        if self.bounds.may_follow(stay, size, wanted):
+        if not self.seen or not self.settled or 2 * stay > size or self.bounds.may_follow(stay, size, wanted):
             return ""
         return (
             f"no member of view {self.seen} is heard: end the other workers and the lobby, and resume from a checkpoint"
@@ -299,7 +292,7 @@ class Lobby:
             donor=(donor, self.guests[donor].beat.place) if donor else None,
             founder=self.founder(now) == name,
             out=self.out(name),
-            over=self.over,
+            over=self.view is not None and not self.stayed,
             paused=self.paused(now),
             least=self.bounds.least,
             dead_after=self.times.dead_after,

@@ -8,19 +8,17 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 
-class StartsWorkers(DDPStrategy):
-    """DDP, without a file of the untrained model where forked or spawned workers have ended by an exception."""
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method != "popen":
-            self._launcher = WorkersLauncher(self, start_method=self._start_method)
+def launched_by(strategy: Strategy, start_method: str) -> Any:
+    """The strategy's launcher; of forked or spawned workers one without a file of the untrained model."""
+    if start_method == "popen":
+        return strategy.launcher
+    return WorkersLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
 
 
 class WorkersLauncher(_MultiProcessingLauncher):
