@@ -268,7 +268,8 @@ def test_impossible_numbers_of_workers_are_refused(workers: tuple[int, int]) -> 
 def test_one_trainer_is_one_device(tmp_path: Path) -> None:
     strategy: Any = GossipStrategy(elastic=Elastic(lobby="127.0.0.1:1"), start_method="fork")
     trainer = Trainer(**QUIET, strategy=strategy, devices=2, max_steps=1, default_root_dir=tmp_path)
-    strategy.connect(Net(1))
+    strategy.connect(module := Net(1))
+    module.trainer = trainer
     with pytest.raises(
         ValueError, match=r"is Solo\(.*\), this Trainer has 2 devices: start a process with Trainer\(devices=1\)"
     ):

@@ -12,6 +12,7 @@ from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.elastic.run import ElasticRun
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
+from lightning_decentral.gossip.wire.making import Making
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
@@ -133,6 +134,7 @@ def poisoned_moments_stay() -> None:
 
 def thawed_after_the_update() -> None:
     _set(BeforeUpdate, "after", lambda self, closure, optimizer, precision: closure)
+    _set(Making, "equalize", lambda self, new: self.alike(new))
 
 
 def outer_steps_to_the_nearest_code() -> None:

@@ -62,6 +62,10 @@ class Mixer:
         self._learning_rate, self._peak = 0.0, 0.0
         self._combine, self._delay = combine, delay
         self._correct = combine.apply
+        rule = type(combine)
+        # Whether x as it was corrected is what leaves next: then one pass corrects and copies.
+        self._sends_x = rule.adapt is Combine.adapt and rule.message is Combine.message
+        self._keeps_left = exchange.coder.encodes and rule.encoded is not Combine.encoded
         self._states: list[State] = []
         self._flights: deque[Flight] = deque()
         self.extend(buckets)
@@ -177,7 +181,7 @@ class Mixer:
 
     def _launch(self, flight: Flight, place: int, message: Tensor, turn: Turn, copied: Copied | None) -> None:
         x, state = self.buckets[place].flat, self._states[place]
-        if self.exchange.coder.encodes:
+        if self._keeps_left:
             self._combine.encoded(x, state)
         # A copy leaves: what was sent is subtracted at the landing, and updates change x until then.
         sent, started = self.exchange.launch(message, flight.round, place, copied)
@@ -206,7 +210,7 @@ class Mixer:
             self.wanted = 1 + (self.steps if flight.started[place].together else flight.step)
             turn, sent, x = self.turn(flight.round), flight.sent[place], self.buckets[place].flat
             rate = self._rate(turn) if flight.started[place].correction else None
-            if leaving and flight is due[-1] and rate is not None and self._combine.sends_x:
+            if leaving and flight is due[-1] and rate is not None and self._sends_x:
                 copied = self.exchange.copied(x, leaving.round, place)
             mixed, copied = self._landed(flight, place, partial(brought, x, rate, copied), _only)
             for tensor in mixed:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_decentral.spilled.compute.memory_ledger import Counting
 from lightning_decentral.spilled.compute.transfer import Device
@@ -31,7 +30,7 @@ class Travelling:
     def __init__(self, device: Device, budget_bytes: int) -> None:
         self._device, self._budget_bytes = device, budget_bytes
         self._optimizer: Optimizer | None = None
-        self._needs = WeakIdKeyDictionary()  # (shape, bytes) by parameter, once this optimizer has updated it
+        self._needs: dict[Tensor, tuple[torch.Size, int]] = {}  # (shape, bytes), once this optimizer has updated it
 
     @contextmanager
     def taking(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
@@ -60,8 +59,10 @@ class Travelling:
 
     def _update(self, optimizer: Optimizer, plain: Step, named: Mapping[str, Tensor]) -> None:
         if self._optimizer is not optimizer:
-            self._optimizer, self._needs = optimizer, WeakIdKeyDictionary()
-        given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._optimizer, self._needs = optimizer, {}
+        every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        given = [p for p in every if p.grad is not None]
+        self._needs = {p: need for p, need in self._needs.items() if p in every}
         room = self._budget_bytes - self._device.present_bytes()
         _refuse_large(given, room, self._budget_bytes, named)
         if not self._needs:
@@ -91,8 +92,8 @@ class Travelling:
             yield together
 
     def _need(self, parameter: Tensor) -> int | None:
-        shape, size_bytes = self._needs.get(parameter, (None, None))
-        return size_bytes if shape == parameter.shape else None
+        shape, need = self._needs.get(parameter, (None, None))
+        return need if shape == parameter.shape else None
 
     def _measure(self, optimizer: Optimizer, plain: Step, parameter: Tensor, named: Mapping[str, Tensor]) -> None:
         before = self._device.present_bytes()

@@ -158,11 +158,6 @@ class Combine(ABC):
         pass, without a mixture."""
         return None
 
-    @property
-    def sends_x(self) -> bool:
-        """Whether x as it was corrected is what leaves next: then one pass corrects and copies."""
-        return type(self).adapt is Combine.adapt and type(self).message is Combine.message
-
     def incurable(self, heard: bool = True) -> str:
         """Why a worker whose parameters were poisoned can't go on from its neighbours' by `heal`; empty: it can.
 
