@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.connectors import callback_connector
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_decentral.shared.wire.meeting import rendezvous
+from lightning_decentral.shared.wire.meeting import notices, rendezvous
 from tests import forking, ports, world
 
 WORKERS = 4
@@ -119,6 +119,8 @@ def _serve(line: Connection, output: Path) -> None:
         os.dup2(stream.fileno(), 2)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # Workers of one machine: half of what a run takes would be waits for others that are there.
+    rendezvous.LOOK_SECONDS, notices.LINGER_SECONDS = 0.01, 0.5
     callback_connector._load_external_callbacks = lambda group: []  # reads all packages' files, for each Trainer anew
     while True:
         try:

@@ -81,15 +81,19 @@ class Seen:
     optimizer: list[Tensor] = field(default_factory=list)
 
 
-def run(case: Case, rank: int, folder: str, lobby: str) -> Seen:
-    """In the worker `rank`. Raises what the run raises."""
+def run(case: Case, rank: int, folder: str, lobby: str, accounted: bool = True) -> Seen:
+    """In the worker `rank`. Raises what the run raises.
+
+    Args:
+        accounted: whether what it would have become alone is asked for.
+    """
     torch.manual_seed(5)
     if case["method"] == "fabric":
-        return _by_fabric(case, rank, Path(folder))
+        return _by_fabric(case, rank, Path(folder), accounted)
     if case["method"] == "elastic":  # each worker is a world of its own to Lightning
         for name in MEETING:
             os.environ.pop(name)
-    return _by_trainer(case, rank, Path(folder), lobby)
+    return _by_trainer(case, rank, Path(folder), lobby, accounted)
 
 
 def strategy_of(case: Case, rank: int, lobby: str) -> Any:
@@ -122,7 +126,7 @@ def _loader(case: Case, rank: int) -> Any:
     return DataLoader(Examples(BATCHES * case.workers)) if case["method"] == "elastic" else Rows([rank])
 
 
-def _by_trainer(case: Case, rank: int, folder: Path, lobby: str) -> Seen:
+def _by_trainer(case: Case, rank: int, folder: Path, lobby: str, accounted: bool) -> Seen:
     first = copied(Probe(case))
     happenings = Happenings(case, rank, folder, True, lambda: Sends.counted)
     offset = 0 if case["method"] == "elastic" else rank
@@ -134,7 +138,7 @@ def _by_trainer(case: Case, rank: int, folder: Path, lobby: str) -> Seen:
     files = {at: torch.load(path)["state_dict"] for at, path in happenings.saved.items() if not case.has("stop")}
     states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
     steps = trainer.global_step if case.has("stop") else -1
-    alone = _alone(case, rank, folder, happenings.taken, steps)
+    alone = _alone(case, rank, folder, happenings.taken, steps) if accounted else {}
     seen = Seen(first, own, last, alone, happenings.rows, trainer.global_step)
     seen.sent_bytes = happenings.sent_bytes
     seen.validated, seen.saved, seen.healed, seen.optimizer = happenings.validated, files, happenings.healed, states
@@ -183,7 +187,7 @@ def copied(module: Any) -> Named:
 # ---- loops with Fabric -----------------------------------------------------------------------------------------------
 
 
-def _by_fabric(case: Case, rank: int, folder: Path) -> Seen:
+def _by_fabric(case: Case, rank: int, folder: Path, accounted: bool) -> Seen:
     made = FabricGossipStrategy(timeout=TIMEOUT, **given_to(case, rank))
     precision: Any = case["precision"]
     fabric = Fabric(accelerator="cpu", devices=case.workers, strategy=made, precision=precision)
@@ -194,8 +198,9 @@ def _by_fabric(case: Case, rank: int, folder: Path) -> Seen:
     own = {name: value.detach().clone() for name, value in loop.probe.named_parameters()}
     made.finish()
     alone = Loop(case, rank, Fabric(accelerator="cpu", devices=1, precision=precision), Probe(case), None)
-    alone.train()
-    return Seen(first, own, copied(loop.probe), copied(alone.probe), loop.sums, STEPS)
+    if accounted:
+        alone.train()
+    return Seen(first, own, copied(loop.probe), copied(alone.probe) if accounted else {}, loop.sums, STEPS)
 
 
 class Loop:

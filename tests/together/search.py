@@ -16,7 +16,7 @@ from tests import ports
 from tests.together import run as program
 from tests.together.pool import Pool
 from tests.together.space import AXES, COSTLY, EVENTS, NONE, Case, Pair, draw, event_of, pairs, planned, served
-from tests.together.verdict import refusal, verdict
+from tests.together.verdict import accounted, refusal, verdict
 
 SECONDS = 90.0
 """The longest that a run may take; it takes one."""
@@ -25,7 +25,7 @@ SECONDS = 90.0
 def in_worker(case: Case, folder: str, lobby: str, plant: Callable[[], None] | None) -> Any:
     if plant is not None:
         plant()
-    return program.run(case, int(os.environ["LOCAL_RANK"]), folder, lobby)
+    return program.run(case, int(os.environ["LOCAL_RANK"]), folder, lobby, accounted(case))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def drawn(count: int, seed: int) -> Iterator[Case]:
         yield draw(random.Random(f"{seed}/{number}"))
 
 
-def covering(seed: int, candidates: int = 12) -> list[Case]:
+def covering(seed: int, candidates: int = 24) -> list[Case]:
     """Cases that have every pair of values that a plan can have, and every value with every event, at least once."""
     numbers, cases, covered = random.Random(seed), [], set[Pair]()
     for first, second in _all_pairs():
@@ -116,7 +116,7 @@ def _with(first: tuple[str, str], second: tuple[str, str], numbers: random.Rando
     fixed = {axis: value for axis, value in (first, second) if axis != "event"}
     found = []
     for _ in range(count):
-        case = draw(numbers, fixed, patience=20)
+        case = draw(numbers, fixed, patience=20, usual=0.2)
         events = case.events
         if second[0] == "event":
             kinds = served(case, [second[1], *[event.kind for event in events]])

@@ -130,15 +130,7 @@ def equal_replicas(case: Case, seen: list[Seen]) -> str:
 
 def sum_of_updates(case: Case, seen: list[Seen]) -> str:
     """mean_i x_i(end) = x(0) + mean_i sum of the updates that each would have made alone."""
-    if case["gradient"] == "bowl" or case.has("write at end", "nan"):
-        return ""
-    if case["states"] not in ("none", NONE) and case.has("stop"):  # who goes on has the momentum of who ended, too
-        return ""
-    if _bends(case) and (case["gradient"] != "still" or _bends_writes(case)):
-        return ""
-    if case.has("clamp") and case["accumulate"] == "2" and case.replicas < case.workers:
-        return ""  # what isn't averaged yet is clamped, as under ddp
-    for name in _trained(seen[0]):
+    for name in _trained(seen[0]) if seen[0].alone else ():
         if "expert" in name and case["states"] not in ("none", NONE):  # momentum of steps that a worker sat out
             continue
         first = seen[0].first[name].double()
@@ -148,6 +140,17 @@ def sum_of_updates(case: Case, seen: list[Seen]) -> str:
         if not far <= may:
             return f"{name} ends {far:.3g} from x(0) + the mean of all updates; {may:.3g} would be rounding"
     return ""
+
+
+def accounted(case: Case) -> bool:
+    """Whether it is known by how much all updates together move the mean."""
+    if case["gradient"] == "bowl" or case.has("write at end", "nan"):
+        return False
+    if case["states"] not in ("none", NONE) and case.has("stop"):  # who goes on has the momentum of who ended, too
+        return False
+    if case.has("clamp") and case["accumulate"] == "2" and case.replicas < case.workers:
+        return False  # what isn't averaged yet is clamped, as under ddp
+    return not (_bends(case) and (case["gradient"] != "still" or _bends_writes(case)))
 
 
 def met(case: Case, seen: list[Seen]) -> str:
