@@ -339,7 +339,8 @@ class Happenings(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
         for event in self._due("nan"):
             if event.who == self.rank and self.writes:
-                next(p for p in module.parameters() if p.grad is not None).grad.fill_(torch.nan)
+                own = (p for group in optimizer.param_groups for p in group["params"])
+                next(p for p in own if p.grad is not None and p.numel()).grad.fill_(torch.nan)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:

@@ -12,6 +12,8 @@ from tests.together.probe import LEARNING_RATE, WRITTEN_AT_END, apart
 from tests.together.run import Named, Seen
 from tests.together.space import NONE, Case, differs
 
+MAY_SUM = ("PeriodicAverage", "AlternatingExp", "Complete", "BaseGraph")
+"""Topologies of which some steps, or some of what travels, may be an all-reduce."""
 REFUSALS = ("ValueError", "MisconfigurationException", "TypeError")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-5, torch.bfloat16: 0.3}
 HALF_STEP = {
@@ -94,7 +96,7 @@ def finite(case: Case, seen: list[Seen]) -> str:
 
 def healed_once(case: Case, seen: list[Seen]) -> str:
     """One poisoned gradient is one heal, of one worker."""
-    if not case.has("nan"):
+    if not case.has("nan") or case.has("stop"):
         return ""
     counts = [one.healed for one in seen]
     who = next(event.who for event in case.events if event.kind == "nan")
@@ -212,7 +214,7 @@ def bytes_are_counted(case: Case, seen: list[Seen]) -> str:
         return ""
     for worker, one in enumerate(seen):
         said, counted = one.sent_bytes
-        sums_some = any(name in case["topology"] for name in ("PeriodicAverage", "AlternatingExp", "Complete"))
+        sums_some = any(name in case["topology"] for name in MAY_SUM)
         if not (counted <= said if sums_some else counted in (0, said)):
             return f"worker {worker} says that it sent {said} bytes and sent {counted}"
     return ""
@@ -279,10 +281,10 @@ def _bends(case: Case) -> bool:
 
 
 def _bends_writes(case: Case) -> bool:
-    """Whether what a callback adds isn't in the mean as it was added: an outer step lengthens it as any update, and by
+    """Whether what a callback adds isn't in the mean as it was added: momentum of a rule lengthens it as any update, and by
     push-sum it has a worker's weight."""
-    outer = "Outer" in case["rule"] or "PseudoGradient" in case["rule"]
-    return (outer and case.has("write")) or ("PushSum" in case["rule"] and case.has("write", "apart"))
+    lengthens = any(rule in case["rule"] for rule in ("Outer", "PseudoGradient", "QuasiGlobal"))
+    return (lengthens and case.has("write")) or ("PushSum" in case["rule"] and case.has("write", "apart"))
 
 
 def _may_miss(case: Case, like: Tensor) -> float:
