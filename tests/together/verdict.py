@@ -281,8 +281,8 @@ def _bends(case: Case) -> bool:
 
 
 def _bends_writes(case: Case) -> bool:
-    """Whether what a callback adds isn't in the mean as it was added: momentum of a rule lengthens it as any update, and by
-    push-sum it has a worker's weight."""
+    """Whether what a callback adds isn't in the mean as it was added: a rule's momentum lengthens it as any update, and
+    by push-sum it has a worker's weight."""
     lengthens = any(rule in case["rule"] for rule in ("Outer", "PseudoGradient", "QuasiGlobal"))
     return (lengthens and case.has("write")) or ("PushSum" in case["rule"] and case.has("write", "apart"))
 
