@@ -10,8 +10,8 @@ from tests.together.pool import Pool
 from tests.together.search import covering, drawn, smallest, tried
 from tests.together.space import Case, pairs, planned
 
-PARTS, DRAWN, SHARE = 18, 3000, 50
-QUICK = 3
+PARTS, DRAWN, SHARE = 36, 3000, 50
+QUICK = 5
 """Parts of the covering runs in `make test`; `make thorough` takes all."""
 SEED = int(os.environ.get("TOGETHER_SEED", "1"))
 """Of the drawn runs of `make thorough`; the covering ones are always the same."""
