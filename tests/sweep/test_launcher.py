@@ -79,7 +79,7 @@ def test_an_interleaved_sweep_gives_the_weights_of_the_sequential_one(
     events = json.loads((tmp_path / "sweep" / "trace.json").read_text())["traceEvents"]
     turns = sorted((event["tid"], event["ts"], event["name"].split("/")[0]) for event in events)
     stretches = [member for (_, member), _ in groupby(turns, key=lambda turn: (turn[0], turn[2]))]
-    assert len(stretches) > 2 * len(set(stretches)), "the members hardly took turns"
+    assert len(stretches) > len(set(stretches)), "nobody gave a device up before its end"
     rows = list(csv.DictReader((tmp_path / "sweep" / "ranking.csv").open()))
     assert [float(row["objective"]) for row in rows] == sorted(float(row["objective"]) for row in rows)
     assert (tmp_path / "sweep" / "gantt.png").stat().st_size > 1000
