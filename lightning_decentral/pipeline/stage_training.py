@@ -99,10 +99,12 @@ class StageTraining:
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
-        trained = [p for p in self.holdings.order if p in self.holdings.kept and p.requires_grad]
-        before = [p.grad for p in trained]  # of batches whose gradients are accumulated
         with precision.train_step_context(), closing(step):
-            self._run(step, trained, roll, args, kwargs)
+            step.read(*args, **kwargs)
+            # After the user's code: it may have thawed some.
+            trained = [p for p in self.holdings.order if p in self.holdings.kept and p.requires_grad]
+            before = [p.grad for p in trained]  # of batches whose gradients are accumulated
+            self._run(step, trained, roll)
         own = [p.grad for p in trained if p.grad is not None]
         outcome = step.conclude(finite(own, device))
         # Lightning's own backward multiplies by `scale` again. Infinite on all where one isn't finite: every stage must
@@ -117,12 +119,9 @@ class StageTraining:
         loss = deliver(outcome.loss.to(exact), gradients, trained)
         return {"loss": loss, **outcome.beside} if outcome.beside else loss
 
-    def _run(
-        self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any
-    ) -> None:
+    def _run(self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None) -> None:
         # Empty, so that only this batch's gradients are divided and averaged; `step` puts the earlier ones back.
         _set(trained, [None] * len(trained))
-        step.read(*args, **kwargs)
         stage = self.pipe.rank
         slices = self._plans.within_memory(stage, lambda: self._slices(step.calls, roll))
         _set(trained, [None] * len(trained))  # a measurement's
@@ -166,5 +165,6 @@ def multiply(tensors: Sequence[Tensor], by: Tensor) -> None:
 
 def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """A scalar on the device: no element of any is NaN or infinite. The host doesn't wait."""
-    norms = torch._foreach_norm(list(tensors), torch.inf) if tensors else ()
+    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty one has no largest element
+    norms = torch._foreach_norm(filled, torch.inf) if filled else ()
     return torch.stack([torch.zeros((), device=device), *norms]).isfinite().all()

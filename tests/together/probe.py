@@ -16,6 +16,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.utils.data import Dataset
 
+from lightning_decentral.pipeline import Chain, blocks_of
+from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests.together.space import BATCHES, Case
 
 THAWED = ("thaw", "thaw inside", "thaw before backward")
@@ -57,22 +59,30 @@ class Replay:
     Args:
         taken: of one worker.
         group: the devices whose gradients this run has.
+        first: batches of the first epoch.
     """
 
-    def __init__(self, taken: Sequence[Tensor], group: Sequence[int]) -> None:
-        self._taken, self._group, self._next = taken, group, 0
+    def __init__(self, taken: Sequence[Tensor], group: Sequence[int], first: int = BATCHES) -> None:
+        self._taken, self._group, self._first, self._next = taken, group, first, 0
 
     def __len__(self) -> int:
         return BATCHES
 
     def __iter__(self) -> Iterator[Tensor]:
-        epoch = self._taken[self._next : self._next + BATCHES]
-        self._next += BATCHES
+        count = BATCHES if self._next else self._first
+        epoch = self._taken[self._next : self._next + count]
+        self._next += count
         for batch in epoch:
-            rows = batch.repeat(len(self._group), 1)
+            rows = batch[:1].repeat(len(self._group), 1)
             if len(self._group) > 1:
                 rows[:, 0] = torch.tensor(self._group)
             yield rows
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Where a run goes on from another's file, `first` says what is left of its epoch."""
 
 
 class Examples(Dataset[Tensor]):
@@ -120,15 +130,22 @@ class Doubled(nn.Module):
 class Part(nn.Module):
     """Some of the tensors; a block to `partial_backprop`, which wants blocks of one class in a row."""
 
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.gradient = case["gradient"]
+
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
         """{name: tensor}, of those that this row of a batch uses, as a user's forward would read them."""
         raise NotImplementedError
 
-    def forward(self, total: Tensor, row: Tensor, gradient: str) -> Tensor:
-        """total + the terms of this part."""
-        for name, tensor in self.tensors(row).items():
-            total = total + term(row, name, tensor, gradient)
-        return total
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(rows, 4) of (total, worker, epoch, index) -> the same with the terms of this part added to the totals."""
+        totals = []
+        for total, row in zip(hidden[:, 0], hidden[:, 1:].detach().long(), strict=True):
+            for name, tensor in self.tensors(row).items():
+                total = total + term(row, name, tensor, self.gradient)
+            totals.append(total)
+        return torch.cat([torch.stack(totals)[:, None], hidden[:, 1:]], 1)
 
 
 def term(row: Tensor, name: str, tensor: Tensor, gradient: str) -> Tensor:
@@ -147,8 +164,8 @@ class Read(nn.Linear):
 
 
 class Lower(Part):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
         self.conv = nn.Conv2d(2, 3, 2)
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
@@ -157,7 +174,7 @@ class Lower(Part):
 
 class Upper(Part):
     def __init__(self, case: Case) -> None:
-        super().__init__()
+        super().__init__(case)
         self.shape = case["shape"]
         self.lin = Read(4, 3)
         self.late = nn.Parameter(torch.zeros(3), requires_grad=not case.has(*THAWED))
@@ -180,6 +197,21 @@ class Upper(Part):
         return found
 
 
+class Trunk(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.lower, self.upper = Lower(case), Upper(case)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        total: Tensor = self.upper(self.lower(hidden))
+        return total
+
+
+def parts(module: nn.Module, kind: type[Part]) -> list[Any]:
+    """The part of this class, where the module has it: a pipeline's stage has one of both."""
+    return [part for part in module.modules() if isinstance(part, kind)]
+
+
 class Probe(LightningModule):
     """A sum over all tensors t that a user's forward would read, by `gradient`:
 
@@ -196,7 +228,7 @@ class Probe(LightningModule):
         super().__init__()
         self.case = case
         self.automatic_optimization = case["optimizer"] not in ("two", "turns")
-        self.lower, self.upper = Lower(), Upper(case)
+        self.trunk = Trunk(case)
         self.register_buffer("level", torch.zeros(2))
         self.register_buffer("least", torch.full((2,), torch.inf))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
@@ -213,20 +245,23 @@ class Probe(LightningModule):
             parameter.copy_(torch.rand(parameter.shape, generator=numbers) + offset)
 
     def _types(self, dtype: str) -> None:
-        {"float64": self.double, "float32": self.float, "several": self.upper.lin.double}[dtype]()
+        {"float64": self.double, "float32": self.float, "several": self.trunk.upper.lin.double}[dtype]()
 
     def _order(self, layout: str) -> None:
         if layout == "channels_last":
-            self.lower.to(memory_format=torch.channels_last)
+            self.trunk.lower.to(memory_format=torch.channels_last)
         elif layout == "transposed":
-            self.upper.lin.weight.data = self.upper.lin.weight.data.t().contiguous().t()
+            self.trunk.upper.lin.weight.data = self.trunk.upper.lin.weight.data.t().contiguous().t()
 
     def loss(self, batch: Tensor) -> Tensor:
-        return torch.stack([self._sum(row) for row in batch]).mean()
+        hidden = torch.cat([torch.zeros(len(batch), 1), batch], 1).double()
+        loss: Tensor = self.trunk(hidden)[:, 0].mean()
+        return loss
 
-    def _sum(self, row: Tensor) -> Tensor:
-        gradient = self.case["gradient"]
-        return self.upper(self.lower(torch.zeros((), dtype=torch.float64), row, gradient), row, gradient)
+    forward = loss
+
+    def pipeline_stages(self) -> Chain:
+        return Chain(self.trunk, blocks_of([self.trunk.lower, self.trunk.upper]))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         for happen in self.inside.values():
@@ -321,14 +356,14 @@ class Happenings(Callback):
                 happen(trainer, module)
         module.inside["buffers"] = lambda: self._change_buffers(module)
         if self._due("thaw inside"):
-            module.inside["thaw"] = lambda: module.upper.late.requires_grad_(True)
+            module.inside["thaw"] = lambda: _thaw(trainer, module)
         for event in self._due("raise", "kill"):
             if event.who == self.rank and self.writes:
                 fail(event.kind)
 
     def on_before_backward(self, trainer: Trainer, module: Any, loss: Tensor) -> None:
         if self._due("thaw before backward"):
-            module.upper.late.requires_grad_(True)
+            _thaw(trainer, module)
 
     def on_after_backward(self, trainer: Trainer, module: Any) -> None:
         if any(event.kind == "clamp" and self.now >= event.at for event in self.case.events):
@@ -353,10 +388,10 @@ class Happenings(Callback):
         for event in self._due("stop"):
             if self.writes and (event.who == self.rank or not self.case.may_stop_alone):
                 trainer.should_stop = True
-        self.rows.append([float(p.double().sum()) for p in module.parameters()])
+        self.rows.append([float(full_tensor(p).double().sum()) for p in module.parameters()])
 
     def _save(self, trainer: Trainer) -> None:
-        names = ["resume.ckpt" for _ in self._due("resume")]
+        names = ["resume.ckpt" for _ in self._due("resume", "resume elsewhere")]
         saving = any(event.kind == "save" and 0 <= self.now - event.at < SAVES for event in self.case.events)
         for name in [*names, *([f"save-{self.now}.ckpt"] if saving else [])] if self.writes else []:
             trainer.save_checkpoint(self.folder / name)
@@ -364,20 +399,20 @@ class Happenings(Callback):
     def _change_buffers(self, module: Any) -> None:
         for event in self.case.events:
             if event.kind == "late buffer" and self.now >= event.at:
-                module.level += 1 + self.rank
+                module.level += 1 + self.rank // self.case.stages
             if event.kind == "filling buffer" and self.now >= event.at:
-                module.least[0] = self.now + self.rank
+                module.least[0] = self.now + self.rank // self.case.stages
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if trainer.sanity_checking or not self.writes:
             return
-        self.validated[self.now] = {name: value.clone() for name, value in module.state_dict().items()}
+        self.validated[self.now] = {name: full_tensor(value).clone() for name, value in module.state_dict().items()}
         self.saved[self.now] = str(self.folder / f"validated-{self.now}.ckpt")
         trainer.save_checkpoint(self.saved[self.now])
 
     @torch.no_grad()
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        self.own = {name: value.detach().clone() for name, value in module.named_parameters()}
+        self.own = {name: full_tensor(value.detach()).clone() for name, value in module.named_parameters()}
         if self.writes and self.case["method"] == "gossip":
             traffic = trainer.strategy.traffic()
             self.sent_bytes, self.healed = (traffic.bytes_sent, self.counted() - self._before), traffic.healed
@@ -396,17 +431,38 @@ def _replace_one(trainer: Trainer, module: Any) -> None:
 
 
 def _prune(trainer: Trainer, module: Any) -> None:
-    mask = torch.ones_like(module.upper.lin.weight)
-    mask[:, ::2] = 0
-    prune.custom_from_mask(module.upper.lin, "weight", mask)
+    for upper in parts(module, Upper):
+        mask = torch.ones_like(upper.lin.weight)
+        mask[:, ::2] = 0
+        prune.custom_from_mask(upper.lin, "weight", mask)
+
+
+def _thaw(trainer: Trainer, module: Any) -> None:
+    for upper in parts(module, Upper):
+        upper.late.requires_grad_(True)
+
+
+def _freeze(trainer: Trainer, module: Any) -> None:
+    for lower in parts(module, Lower):
+        list(lower.conv.parameters())[-1].requires_grad_(False)
+
+
+def _reparametrize(trainer: Trainer, module: Any) -> None:
+    for lower in parts(module, Lower):
+        parametrize.register_parametrization(lower.conv, "bias", Doubled())
+
+
+def _order(trainer: Trainer, module: Any) -> None:
+    for lower in parts(module, Lower):
+        lower.conv.to(memory_format=torch.channels_last)
 
 
 BEFORE_A_STEP: dict[str, Callable[[Any, Any], object]] = {
-    "freeze": lambda trainer, module: next(reversed(list(module.lower.conv.parameters()))).requires_grad_(False),
-    "thaw": lambda trainer, module: module.upper.late.requires_grad_(True),
+    "freeze": _freeze,
+    "thaw": _thaw,
     "replace": lambda trainer, module: trainer.strategy.setup_optimizers(trainer),
     "replace one": _replace_one,
     "prune": _prune,
-    "reparametrize": lambda trainer, module: parametrize.register_parametrization(module.lower.conv, "bias", Doubled()),
-    "layout": lambda trainer, module: module.lower.conv.to(memory_format=torch.channels_last),
+    "reparametrize": _reparametrize,
+    "layout": _order,
 }

@@ -15,9 +15,18 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy, SpilledStrategy
+from lightning_decentral import (
+    CompressedStrategy,
+    GossipStrategy,
+    PartialBackpropStrategy,
+    SpilledStrategy,
+    TokenPipelineStrategy,
+)
+from lightning_decentral.compressed import FabricCompressedStrategy
 from lightning_decentral.gossip import Elastic, FabricGossipStrategy
-from lightning_decentral.partial import Full
+from lightning_decentral.partial import FabricPartialBackpropStrategy, Full
+from lightning_decentral.pipeline import Uniform
+from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from tests.tiny import QUIET
 from tests.together.pool import MEETING
 from tests.together.probe import (
@@ -34,10 +43,11 @@ from tests.together.probe import (
     optimizers_of,
     schedule_of,
 )
-from tests.together.space import BATCHES, EPOCHS, STEPS, Case, differs, given_to
+from tests.together.space import BATCHES, EPOCHS, STAGES, STEPS, Case, differs, given_to
 
 Named = dict[str, Tensor]
 TIMEOUT = timedelta(seconds=20)
+RESUMED = "resume.ckpt"
 
 
 class Sends:
@@ -88,7 +98,7 @@ def run(case: Case, rank: int, folder: str, lobby: str, accounted: bool = True) 
         accounted: whether what it would have become alone is asked for.
     """
     torch.manual_seed(5)
-    if case["method"] == "fabric":
+    if case["loop"] == "Fabric":
         return _by_fabric(case, rank, Path(folder), accounted)
     if case["method"] == "elastic":  # each worker is a world of its own to Lightning
         for name in MEETING:
@@ -104,10 +114,24 @@ def strategy_of(case: Case, rank: int, lobby: str) -> Any:
             elastic=Elastic(lobby=lobby, workers=case.bounds, dead_after=5.0, host="127.0.0.1"), **given
         )
     if case["method"] == "spilled":
-        return SpilledStrategy(memory_bytes=10**7, blocks=["lower", "upper"])
-    made = {"gossip": GossipStrategy, "compressed": CompressedStrategy, "partial": PartialBackpropStrategy}
-    fixed = {"depth": Full(), "cuts": ["upper"]} if case["method"] == "partial" else {}
-    return made[case["method"]](**fixed, **given)
+        return SpilledStrategy(memory_bytes=10**7, blocks=["trunk.lower", "trunk.upper"])
+    return STRATEGIES[case["method"]](**FIXED.get(case["method"], {}), **given)
+
+
+STRATEGIES = {
+    "gossip": GossipStrategy,
+    "compressed": CompressedStrategy,
+    "partial": PartialBackpropStrategy,
+    "pipeline": TokenPipelineStrategy,
+    "pipelines": TokenPipelineStrategy,
+}
+FABRIC = {
+    "gossip": FabricGossipStrategy,
+    "compressed": FabricCompressedStrategy,
+    "partial": FabricPartialBackpropStrategy,
+}
+STAGED = {"stages": STAGES, "slicing": Uniform(1)}
+FIXED = {"partial": {"depth": Full(), "cuts": ["trunk.upper"]}, "pipeline": STAGED, "pipelines": STAGED}
 
 
 def _trainer(
@@ -123,7 +147,7 @@ def _trainer(
 
 
 def _loader(case: Case, rank: int) -> Any:
-    return DataLoader(Examples(BATCHES * case.workers)) if case["method"] == "elastic" else Rows([rank])
+    return DataLoader(Examples(BATCHES * case.workers)) if case["method"] == "elastic" else Rows(case.examples(rank))
 
 
 def _by_trainer(case: Case, rank: int, folder: Path, lobby: str, accounted: bool) -> Seen:
@@ -136,9 +160,12 @@ def _by_trainer(case: Case, rank: int, folder: Path, lobby: str, accounted: bool
     fit(trainer, module, _loader(case, rank), case)
     own, last = happenings.own, copied(module)
     files = {at: torch.load(path)["state_dict"] for at, path in happenings.saved.items() if not case.has("stop")}
-    states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+    states = [
+        local(v) for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)
+    ]
     steps = trainer.global_step if case.has("stop") else -1
-    alone = _alone(case, rank, folder, happenings.taken, steps) if accounted else {}
+    quiet = Happenings(case, rank, folder, writes=False)
+    alone = _alone(case, rank, quiet, happenings.taken, steps) if accounted else {}
     seen = Seen(first, own, last, alone, happenings.rows, trainer.global_step)
     seen.sent_bytes = happenings.sent_bytes
     seen.validated, seen.saved, seen.healed, seen.optimizer = happenings.validated, files, happenings.healed, states
@@ -166,29 +193,57 @@ def _resumed(case: Case, rank: int, folder: Path, lobby: str) -> Named:
     happenings.done.add("resume")
     module = Probe(case, rank, rank == case.workers - 1)
     trainer = _trainer(case, strategy_of(case, rank, lobby), case.workers, happenings, validates=True)
-    fit(trainer, module, Rows([rank]), case, ckpt_path=folder / "resume.ckpt")
+    fit(trainer, module, _loader(case, rank), case, ckpt_path=folder / RESUMED)
     return copied(module)
 
 
-def _alone(case: Case, rank: int, folder: Path, taken: Sequence[Tensor], steps: int) -> Named:
-    """One process, which has the gradients of all devices of this worker: those of an island, or all."""
+def run_elsewhere(case: Case, rank: int, folder: Path, at: int, accounted: bool) -> Seen:
+    """The end of the run that goes on, by these workers, from the file that others wrote at batch `at`."""
+    torch.manual_seed(5)
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    happenings = Happenings(case, rank, folder / "elsewhere", writes=True)
+    module, strategy = Probe(case, rank), strategy_of(case, rank, "")
+    trainer = _trainer(case, strategy, case.workers, happenings, validates=False)
+    fit(trainer, module, _loader(case, rank), case, ckpt_path=folder / RESUMED)
+    first = torch.load(folder / RESUMED)["state_dict"]
+    quiet, left = Happenings(case, rank, folder, writes=False), BATCHES - 1 - at % BATCHES
+    alone = _alone(case, rank, quiet, happenings.taken, -1, left, folder / RESUMED) if accounted else {}
+    return Seen(first, happenings.own, copied(module), alone, happenings.rows, trainer.global_step)
+
+
+def _alone(
+    case: Case,
+    rank: int,
+    happenings: Happenings,
+    taken: Sequence[Tensor],
+    steps: int,
+    left: int = BATCHES,
+    file: Path | None = None,
+) -> Named:
+    """One process, which has the gradients of all devices of this worker: those of an island, or all.
+
+    Args:
+        left: batches of the first epoch.
+        file: from which it goes on.
+    """
     size = case.workers // case.replicas
     place = rank // size * size
+    group = dict.fromkeys(example for device in range(place, place + size) for example in case.examples(device))
     module = Probe(case)
-    trainer = _trainer(case, "auto", 1, Happenings(case, rank, folder, writes=False), False, steps)
-    fit(trainer, module, Replay(taken, range(place, place + size)), case)
+    trainer = _trainer(case, "auto", 1, happenings, False, steps)
+    fit(trainer, module, Replay(taken, list(group), left), case, ckpt_path=file)
     return copied(module)
 
 
 def copied(module: Any) -> Named:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: full_tensor(value.detach()).clone() for name, value in module.state_dict().items()}
 
 
 # ---- loops with Fabric -----------------------------------------------------------------------------------------------
 
 
 def _by_fabric(case: Case, rank: int, folder: Path, accounted: bool) -> Seen:
-    made = FabricGossipStrategy(timeout=TIMEOUT, **given_to(case, rank))
+    made = FABRIC[case["method"]](timeout=TIMEOUT, **FIXED.get(case["method"], {}), **given_to(case, rank))
     precision: Any = case["precision"]
     fabric = Fabric(accelerator="cpu", devices=case.workers, strategy=made, precision=precision)
     fabric.launch()
@@ -218,13 +273,15 @@ class Loop:
         self.sums: list[list[float]] = []
 
     def train(self) -> None:
-        rows = Rows([self.rank])
+        # A reference without others has the gradients of all where replicas stay equal.
+        shared = self.folder is None and self.case.replicas == 1
+        rows = Rows(range(self.case.workers) if shared else [self.rank])
         for batch in (batch for _ in range(EPOCHS) for batch in rows):
             self._happen(batch, BEFORE_A_STEP, "kill")
             for number, optimizer in enumerate(self._optimizers):
                 if self.case["optimizer"] != "turns" or count(batch) % 2 == number:
                     optimizer.zero_grad()
-                    self.fabric.backward(self._module.loss(batch))
+                    self.fabric.backward(self._module(batch))
                     optimizer.step()
             if self._scheduler is not None:
                 self._scheduler.step()

@@ -16,7 +16,7 @@ from tests import ports
 from tests.together import run as program
 from tests.together.pool import Pool
 from tests.together.space import AXES, COSTLY, EVENTS, NONE, Case, Pair, draw, event_of, pairs, planned, served
-from tests.together.verdict import accounted, refusal, verdict
+from tests.together.verdict import accounted, accounted_elsewhere, refusal, verdict
 
 SECONDS = 90.0
 """The longest that a run may take; it takes one."""
@@ -26,6 +26,12 @@ def in_worker(case: Case, folder: str, lobby: str, plant: Callable[[], None] | N
     if plant is not None:
         plant()
     return program.run(case, int(os.environ["LOCAL_RANK"]), folder, lobby, accounted(case))
+
+
+def in_worker_elsewhere(case: Case, folder: str, at: int, accounts: bool, plant: Callable[[], None] | None) -> Any:
+    if plant is not None:
+        plant()
+    return program.run_elsewhere(case, int(os.environ["LOCAL_RANK"]), Path(folder), at, accounts)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,14 @@ def tried(case: Case, pool: Pool, plant: Callable[[], None] | None = None) -> Re
     """One run. `plant` is called in each worker before it; a pool that planted must be closed."""
     with tempfile.TemporaryDirectory() as folder, _lobby(case) as lobby:
         outcomes = pool.run(in_worker, (case, folder, lobby, plant), case.workers, SECONDS)
-        return Result(case, verdict(case, outcomes, Path(folder)), refusal(outcomes))
+        fault, refused = verdict(case, outcomes, Path(folder)), refusal(outcomes)
+        if case.has("resume elsewhere") and not fault and not refused:
+            at = next(event.at for event in case.events if event.kind == "resume elsewhere")
+            there, accounts = case.elsewhere, accounted_elsewhere(case)
+            outcomes = pool.run(in_worker_elsewhere, (there, folder, at, accounts, plant), there.workers, SECONDS)
+            fault = verdict(there, outcomes, Path(folder) / "elsewhere")
+            fault = f"resumed by {there.workers}: {fault}" if fault else ""
+        return Result(case, fault, refused)
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from lightning_decentral.gossip import (
     Every,
     Float16,
     Float32,
+    FullyShard,
     Gossip,
+    GossipReplicas,
     Int8,
     MetropolisHastings,
     OutDegree,
@@ -33,6 +35,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.elastic.checks import elastic_rule, refuse_remembering
 from lightning_decentral.gossip.rounds import check, refuse_lossy
+from lightning_decentral.pipeline import AverageGradients
 from tests.gossip import codecs, rules, topologies
 
 BATCHES = 6
@@ -66,18 +69,21 @@ STATES: dict[str, dict[str, Travel]] = {
     "momentum": {"momentum_buffer": Travel()},
     "momentum, coded": {"momentum_buffer": Travel(codec=Int8(), every=2)},
 }
-ISLANDS = {"Solo": Solo(), "AllReduce": AllReduce(2), NONE: Solo()}
+ISLANDS = {"Solo": Solo(), "AllReduce": AllReduce(2), "FullyShard": FullyShard(2), NONE: Solo()}
+STAGES = 2
+"""Of one token pipeline."""
 
 # The first value of an axis is what the smallest run has.
 AXES: dict[str, tuple[str, ...]] = {
-    "method": ("gossip", "fabric", "elastic", "compressed", "partial", "spilled"),
+    "method": ("gossip", "elastic", "compressed", "partial", "spilled", "pipeline", "pipelines"),
+    "loop": ("Trainer", "Fabric"),
     "workers": ("2", "3", "4"),
     "rule": tuple(RULES),
     "codec": tuple(CODECS),
     "topology": tuple(TOPOLOGIES),
     "weights": tuple(WEIGHTS),
     "delay": ("1", "0", "2", "3"),
-    "island": ("Solo", "AllReduce"),
+    "island": ("Solo", "AllReduce", "FullyShard"),
     "states": tuple(STATES),
     "exact": ("0", "3"),
     "bucket": ("default", "64"),
@@ -96,13 +102,15 @@ AXES: dict[str, tuple[str, ...]] = {
 _GOSSIP = ("rule", "topology", "weights", "delay", "island", "states", "exact", "evaluate")
 FOREIGN: dict[str, tuple[str, ...]] = {
     "gossip": (),
-    "fabric": ("island", "states", "exact", "evaluate", "accumulate", "clip"),
-    "elastic": ("island", "states", "exact"),
+    "elastic": ("loop", "island", "states", "exact"),
     "compressed": _GOSSIP,
     "partial": ("codec", *_GOSSIP),
-    "spilled": ("workers", "codec", "bucket", "given", *_GOSSIP),
+    "spilled": ("loop", "workers", "codec", "bucket", "given", *_GOSSIP),
+    "pipeline": ("loop", "bucket", "given", *_GOSSIP),
+    "pipelines": ("loop", "bucket", "given", "codec", "island", "states", "exact", "evaluate"),
+    "Fabric": ("island", "states", "exact", "evaluate", "accumulate", "clip"),
 }
-"""Axes that a method doesn't have."""
+"""Axes that a method, or a loop, doesn't have. Of pipelines one has replicas that average gradients, one gossips."""
 
 
 class Event(NamedTuple):
@@ -122,7 +130,7 @@ EVENTS = (
     *("save", "validate", "freeze", "thaw", "thaw inside", "thaw before backward", "replace", "replace one"),
     *("prune", "reparametrize", "layout", "late buffer", "filling buffer", "write", "write at end", "apart"),
     "clamp",
-    *("nan", "raise", "kill", "stop", "refit", "resume"),
+    *("nan", "raise", "kill", "stop", "refit", "resume", "resume elsewhere"),
 )
 COSTLY = ("raise", "kill")
 """Events after which the others wait some seconds: there are fewer of them."""
@@ -146,6 +154,21 @@ class Case:
         return WORKERS[self["workers"]]
 
     @property
+    def stages(self) -> int:
+        """Devices that share one model's blocks."""
+        return STAGES if self["method"].startswith("pipeline") else 1
+
+    @property
+    def elsewhere(self) -> "Case":
+        """The run that goes on from the file by another number of workers."""
+        return replace(self.but(workers={"2": "4", "3": "2", "4": "2"}[self["workers"]]), events=())
+
+    def examples(self, rank: int) -> list[int]:
+        """The workers whose known gradients a device's batch has: a pipeline's has two rows."""
+        pipeline = rank // self.stages
+        return [pipeline] if self.stages == 1 else [pipeline, pipeline + 10]
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """Of elastic workers: (least, most). Of two one goes on alone where the least allows it."""
         return 1 if self.workers == 2 and self.has("raise", "kill") else self.workers, self.workers
@@ -153,11 +176,11 @@ class Case:
     @property
     def replicas(self) -> int:
         """Models that may differ."""
-        return self.workers // ISLANDS[self["island"]].devices if self.gossips else 1
+        return self.workers // (self.stages * ISLANDS[self["island"]].devices) if self.gossips else 1
 
     @property
     def gossips(self) -> bool:
-        return self["method"] in ("gossip", "fabric", "elastic")
+        return self["method"] in ("gossip", "elastic", "pipelines")
 
     @property
     def may_stop_alone(self) -> bool:
@@ -189,9 +212,11 @@ def smallest() -> dict[str, str]:
 def fitting(values: Mapping[str, str]) -> dict[str, str]:
     """The same values, without those of axes that the method doesn't have, with first ones where it lacks some."""
     foreign = FOREIGN[values["method"]]
+    if values["loop"] == "Fabric" and "loop" not in foreign:
+        foreign = (*foreign, *FOREIGN["Fabric"])
     filled = {axis: AXES[axis][0] if value == NONE else value for axis, value in values.items()}
-    if filled["method"] == "spilled" and filled["layout"] == "one alone":
-        filled["layout"] = "contiguous"  # there is one
+    if filled["method"] in ("spilled", "pipeline", "pipelines") and filled["layout"] == "one alone":
+        filled["layout"] = "contiguous"  # there is one, or the last worker has another part of the model
     if filled["given"].removeprefix("another ") in foreign:
         filled["given"] = "another bucket"
     if filled["optimizer"] in ("two", "turns"):  # manual optimization, of which Lightning does none of these
@@ -203,15 +228,19 @@ def options(case: Case) -> dict[str, Any]:
     """What the strategy's constructor is given, but for those of DDP."""
     given: dict[str, Any] = {} if case["bucket"] in ("default", NONE) else {"bucket_bytes": int(case["bucket"])}
     given |= {} if case["codec"] in ("default", NONE) else {"codec": CODECS[case["codec"]]}
+    if case["method"] == "pipeline":
+        return {"replicas": AverageGradients(**given)}
     if not case.gossips:
         return given
     for name, axis, table in (("combine", "rule", RULES), ("topology", "topology", TOPOLOGIES)):
         given |= {} if case[axis] == "default" else {name: table[case[axis]]}  # type: ignore[index]
     given |= {} if case["weights"] == "default" else {"weights": WEIGHTS[case["weights"]]}
     given["delay"] = int(case["delay"])
+    if case["method"] == "pipelines":
+        return {"replicas": GossipReplicas(**given)}
     if case["method"] == "elastic":
         given["evaluate"] = case["evaluate"]
-    if case["method"] == "gossip":
+    if case["method"] == "gossip" and case["loop"] == "Trainer":
         given |= {"island": ISLANDS[case["island"]], "exact_steps": int(case["exact"]), "evaluate": case["evaluate"]}
         given |= {"states": STATES[case["states"]]} if case["states"] != "none" else {}
     return given
@@ -239,36 +268,41 @@ ARRIVES = 0.45
 
 def planned(case: Case) -> str:
     """Why the plan of a gossip can't be, by the package's own checks of plans; empty: it can."""
-    from lightning_decentral.gossip import Auto, Plain  # here: as the strategy's own defaults
-
-    if not case.gossips:
-        return ""
-    given = options(case)
-    rule = given.get("combine") or Gossip()
-    island = ISLANDS[case["island"]]
-    topology = (given.get("topology") or Auto()).placed(case.workers // island.devices)
+    if case.workers % (case.stages * ISLANDS[case["island"]].devices):
+        return "workers don't fill the islands, or the pipelines"
     try:
-        if case.workers % island.devices:
-            return "workers don't fill the islands"
-        refuse_lossy(given.get("codec") or Plain(), rule)
-        if (given.get("codec") or Plain()).remembers and rule.largest_rate > ARRIVES:
-            return "the codec passes on less than the rate"
-        if given.get("states") and case["optimizer"] in ("sgd", "adamw"):
-            return "the optimizer keeps no such state"
-        rule = rule.placed(topology.fragments[0], case.replicas)
-        weights = given.get("weights") or rule.weights
-        plan = {"topology": topology, "combine": rule, "weights": weights, "delay": given["delay"], "island": island}
-        states = given.get("states", {})
-        given_codec = given.get("codec") or Plain()
-        check(SimpleNamespace(**plan, codec=given_codec, states=states, workers=case.replicas))  # type: ignore[arg-type]
-        if case["method"] == "elastic":
-            bounds = Elastic(workers=(case.workers, case.workers))
-            elastic_rule(rule, given.get("topology") or Auto(), weights, given["delay"], bounds)
-            refuse_remembering(given.get("codec") or Plain(), rule)
+        if case.gossips:
+            (_check_pipelines if case["method"] == "pipelines" else _check)(case)
     except ValueError as error:
         return str(error)
     # A worker whose own plan can't be ends before it meets the others.
     return planned(case.but(given="alike", delay=_another_delay(case))) if case["given"] == "another delay" else ""
+
+
+def _check_pipelines(case: Case) -> None:
+    options(case)["replicas"].check(case.replicas, case.replicas)
+
+
+def _check(case: Case) -> None:
+    from lightning_decentral.gossip import Auto, Plain  # here: as the strategy's own defaults
+
+    given = options(case)
+    rule, codec, topology = given.get("combine") or Gossip(), given.get("codec") or Plain(), given.get("topology")
+    refuse_lossy(codec, rule)
+    if codec.remembers and rule.largest_rate > ARRIVES:
+        raise ValueError("the codec passes on less than the rate")
+    if given.get("states") and case["optimizer"] in ("sgd", "adamw"):
+        raise ValueError("the optimizer keeps no such state")
+    placed = (topology or Auto()).placed(case.replicas)
+    rule = rule.placed(placed.fragments[0], case.replicas)
+    weights = given.get("weights") or rule.weights
+    plan = {"topology": placed, "combine": rule, "weights": weights, "delay": given["delay"], "codec": codec}
+    island, states = ISLANDS[case["island"]], given.get("states", {})
+    check(SimpleNamespace(**plan, island=island, states=states, workers=case.replicas))  # type: ignore[arg-type]
+    if case["method"] == "elastic":
+        bounds = Elastic(workers=(case.workers, case.workers))
+        elastic_rule(rule, topology or Auto(), weights, given["delay"], bounds)
+        refuse_remembering(codec, rule)
 
 
 def _another_delay(case: Case) -> str:
@@ -306,9 +340,9 @@ def drawn_events(case: Case, numbers: random.Random) -> tuple[Event, ...]:
 
 def event_of(kind: str, case: Case, numbers: random.Random) -> Event:
     at = numbers.randrange(2, STEPS - 3)
-    if kind == "resume" and case["accumulate"] == "2":  # gradients of a step that is under way are in no file
+    if kind.startswith("resume") and case["accumulate"] == "2":  # gradients of a step that is under way are in no file
         at = at // BATCHES * BATCHES + numbers.choice((1, 3))
-    elif kind == "resume" and at % BATCHES == BATCHES - 1:  # within an epoch
+    elif kind.startswith("resume") and at % BATCHES == BATCHES - 1:  # within an epoch
         at -= 1
     return Event(kind, at, numbers.randrange(case.workers))
 
@@ -316,6 +350,8 @@ def event_of(kind: str, case: Case, numbers: random.Random) -> Event:
 def served(case: Case, kinds: Sequence[str]) -> list[str]:
     """Those that mean something in this run, and in each other's company."""
     found = [kind for kind in kinds if _serves(case, kind)]
+    if "resume elsewhere" in found:
+        return ["resume elsewhere"]
     if "resume" in found:
         return [kind for kind in found if kind in BESIDE_RESUME]
     last = [kind for kind in found if kind in ("raise", "kill")]
@@ -325,22 +361,14 @@ def served(case: Case, kinds: Sequence[str]) -> list[str]:
 def _serves(case: Case, kind: str) -> bool:
     if case["method"] == "elastic" and kind in ("resume", "stop", "nan", "refit"):
         return False  # a run of its own each (tests/gossip/test_elastic*.py)
-    if case["method"] == "fabric":
-        return kind in (
-            "freeze",
-            "thaw",
-            "layout",
-            "write",
-            "prune",
-            "reparametrize",
-            "kill",
-            "apart",
-        )  # an exception is the user's
+    if case["loop"] == "Fabric":  # an exception is the user's
+        return kind in ("freeze", "thaw", "layout", "write", "prune", "reparametrize", "kill", "apart")
     return {
         "replace one": case["optimizer"] in ("two", "turns"),
         "replace": case["schedule"] == "none",
         "nan": case["gradient"] == "bowl" and case.gossips and case["island"] == "Solo",
         "apart": case.replicas == case.workers,
+        "resume elsewhere": case.workers > 1 and case["method"] != "elastic" and not planned(case.elsewhere),
         "raise": case.workers > 1,
         "kill": case.workers > 1,
     }.get(kind, True)

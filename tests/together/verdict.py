@@ -116,17 +116,19 @@ def same_end(case: Case, seen: list[Seen]) -> str:
 
 def equal_replicas(case: Case, seen: list[Seen]) -> str:
     """Where they stay equal, they never differ, nor their buffers where training ends."""
-    for name in ("level", "least") if case["method"] in ("compressed", "partial") else ():
+    for name in ("level", "least") if case["method"] in ("compressed", "partial", "pipeline") else ():
         if any(not torch.equal(seen[0].last[name], one.last[name]) for one in seen):
             return f"replicas that stay equal end with different values of {name}"
     size = case.workers // case.replicas
     for first in range(0, case.workers, size):
-        for other in seen[first : first + size]:
+        group = seen[first : first + size]
+        for place, other in enumerate(group):
+            like = group[place % case.stages]
             # Not by ==: a run that is healed has had NaN.
-            if len(other.rows) != len(seen[first].rows) or any(
-                not _alike(a, b) for a, b in zip(seen[first].rows, other.rows, strict=True)
+            if len(other.rows) != len(like.rows) or any(
+                not _alike(a, b) for a, b in zip(like.rows, other.rows, strict=True)
             ):
-                return f"replicas that stay equal differ from worker {first}'s"
+                return f"replicas that stay equal: worker {first + place} differs from {first + place % case.stages}"
     return ""
 
 
@@ -153,6 +155,12 @@ def accounted(case: Case) -> bool:
     if case.has("clamp") and case["accumulate"] == "2" and case.replicas < case.workers:
         return False  # what isn't averaged yet is clamped, as under ddp
     return not (_bends(case) and (case["gradient"] != "still" or _bends_writes(case)))
+
+
+def accounted_elsewhere(case: Case) -> bool:
+    """The same of the run that goes on by another number of workers: none of them has a state of its own any more."""
+    stateless = case["optimizer"] == "sgd" or case.replicas == 1
+    return accounted(case) and stateless and case["method"] != "compressed"  # which loses what it owed
 
 
 def met(case: Case, seen: list[Seen]) -> str:
@@ -196,15 +204,16 @@ def saved_is_validated(case: Case, seen: list[Seen]) -> str:
     """
     if case["evaluate"] == "own" or case.has("stop"):
         return ""
-    for at, state in seen[0].validated.items():
+    for at, stage in ((at, stage) for at in seen[0].validated for stage in range(case.stages)):
+        state = seen[stage].validated[at]  # of a stage its own part
         for name, value in seen[0].saved[at].items():
-            if not _same(state[name], value):
+            if name in state and not _same(state[name], value):
                 far = _largest(state[name].double() - value.double())
                 return f"at batch {at} {name} was validated {far:.3g} from what was saved"
-        for worker, one in enumerate(seen):
-            for name in seen[0].own:
+        for worker, one in enumerate(seen[stage :: case.stages]):
+            for name in seen[stage].own:
                 if name in state and not torch.equal(one.validated[at][name], state[name]):
-                    return f"at batch {at} workers 0 and {worker} validated different values of {name}"
+                    return f"at batch {at} the model number {worker} validated another {name} than the first"
     return ""
 
 
@@ -290,6 +299,7 @@ def _bends_writes(case: Case) -> bool:
 def _may_miss(case: Case, like: Tensor) -> float:
     kind = torch.float32 if case["dtype"] == "several" and case["clip"] == "norm" else like.dtype  # the norm's
     twice = 2 if case["optimizer"] in ("two", "turns") or case.has("reparametrize") else 1  # gradients are so large
+    twice *= 2 if case["shape"] == "tied" else 1
     size = TOLERANCE[torch.bfloat16 if case["precision"] == "bf16-true" else kind]
     if case["method"] != "compressed":
         return size

@@ -63,8 +63,10 @@ def trial_copy(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: it can't be copied.
     """
+    # A LightningModule leaves its trainer out of copies, but not its Fabric.
+    around = [vars(part).get("_fabric") for part in module.modules()]
     try:
-        trial = copy.deepcopy(module)
+        trial = copy.deepcopy(module, {id(fabric): fabric for fabric in around})
     except (RuntimeError, TypeError) as error:
         reason = str(error).split(". ")[0]
         raise ValueError(
