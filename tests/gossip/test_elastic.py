@@ -218,6 +218,21 @@ def test_one_member_trains_as_a_loop_by_hand(tmp_path: Path, processes: int) -> 
     assert torch.equal(by_hand.layer.weight, module.layer.weight)
 
 
+def test_a_step_past_the_strategy_is_refused() -> None:
+    class Bypass(Sums):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]
+
+    places = torch.arange(6, dtype=torch.float64).reshape(6, 1)
+    with LobbyProcess(least=1, most=1) as lobby:
+        strategy: Any = GossipStrategy(elastic=Elastic(lobby=lobby.place, workers=(1, 1), host="127.0.0.1"))
+        trainer = Trainer(**QUIET, strategy=strategy, devices=1, max_epochs=1)
+        with pytest.raises(
+            RuntimeError, match=r"Adam stepped past the strategy.*step what self.optimizers\(\) returns"
+        ):
+            trainer.fit(Bypass(), DataLoader(TensorDataset(places)))
+
+
 def test_schedules_may_ask_for_the_steps_before_anybody_knows_who_trains(tmp_path: Path) -> None:
     steps = list[float]()
 

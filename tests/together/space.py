@@ -134,6 +134,8 @@ EVENTS = (
 )
 COSTLY = ("raise", "kill")
 """Events after which the others wait some seconds: there are fewer of them."""
+IN_LOOP = ("freeze", "thaw", "layout", "write", "prune", "reparametrize", "kill", "apart")
+"""Events of a loop with Fabric, where an exception is the user's."""
 BESIDE_RESUME = ("save", "validate", "late buffer", "filling buffer", "write at end", "resume")
 """Events that a run which goes on from a file needs no help to repeat."""
 
@@ -361,8 +363,8 @@ def served(case: Case, kinds: Sequence[str]) -> list[str]:
 def _serves(case: Case, kind: str) -> bool:
     if case["method"] == "elastic" and kind in ("resume", "stop", "nan", "refit"):
         return False  # a run of its own each (tests/gossip/test_elastic*.py)
-    if case["loop"] == "Fabric":  # an exception is the user's
-        return kind in ("freeze", "thaw", "layout", "write", "prune", "reparametrize", "kill", "apart")
+    if case["loop"] == "Fabric" and kind not in IN_LOOP:
+        return False
     return {
         "replace one": case["optimizer"] in ("two", "turns"),
         "replace": case["schedule"] == "none",

@@ -45,6 +45,7 @@ from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout.model import ModelLayout, described
 from lightning_decentral.shared.plan.elastic.calendar import Calendar
+from lightning_decentral.shared.updates import Mixed, Updates
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -84,6 +85,8 @@ class ElasticRun(WatchedProcess):
         self._member: ElasticMember | None = None
         self._exchange: ElasticExchange | None = None
         self._planned = self._processed = 0
+        self.followed = self
+        self._updates: Updates | None = None
         self._described: dict[str, str] = {}
         self._given = Given({}, {})
 
@@ -256,11 +259,14 @@ class ElasticRun(WatchedProcess):
         assert self._member is not None
         assert self._member.calendar is not None
         loops.refuse_combined(self._module.trainer, self._member.calendar)
+        self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member
         assert member is not None
         assert member.calendar is not None
+        if self._updates is not None and member.live:
+            self._updates.batch(last=batch_idx == 0)  # the one before
         if not member.live:
             member.live = True  # not before: only now all members call the same
             loops.count_logged(self._module.trainer, member.calendar.step(member.round))
@@ -275,7 +281,7 @@ class ElasticRun(WatchedProcess):
         **kwargs: Any,
     ) -> Any:
         assert self._member is not None
-        with self._attendance.updating, loops.scaled(optimizer, self._member.share):
+        with self._updates or self._attendance.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
         self.mean_model.apart = True
         with self._attendance.waiting:
@@ -294,6 +300,12 @@ class ElasticRun(WatchedProcess):
         self._mixers.note(())  # copies among devices are no writes of somebody else's
         self._member.ended()
 
+    def replaced(self) -> None:
+        """`advance` follows."""
+
+    def mixed(self) -> list[Mixed]:
+        return self._mixers.mixed()
+
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._held.mean_of(tensors, super().mean_of)
 
@@ -308,6 +320,9 @@ class ElasticRun(WatchedProcess):
         self._mixers.note(written)
 
     def teardown(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+        self._updates = None
         member, self._member, self._early = self._member or self._early, None, None
         if member is not None:
             member.leave()
