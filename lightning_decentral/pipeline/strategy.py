@@ -172,6 +172,7 @@ class TokenPipelineStrategy(WorkersStrategy):
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
         self._take_part(module)
+        self.health.look(module.buffers())
         self.model_to_device()  # only now: a device need only have room for its stage
 
     def _take_part(self, module: LightningModule) -> None:

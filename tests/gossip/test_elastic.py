@@ -227,9 +227,7 @@ def test_a_step_past_the_strategy_is_refused() -> None:
     with LobbyProcess(least=1, most=1) as lobby:
         strategy: Any = GossipStrategy(elastic=Elastic(lobby=lobby.place, workers=(1, 1), host="127.0.0.1"))
         trainer = Trainer(**QUIET, strategy=strategy, devices=1, max_epochs=1)
-        with pytest.raises(
-            RuntimeError, match=r"Adam stepped past the strategy.*what self.optimizers\(\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"Adam stepped past the strategy.*what self.optimizers\(\)"):
             trainer.fit(Bypass(), DataLoader(TensorDataset(places)))
 
 

@@ -160,7 +160,9 @@ def accounted(case: Case) -> bool:
 def accounted_elsewhere(case: Case) -> bool:
     """The same of the run that goes on by another number of workers: none of them has a state of its own any more."""
     stateless = case["optimizer"] == "sgd" or case.replicas == 1
-    return accounted(case) and stateless and case["method"] != "compressed"  # which loses what it owed
+    rounds_off = case["codec"] != "Plain()" and (case["method"], case["codec"]) != ("pipeline", "default")
+    owes = case["method"] in ("compressed", "pipeline") and rounds_off  # and forgets it
+    return accounted(case) and stateless and not owes
 
 
 def met(case: Case, seen: list[Seen]) -> str:
