@@ -280,7 +280,7 @@ def _trained(one: Seen) -> list[str]:
 
 def _bends(case: Case) -> bool:
     """Whether the sum isn't that of the updates, or isn't known well enough."""
-    lossy = case["method"] == "compressed" and case["codec"] not in ("Plain()", "Float32()")
+    lossy = case["method"] in ("compressed", "pipeline") and case["codec"] not in ("Plain()", "Float32()")
     nonlinear = (
         case["optimizer"] == "adamw"
         or case["clip"] != "none"
@@ -303,9 +303,10 @@ def _may_miss(case: Case, like: Tensor) -> float:
     twice = 2 if case["optimizer"] in ("two", "turns") or case.has("reparametrize") else 1  # gradients are so large
     twice *= 2 if case["shape"] == "tied" else 1
     size = TOLERANCE[torch.bfloat16 if case["precision"] == "bf16-true" else kind]
-    if case["method"] != "compressed":
+    if case["method"] not in ("compressed", "pipeline"):
         return size
-    half = next((step for name, step in HALF_STEP.items() if case["codec"].startswith(name)), 0.0)
+    codec = "Plain()" if (case["method"], case["codec"]) == ("pipeline", "default") else case["codec"]
+    half = next((step for name, step in HALF_STEP.items() if codec.startswith(name)), 0.0)
     momentum = {"momentum": 0.5, "two": 0.3, "turns": 0.3}.get(case["optimizer"], 0.0)
     twice *= 2 if case.has("refit") else 1  # each fit owes its own
     # What is owed at one rate is paid at another: half a rounding for each time that the rate falls or rises by all.
