@@ -164,9 +164,12 @@ class Ownership:
         if over is None:
             return
         whole = {name: p for name, p in self._module.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
+        trained = gather_objects(over, {name for name, parameter in whole.items() if parameter.requires_grad})
         for name in (name for name in self.state_keys if name in whole):  # in one order: pruning for good changes it
             # Of those that all have the last one's, too: a step may have written to one there alone.
-            self._fill(whole[name], [r for r, keys in enumerate(self._keys) if name in keys][-1], device, over)
+            owner = [r for r, keys in enumerate(self._keys) if name in keys][-1]
+            self._fill(whole[name], owner, device, over)
+            whole[name].requires_grad_(name in trained[owner])
         rows = gather_objects(over, held)
         for owner, row in enumerate(rows):
             for name, form in row.items():
