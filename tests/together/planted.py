@@ -9,6 +9,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
+from lightning_decentral.gossip.compute.unused import Used
 from lightning_decentral.gossip.elastic.run import ElasticRun
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
@@ -194,6 +195,10 @@ def thawed_on_its_stage_alone() -> None:
     _set(Ownership, "give_back", frozen_stay)
 
 
+def devices_of_shards_reduce_what_they_used() -> None:
+    _set(Used, "_fill", lambda self, group, post_backward, *args: post_backward(*args))
+
+
 PLANTED: list[tuple[Callable[[], None], str]] = [
     (layout_of_the_moment, f'{{{OUTER}, "gradient": "still", "events": [["apart", 2, 0], ["layout", 5, 0]]}}'),
     (strides_not_compared, '{"topology": "Complete()", "delay": "0", "layout": "one alone"}'),
@@ -252,6 +257,7 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
         '{"method": "pipelines", "workers": "4", "events": [["filling buffer", 3, 1], ["save", 5, 1]]}',
     ),
     (thawed_on_its_stage_alone, '{"method": "pipeline", "events": [["refit", 11, 0], ["thaw before backward", 9, 1]]}'),
+    (devices_of_shards_reduce_what_they_used, '{"island": "FullyShard", "shape": "experts"}'),
     (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
 ]
 """(what puts the fault back, the smallest run that shows it)"""
