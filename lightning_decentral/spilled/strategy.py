@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_decentral.shared.checkpoint.reading import refuse_other_number
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.layout.model import refuse_lazy
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.refusals import named
 from lightning_decentral.spilled.compute.engine import Engine
@@ -201,6 +202,7 @@ def host_scaler(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
 
 def _refuse_unserved(module: LightningModule) -> None:
     name = type(module).__name__
+    refuse_lazy(module.parameters())
     if not module.automatic_optimization:
         raise ValueError(
             f"{name} optimizes manually, and parameters that are on the device within its step would miss the update: "

@@ -289,6 +289,16 @@ def test_what_is_used_beside_its_module_can_stay(resident: str) -> None:
     assert same_states(spilled, fit(Regularized(), loader, limit_val_batches=0))
 
 
+def test_a_lazy_module_is_refused() -> None:
+    class Lazy(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.LazyLinear(1)
+
+    with pytest.raises(ValueError, match="a lazy module has uninitialized parameters: run one batch through it"):
+        fit(Lazy(), rows(), SpilledStrategy(), limit_val_batches=0)
+
+
 def test_wrong_places_and_budgets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"trains on one device, got 2: give devices=1"):
         trainer(SpilledStrategy(), devices=2)

@@ -14,14 +14,19 @@ from lightning_decentral.shared.compute.layout.place import Place, dense_strides
 Pack = Callable[[Sequence[nn.Parameter]], list[Any]]
 
 
+def refuse_lazy(parameters: Iterable[Tensor]) -> None:
+    """ValueError where one has no shape yet."""
+    if any(map(is_lazy, parameters)):
+        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+
+
 def described(module: nn.Module) -> dict[str, str]:
     """{name: shape, type, strides unless they are row-major, whether it's frozen} of parameters and buffers.
 
     Raises:
         ValueError: a parameter without a shape, or with numbers that share memory.
     """
-    if any(map(is_lazy, module.parameters())):
-        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+    refuse_lazy(module.parameters())
     parameters = {name: _text(p) + ("" if p.requires_grad else " (frozen)") for name, p in module.named_parameters()}
     for name, parameter in module.named_parameters():
         refuse_repeated(name, parameter)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_decentral.shared.compute.buckets import Bucket, BucketSpan
+from lightning_decentral.shared.compute.layout.model import refuse_lazy
 
 MOST_BUCKET_BYTES = 256 * 2**20
 LEAST_BUCKET_BYTES = 2 * 2**20
@@ -87,8 +88,7 @@ def pack(
         bucket_bytes = message_bytes_of(parameters)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}: leave it out for the default")
-    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise ValueError("a lazy module has uninitialized parameters: run one batch through it before training")
+    refuse_lazy(parameters)
     mixed = [p for p in parameters if p.numel() and (p.is_floating_point() or p.is_complex())]
     return [make(members) for members in chunked(mixed, bucket_bytes)]
 
