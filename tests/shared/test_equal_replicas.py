@@ -212,3 +212,30 @@ def train_with_watched_buffers(make: Callable[[], Strategy]) -> None:
 def test_who_waits_for_buffers_waits_for_this_update(name: str) -> None:
     """Else another, whose epoch has ended, would take the wait for one in the next update."""
     in_processes(train_with_watched_buffers, STRATEGIES[name])
+
+
+class OwnPlateau(Hooked):
+    """The rate follows a value of this worker's own."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own"}}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("own", float(self.global_rank * self.global_step))
+
+
+def fit_own_rates(name: str) -> None:
+    trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=2, devices=2, strategy=STRATEGIES[name]())
+    trainer.fit(OwnPlateau(), SizedBatches(2))
+
+
+@pytest.mark.parametrize("name", ["compressed", "partial"])
+def test_a_rate_of_one_worker_alone_is_named(name: str) -> None:
+    words = "RuntimeError: worker 1 has lr of group 0 of optimizer 0 0.05 where worker 0 has .* 0.1, and all must take"
+    with pytest.raises(RuntimeError, match=words):
+        in_processes(fit_own_rates, name)
