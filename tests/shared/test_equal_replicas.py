@@ -231,7 +231,7 @@ def fit_own_rates(name: str) -> None:
     trainer.fit(OwnPlateau(dropout=0.0), SizedBatches(2))
 
 
-@pytest.mark.parametrize("name", ["compressed", "partial"])
+@pytest.mark.parametrize("name", ["compressed", "allreduce"])
 def test_a_rate_of_one_worker_alone_is_named(name: str) -> None:
     words = "RuntimeError: worker 1 has lr of group 0 of optimizer 0 0.025 where worker 0 has .* 0.1, and"
     with pytest.raises(RuntimeError, match=words):

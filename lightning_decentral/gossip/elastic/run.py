@@ -23,7 +23,6 @@ from lightning_decentral.gossip.elastic.checks import (
     Given,
     elastic_rule,
     present,
-    refuse_pruning,
     refuse_remembering,
     settings_of,
     thaw,
@@ -33,6 +32,7 @@ from lightning_decentral.gossip.elastic.holding import Holding, mean_and_bytes
 from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.elastic.pruned import Unpruned, refuse_pruning
 from lightning_decentral.gossip.elastic.watched import WatchedProcess
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -86,6 +86,7 @@ class ElasticRun(WatchedProcess):
         self._planned = self._processed = 0
         self._described: dict[str, str] = {}
         self._given = Given({}, {})
+        self._unpruned: Unpruned | None = None
 
     def comes(self) -> ElasticMember:
         lobby, seconds = at_its_lobby(self.elastic), self._attendance.timeout.total_seconds()
@@ -256,6 +257,7 @@ class ElasticRun(WatchedProcess):
         assert self._member is not None
         assert self._member.calendar is not None
         loops.refuse_combined(self._module.trainer, self._member.calendar)
+        self._unpruned = Unpruned(self._module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member
@@ -308,6 +310,8 @@ class ElasticRun(WatchedProcess):
         self._mixers.note(written)
 
     def teardown(self) -> None:
+        if self._unpruned is not None:
+            self._unpruned.close()
         member, self._member, self._early = self._member or self._early, None, None
         if member is not None:
             member.leave()
