@@ -23,6 +23,7 @@ from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
+from lightning_decentral.shared.wire.meeting.layouts import Layouts, Trained, Unasked
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport, Wire
@@ -76,6 +77,7 @@ class CompressedStrategy(ReplicaStrategy):
         self._mean: Mean | None = None
         self._gradients: GradientAverage | None = None
         self._buffers: RunningBuffers | None = None
+        self._layouts: Layouts | Unasked = Unasked()
         self._parameters: list[nn.Parameter] = []
         self._rounds: int | None = None  # outside of training, also in the process that started the workers
         self._epoch = -1
@@ -95,6 +97,8 @@ class CompressedStrategy(ReplicaStrategy):
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes, self._where)
         self._gradients.news = self._buffers.changed
+        self._layouts = self._attendance.layouts(Trained(self._module, lambda: self.optimizers))
+        self._gradients.layouts = self._layouts
         self._parameters = list(self._module.parameters())
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None or self.nonfinite == "skip":
@@ -106,6 +110,7 @@ class CompressedStrategy(ReplicaStrategy):
         return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._rounds or 0
 
     def replaced(self) -> None:
+        self._layouts.changed()
         if self._owners is not None:
             self._owners.serve(self.optimizers)
 
@@ -118,7 +123,9 @@ class CompressedStrategy(ReplicaStrategy):
             self._gradients.close()
         if self._owners is not None:
             self._owners.close()
+        self._layouts.close()
         self._gradients, self._buffers, self._mean, self._owners = None, None, None, None
+        self._layouts = Unasked()
         self._rounds = None
 
     # ---- a step: averaged gradients, the user's update --------------------------------------------------------------
@@ -126,10 +133,10 @@ class CompressedStrategy(ReplicaStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._gradients is not None:
             before, self._parameters = self._parameters, list(self._module.parameters())
+            self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
             if not same(before, self._parameters):
                 # A module that came while training: each worker has drawn another, maybe.
                 self._from_worker_0([p for p in self._parameters if p not in set(before)])
-            self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
         return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -27,7 +27,7 @@ from lightning_decentral.shared.compute.layout.packing import pack
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap, mean
-from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, Replicas
+from lightning_decentral.shared.wire.pipeline_replicas import Bond, Group, MakeLayouts, Replicas, unasked
 
 
 @checked
@@ -122,7 +122,7 @@ class _Mixing(Bond):
             meet=self._meet_in_mean,
         )
 
-    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
         self._optimizers = list(optimizers)
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         refuse_shared(nn.ParameterList(parameters))

@@ -1,6 +1,6 @@
 """`Trainer(strategy="partial_backprop")`: data-parallel training in which the backward stops at a cut."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,9 @@ from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica import ReplicaStrategy
+from lightning_decentral.shared.updates import Mixed
 from lightning_decentral.shared.wire.gradients import at_the_end
+from lightning_decentral.shared.wire.meeting.layouts import Layouts, Trained, Unasked
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -86,6 +88,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self.driver: DepthController | None = None  # the cuts in use, from the first batch on
         self._reducer: Reducer | None = None
         self._buffers: RunningBuffers | None = None
+        self._layouts: Layouts | Unasked = Unasked()
+        self.followed = self
         self._saved: dict[str, Any] | None = None
         self._rounds: int | None = None  # outside of training, also in the process that started the workers
         self._samples: tuple[int, ...] = ()
@@ -111,6 +115,14 @@ class PartialBackpropStrategy(ReplicaStrategy):
             buffers = wire.group(None)
             assert buffers is not None
             self._buffers = RunningBuffers(self._module, buffers)
+            self._layouts = self._attendance.layouts(Trained(self._module, lambda: self.optimizers))
+
+    def replaced(self) -> None:
+        self._layouts.changed()
+
+    def mixed(self) -> Sequence[Mixed]:
+        """Nothing: gradients are averaged."""
+        return ()
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:
         run, wish = run_of(self._module.trainer, *batch, **kwargs), wished(self.cuts, self._saved)
@@ -125,7 +137,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
             assert self._buffers is not None
-            self._reducer.news = self._buffers.changed
+            self._reducer.news, self._reducer.layouts = self._buffers.changed, self._layouts
         self.driver, self._saved = driver, None
         rank_zero_info(described(driver, type(self._module).__name__))
         return driver
@@ -231,6 +243,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
             self.driver.remove()
         if self._reducer is not None:
             self._reducer.close()
+        self._layouts.close()
+        self._layouts = Unasked()
         self.driver, self._reducer, self._buffers, self._rounds = None, None, None, None
 
     # ---- checkpoints: those of ddp, and what the assignment remembers -----------------------------------------------

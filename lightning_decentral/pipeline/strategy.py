@@ -202,7 +202,7 @@ class TokenPipelineStrategy(WorkersStrategy):
         self._totals = StageTotals(stage.pipe, stage.holdings, self._module, self.precision_plugin, self.optimizers)
         if self._groups is not None and self.layout.pipelines > 1:
             self.bond = self._groups.bond(self.replicas)
-            self.bond.prepare(self.optimizers, self._module)
+            self.bond.prepare(self.optimizers, self._module, partial(self._attendance.layouts, every=self.num_stages))
             self.bond.guard(self.gradient_check, getattr(self.precision_plugin, "scaler", None))
 
     # ---- a step -----------------------------------------------------------------------------------------------------

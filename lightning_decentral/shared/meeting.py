@@ -22,6 +22,7 @@ from lightning_decentral.shared.compute.device import Backlog
 from lightning_decentral.shared.coordination import Coordination, Result, Rounds, Uncoordinated
 from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
+from lightning_decentral.shared.wire.meeting.layouts import Layout, Layouts, Unasked
 from lightning_decentral.shared.wire.meeting.notices import Notices, Presence
 from lightning_decentral.shared.wire.meeting.rendezvous import Meeting, group_failed
 from lightning_decentral.shared.wire.meeting.rescue import Rescue
@@ -217,6 +218,14 @@ class Attendance:
         name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
         self._together = Coordination(self.wire, trainer, of, stop, presence, name)
         self._fits += 1
+
+    def layouts(self, layout: Callable[[], Layout], every: int = 1) -> Layouts | Unasked:
+        """By which workers see that they go on training the same; of those whose ranks are as far apart as `every`."""
+        if self._notices is None or self._presence is None:
+            return Unasked()
+        own, name = self._notices.rank % every, f"layouts-{self._fits}"
+        peers = range(own, self._notices.size, every)
+        return Layouts(self._notices, self._presence, peers, f"{name}-{own}", layout, self.timeout)
 
     def meet(self, call: Callable[[], Result]) -> Result:
         """Run what waits for other workers."""

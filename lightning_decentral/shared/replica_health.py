@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.digest import digest
-from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, unequal
+from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, rates, unequal
+from lightning_decentral.shared.plan.described import first_difference
 from lightning_decentral.shared.wire.fsdp import is_sharded, local, shards
 from lightning_decentral.shared.wire.health import (
     Ailment,
@@ -49,6 +51,8 @@ class Replica(Protocol):
     heals: int
     devices_per_worker: int
 
+    @property
+    def optimizers(self) -> list[Optimizer]: ...
     @property
     def wire(self) -> Wire | None: ...
     @property
@@ -146,7 +150,7 @@ class ReplicaHealth:
 
         Raises:
             FloatingPointError: a parameter is over `TOLERANCE` apart, by worker and values; on all workers.
-            RuntimeError: one has tensors that others don't have; on all workers.
+            RuntimeError: one has tensors that others don't have, or another learning rate; on all workers.
         """
         if self._of.wire is None or self._of.alone or not self._of.rounds():
             return
@@ -154,11 +158,25 @@ class ReplicaHealth:
         if of_group is None:
             return
         named = self._alike()
-        if all(len(set(members.values())) == 1 for members in self._grouped(of_group, bits(named))):
+        told = self._of.gather([bits(named), rates(self._of.optimizers)])
+        self._check_same_rates(self._by(of_group, [own for _, own in told]))
+        if all(len(set(members.values())) == 1 for members in self._by(of_group, [own for own, _ in told])):
             return
         self._check_same_tensors(list(named.values()))
         found = [one for rows in self._grouped(of_group, looks(named)) for one in unequal(rows)]
         self._judge(sorted(found, key=lambda one: -one.apart))
+
+    @staticmethod
+    def _check_same_rates(groups: Sequence[Mapping[int, Mapping[str, str]]]) -> None:
+        for rows in groups:
+            first = min(rows)
+            for rank, row in rows.items():
+                if found := first_difference(row, rows[first], sign=" "):
+                    raise RuntimeError(
+                        f"worker {rank} has {found[0]} where worker {first} has {found[1]}, and all must take the same "
+                        "updates: set it alike on all workers, and let ReduceLROnPlateau monitor what is logged with "
+                        "sync_dist=True"
+                    )
 
     def gathers(self, gradients: bool) -> bool:
         """`gradients`; a warning, once, where rows of other models come with them. Collective, as what follows is."""

@@ -19,7 +19,7 @@ from lightning_decentral.gossip import AllReduce
 from lightning_decentral.partial import Full
 from lightning_decentral.shared.compute.codec import Plain
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
-from tests.tiny import QUIET, SizedBatches, in_processes
+from tests.tiny import QUIET, Net, SizedBatches, in_processes
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "compressed": lambda: CompressedStrategy(codec=Plain(), start_method="fork"),
@@ -212,3 +212,27 @@ def train_with_watched_buffers(make: Callable[[], Strategy]) -> None:
 def test_who_waits_for_buffers_waits_for_this_update(name: str) -> None:
     """Else another, whose epoch has ended, would take the wait for one in the next update."""
     in_processes(train_with_watched_buffers, STRATEGIES[name])
+
+
+class OwnPlateau(Net):
+    """The rate follows a value of this worker's own."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own"}}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("own", float((2 * self.global_rank - 1) * self.global_step))
+
+
+def fit_own_rates(name: str) -> None:
+    trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=2, devices=2, strategy=STRATEGIES[name]())
+    trainer.fit(OwnPlateau(dropout=0.0), SizedBatches(2))
+
+
+@pytest.mark.parametrize("name", ["compressed", "allreduce"])
+def test_a_rate_of_one_worker_alone_is_named(name: str) -> None:
+    words = "RuntimeError: worker 1 has lr of group 0 of optimizer 0 0.025 where worker 0 has .* 0.1, and"
+    with pytest.raises(RuntimeError, match=words):
+        in_processes(fit_own_rates, name)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +20,6 @@ from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.shared.compute.codec.codec import Codec
-from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
@@ -163,12 +161,3 @@ def thaw(module: nn.Module, trained: Mapping[str, bool]) -> None:
     """Parameters of these names are trained, or frozen, as the run's are."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-
-
-def refuse_pruning(trainer: Trainer) -> None:
-    """ValueError for masks that each worker would choose by itself."""
-    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
-        raise ValueError(
-            "ModelPruning doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune "
-            "before or after the fit"
-        )

@@ -6,6 +6,7 @@ done by all, with their mean, and what it does by worker 0 is done by the oldest
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,7 +24,6 @@ from lightning_decentral.gossip.elastic.checks import (
     Given,
     elastic_rule,
     present,
-    refuse_pruning,
     refuse_remembering,
     settings_of,
     thaw,
@@ -33,6 +33,7 @@ from lightning_decentral.gossip.elastic.holding import Holding, mean_and_bytes
 from lightning_decentral.gossip.elastic.island import member_of
 from lightning_decentral.gossip.elastic.launcher import at_its_lobby
 from lightning_decentral.gossip.elastic.member import ElasticMember
+from lightning_decentral.gossip.elastic.pruned import Unpruned, refuse_pruning
 from lightning_decentral.gossip.elastic.watched import WatchedProcess
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
@@ -87,6 +88,7 @@ class ElasticRun(WatchedProcess):
         self._planned = self._processed = 0
         self.followed = self
         self._updates: Updates | None = None
+        self._watched = ExitStack()
         self._described: dict[str, str] = {}
         self._given = Given({}, {})
 
@@ -260,6 +262,8 @@ class ElasticRun(WatchedProcess):
         assert self._member.calendar is not None
         loops.refuse_combined(self._module.trainer, self._member.calendar)
         self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
+        for watched in [Unpruned(self._module), *([self._updates] if self._updates else [])]:
+            self._watched.callback(watched.close)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member
@@ -320,9 +324,7 @@ class ElasticRun(WatchedProcess):
         self._mixers.note(written)
 
     def teardown(self) -> None:
-        if self._updates is not None:
-            self._updates.close()
-        self._updates = None
+        self._watched.close()
         member, self._member, self._early = self._member or self._early, None, None
         if member is not None:
             member.leave()

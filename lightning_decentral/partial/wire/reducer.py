@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_decentral.partial.plan.cost import sent_bytes
 from lightning_decentral.partial.wire.contributor_buckets import ContributorBucket, Packing
 from lightning_decentral.shared.wire.gradients import Launcher, flag, real, used
+from lightning_decentral.shared.wire.meeting.layouts import Alike, Unasked
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -64,6 +65,7 @@ class Reducer:
     Attributes:
         sent_bytes: this worker's part of what travelled so far (the mean over the workers of a collective).
         news: asked after each backward whether this worker has some; any worker's are known to all (`heard`).
+        layouts: asked where what is trained has changed.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Reducer:
         bucket_bytes: int | None = None,
     ) -> None:
         self.sent_bytes, self.news = 0.0, _none
+        self.layouts: Alike = Unasked()
         self._told: list[tuple[Tensor, Pending]] = []
         self._segments, self._place = segments, place
         self._bucket_bytes = bucket_bytes
@@ -87,7 +90,10 @@ class Reducer:
     def refresh(self) -> None:
         """Take in what is trained now: freezing and unfreezing come at any time, on all workers in the same step."""
         trained = [[p for p in segment if p.requires_grad] for segment in self._segments]
+        before = self._launcher.watched
         if self._launcher.watch([p for segment in trained for p in segment]):
+            if before:
+                self.layouts.changed()
             self._packing = Packing(trained, self._bucket_bytes)
 
     def close(self) -> None:
@@ -109,6 +115,7 @@ class Reducer:
     def begin(self, contributors: Sequence[tuple[int, ...]]) -> None:
         """Before the backward whose gradients are to be averaged. Collective where a group is met first."""
         self._contributors = contributors
+        self.layouts.begin()
         self._groups.prepare(contributors)
         # They start in this order, whatever is complete first: workers with unequal graphs still pair the right ones.
         self._launcher.begin(self._packing.buckets(contributors))
@@ -146,6 +153,7 @@ class Reducer:
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
         self.sent_bytes += sent_bytes(flags.nbytes, size, size)
         self._launcher.begin(())
+        self.layouts.done()
 
     def heard(self) -> bool:
         """Whether any worker has had news since the last call; the same on all of them."""

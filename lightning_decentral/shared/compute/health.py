@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.digest import digest, fingerprint
 from lightning_decentral.shared.compute.fused import operator
@@ -106,6 +107,18 @@ Look = tuple[int, float, float, float]
 
 
 @torch.no_grad()
+def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """{"lr of group 0 of optimizer 0": value, ...}: numbers of all groups, by which an update is made."""
+    found = {}
+    for place, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                row = value.tolist() if isinstance(value, Tensor) else value
+                if isinstance(row, int | float | tuple | list) and key not in ("params", "param_names"):
+                    found[f"{key} of group {number} of optimizer {place}"] = repr(row)
+    return found
+
+
 def bits(named: Mapping[str, Tensor]) -> str:
     """One digest for names, types, shapes and every bit of these tensors."""
     return digest({name: [t.dtype, list(t.shape), int(fingerprint(t))] for name, t in named.items()})

@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
+from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.meeting.layouts import Layout, Layouts, Trained, Unasked
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport
@@ -30,6 +32,11 @@ from lightning_decentral.shared.wire.transport import Transport
 Class = TypeVar("Class", bound=type)
 Group = Callable[[], Transport]
 """Makes a new group of the replicas of each part. Collective: every worker calls it."""
+MakeLayouts = Callable[[Callable[[], Layout]], Layouts | Unasked]
+
+
+def unasked(_: Callable[[], Layout]) -> Unasked:
+    return Unasked()
 
 
 class Skips(Protocol):
@@ -50,11 +57,12 @@ class Bond:
         """What the optimizer is given for this worker's own gradients of these parameters. Collective."""
         return list(own)
 
-    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
         """The optimizers exist. Collective.
 
         Args:
             module: of this stage.
+            layouts: by which replicas see that they go on training the same.
         """
 
     def guard(self, check: Skips, scaler: Any) -> None:
@@ -143,13 +151,20 @@ class _Replicated(Bond):
         self._hosts, self._over_buffers = hosts, buffers
         self._buffers: RunningBuffers | None = None
         self._told: list[tuple[Tensor, Pending]] = []
+        self._layouts: Layouts | Unasked = Unasked()
+        self._trained: list[Tensor] = []
         self._epoch = -1
 
-    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
         self._buffers = RunningBuffers(module, self._over_buffers)
+        self._layouts = layouts(Trained(module, lambda: optimizers))
 
-    def _tell(self, own: Sequence[Tensor | None]) -> tuple[Tensor, Pending]:
+    def _tell(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Pending]:
         """Of each gradient how many have it, once the sum is there. Collective."""
+        before, self._trained = self._trained, list(parameters)
+        if before and not same(before, self._trained):
+            self._layouts.changed()
+        self._layouts.begin()
         # The hosts tell each other who used what: none reads what its device computes.
         told = torch.empty(len(own) + 1, dtype=torch.int32)
         flags = flag(own, told[:-1])
@@ -169,7 +184,8 @@ class _Replicated(Bond):
             self._buffers.share(look)
 
     def release(self) -> None:
-        self._buffers = None
+        self._layouts.close()
+        self._buffers, self._layouts = None, Unasked()
 
 
 class _Averaging(_Replicated):
@@ -178,10 +194,11 @@ class _Averaging(_Replicated):
         self._over = over
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        some = used(own, *self._tell(own))
+        some = used(own, *self._tell(own, parameters))
         pairs = zip(own, parameters, some, strict=True)
         filled = [torch.zeros_like(p) if gradient is None else gradient for gradient, p, one in pairs if one]
         means = iter(mean(filled, self._over))
+        self._layouts.done()
         return [next(means) if one else None for one in some]
 
 
@@ -197,8 +214,8 @@ class _CompressedAveraging(_Replicated):
         self._skipped = 0
         self._keys: dict[Tensor, int] = {}
 
-    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-        super().prepare(optimizers, module)
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
+        super().prepare(optimizers, module, layouts)
         # By its number in the stage, under which a file names it, whatever is trained by then.
         self._keys = {parameter: number for number, parameter in enumerate(module.parameters())}
 
@@ -215,7 +232,7 @@ class _CompressedAveraging(_Replicated):
 
     @torch.no_grad()
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        told = self._tell(own)
+        told = self._tell(own, parameters)
         kinds = sorted({p.dtype for p in parameters}, key=str)
         rows = [[i for i, p in enumerate(parameters) if p.dtype == kind] for kind in kinds]
         flats = self._started(own, parameters, rows)
@@ -224,6 +241,7 @@ class _CompressedAveraging(_Replicated):
             self._by.put_back(real(flat), place, [number for number, i in enumerate(row) if not some[i]])
             for i, part in zip(row, parts(flat, [parameters[i] for i in row]), strict=True):
                 found[i] = torch.empty_like(parameters[i]).copy_(part) if some[i] else None
+        self._layouts.done()
         return found
 
     def _started(

@@ -13,6 +13,7 @@ from lightning_decentral.shared.compute.layout.packing import chunked
 from lightning_decentral.shared.wire.averaging.residuals import Row
 from lightning_decentral.shared.wire.compressed_mean import Mean
 from lightning_decentral.shared.wire.gradients import UNSEEN, GradientBucket, Launcher, flag, real, used
+from lightning_decentral.shared.wire.meeting.layouts import Alike, Unasked
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -72,6 +73,9 @@ class GradientAverage:
     news: Callable[[], bool] = bool
     """Asked after each backward whether this device has some; any device's are known to all (`heard`)."""
 
+    layouts: Alike = Unasked()
+    """Asked where what is watched has changed."""
+
     def __init__(
         self,
         mean: Mean,
@@ -107,6 +111,8 @@ class GradientAverage:
         before = self._launcher.watched
         members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
         if self._launcher.watch(members):
+            if before:
+                self.layouts.changed()
             chunks = chunked(reversed(members), self._bucket_bytes)  # the last parameters have their gradients first
             self._launcher.begin([GradientBucket(chunk) for chunk in chunks])
             self._mean.lay([self._row(bucket) for bucket in self._launcher.buckets])
@@ -172,12 +178,14 @@ class GradientAverage:
         self.look()
         self._withdraw_cleared()
         if not self._launcher.paused and loss.requires_grad:
+            self.layouts.begin()
             loss.register_hook(lambda _: self._land_after_backward())
 
     def finish(self) -> None:
         """Average what no backward pass has averaged since `begin`."""
         if self._open:
             self.look()
+            self.layouts.begin()
             self._land()
 
     @torch.no_grad()
@@ -191,6 +199,7 @@ class GradientAverage:
         # At the loss or the first gradient: only within a backward can its end be waited for.
         if not self._lands:
             self._lands = True
+            self.layouts.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._land)
 
     def _land(self) -> None:
@@ -221,4 +230,5 @@ class GradientAverage:
             bucket.store(flat, by)
             self._averaged |= {p: p._version for p, workers in zip(bucket.parameters, by, strict=True) if workers}
         self._launcher.begin(buckets)
+        self.layouts.done()
         self._open = False

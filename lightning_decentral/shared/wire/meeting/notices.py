@@ -88,6 +88,10 @@ class Notices:
         """Write this worker's word on it, for `read`."""
         self._store.set(f"{what}/{self.rank}", text)
 
+    def put(self, key: str, text: str) -> None:
+        """Write what any worker may overwrite, for `read`."""
+        self._store.set(key, text)
+
     def end(self, ending: Ending) -> None:
         """Say why this worker ends."""
         self._store.set(f"ended/{self.rank}", json.dumps(asdict(ending)))

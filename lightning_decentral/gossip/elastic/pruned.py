@@ -1,0 +1,37 @@
+"""Masks that each elastic worker would choose by itself: refused where torch makes them, whoever asks for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning
+from torch import nn
+from torch.nn.utils import prune
+
+from lightning_decentral.shared.compute.around.redirect import Redirected
+from lightning_decentral.shared.evaluation import callbacks_of
+
+WHY = "doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune before or after the fit"
+
+
+def refuse_pruning(trainer: Trainer) -> None:
+    """ValueError for Lightning's callback, before it comes to prune."""
+    if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
+        raise ValueError(f"ModelPruning {WHY}")
+
+
+class Unpruned:
+    """Until `close`, `torch.nn.utils.prune` makes no mask for any part of the module: a RuntimeError says why."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = set(module.modules())
+        # Every method of torch's and of a user's own ends there.
+        self._redirected = Redirected(prune.BasePruningMethod.apply.__func__, self._apply)  # type: ignore[attr-defined]
+
+    def _apply(self, original: Callable[..., Any], cls: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module in self._parts:
+            raise RuntimeError(f"pruning {type(module).__name__} while training {WHY}")
+        return original(cls, module, *args, **kwargs)
+
+    def close(self) -> None:
+        self._redirected.close()

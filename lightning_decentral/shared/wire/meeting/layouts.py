@@ -1,0 +1,171 @@
+"""Whether workers that average gradients train the same parameters: asked where one sees a change, in no other step.
+
+    NAME/<averages done>.<changes since>/<rank>   {parameter or optimizer: form}, as this worker has them from there on
+    NAME/asked                                    the latest change that somebody has seen
+
+Who sees a change in what it trains says what it has now, and goes on when the others have said the same. Whoever has
+begun the same average without a change is blocked in its messages: its watching thread says what it has.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_decentral.shared.plan.described import first_difference
+from lightning_decentral.shared.wire.meeting.notices import LOOK_SECONDS, Notices, Presence
+from lightning_decentral.shared.wire.pending import PeerLost
+
+Layout = Mapping[str, str]
+
+
+class Trained:
+    """{parameter or optimizer: its form} of one worker, and of what came while training, at which change.
+
+    Args:
+        module: whose parameters.
+        optimizers: those of now.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self._since: dict[Any, int] = {}  # by object: another of the same form is another
+        self._calls = 0
+
+    def __call__(self) -> Layout:
+        found = {}
+        for name, p in self._module.named_parameters():
+            found[name] = f"{tuple(p.shape)} {p.dtype}, {'trained' if p.requires_grad else 'frozen'}{self._new(p)}"
+        for place, optimizer in enumerate(self._optimizers()):
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            found[f"optimizer {place}"] = f"{type(optimizer).__name__} with groups of {sizes}{self._new(optimizer)}"
+        self._calls += 1
+        return found
+
+    def _new(self, one: Any) -> str:
+        since = self._since.setdefault(one, self._calls)
+        return f", new at change {since}" if since else ""
+
+
+class Alike(Protocol):
+    """What is asked where gradients are averaged."""
+
+    def changed(self) -> None:
+        """This worker trains something else from the next average on: return when all do. Collective, in effect.
+
+        Raises:
+            RuntimeError: another trains something else, or what it did; the first difference.
+        """
+
+    def begin(self) -> None:
+        """The next average has begun: what is trained in it is settled."""
+
+    def done(self) -> None:
+        """It is over."""
+
+
+class Unasked:
+    """Of those that have nobody to ask."""
+
+    def changed(self) -> None:
+        """Nobody has to follow."""
+
+    def begin(self) -> None:
+        """Nobody asks."""
+
+    def done(self) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        """Nobody asks."""
+
+
+class Layouts:
+    """One worker's, in one fit.
+
+    Args:
+        presence: whose thread answers.
+        peers: those that average with this worker, itself included.
+        name: of this fit, and of these peers, in the store.
+        layout: what this worker trains now.
+        timeout: how long it waits for another to come to the same change.
+    """
+
+    def __init__(
+        self,
+        notices: Notices,
+        presence: Presence,
+        peers: Sequence[int],
+        name: str,
+        layout: Callable[[], Layout],
+        timeout: timedelta,
+    ) -> None:
+        self._notices, self._presence = notices, presence
+        self._peers, self._name, self._layout, self._timeout = peers, name, layout, timeout
+        self._averages, self._changes, self._begun = 0, 0, -1
+        self._now = layout()
+        self._last = ""  # the change that this worker has answered
+        presence.listen(self._look)
+
+    def close(self) -> None:
+        self._presence.forget(self._look)
+
+    def begin(self) -> None:
+        self._begun = self._averages
+
+    def done(self) -> None:
+        self._averages, self._changes = self._averages + 1, 0
+
+    def changed(self) -> None:
+        change, self._now = f"{self._averages}.{self._changes}", self._layout()
+        self._changes += 1
+        self._answer(change)
+        self._notices.put(f"{self._name}/asked", change)
+        self._presence.wake()
+        end = time.monotonic() + self._timeout.total_seconds()
+        for rank in (rank for rank in self._peers if rank != self._notices.rank):
+            if found := first_difference(self._now, self._answer_of(rank, change, end), sign=" "):
+                raise RuntimeError(
+                    f"worker {self._notices.rank} has {found[0]} where worker {rank} has {found[1]}: freeze, thaw, add "
+                    "and replace parameters and optimizers on every worker in the same step"
+                )
+
+    def _answer(self, change: str) -> None:
+        self._last = change
+        self._notices.tell(f"{self._name}/{change}", json.dumps(dict(self._now)))
+
+    def _answer_of(self, rank: int, change: str, end: float) -> Layout:
+        while (found := self._notices.read(f"{self._name}/{change}/{rank}", _read)) is None:
+            if rank in self._notices.look() or time.monotonic() > end:
+                raise PeerLost(f"worker {self._notices.rank} lost worker {rank}")
+            time.sleep(LOOK_SECONDS)
+        layout: Layout = found
+        return layout
+
+    def _look(self) -> bool:
+        """In a thread: answer for a worker that has begun without the change; True while it may still come to it."""
+        change: str | None = self._notices.read(f"{self._name}/asked", _change)
+        if change is None or change == self._last:
+            return False
+        average = int(change.split(".")[0])
+        if average > self._begun:
+            return True
+        if average == self._begun:
+            self._answer(change)
+        return False
+
+
+def _read(written: bytes) -> Layout:
+    row = json.loads(written.decode())
+    if not isinstance(row, dict) or not all(isinstance(text, str) for text in row.values()):
+        raise ValueError(f"not a layout: {row!r}")
+    return row
+
+
+def _change(written: bytes) -> str:
+    average, number = written.decode().split(".")
+    return f"{int(average)}.{int(number)}"
