@@ -151,7 +151,7 @@ class Saved(Callback):
         if trainer.global_step == SAVES:
             (self._folder / "comes").touch()
         if self._founder and trainer.global_step >= SAVES and not (self._folder / "there").exists():
-            time.sleep(0.15)
+            time.sleep(0.15 if trainer.global_step < SAVES + SECOND // 2 else 3.0)
 
 
 def saving(folder: Path, lobby: str, what: str) -> tuple[int, list[str]]:
@@ -181,3 +181,41 @@ def test_a_newcomer_saves_when_the_members_do(tmp_path: Path, what: str) -> None
     assert [outcome.error for outcome in outcomes] == [""] * 3
     assert (tmp_path / "there").exists()
     assert {outcome.value[0] for outcome in outcomes} == {SAVES + SECOND}
+
+
+class Once(Callback):
+    """Decides by what isn't in its state."""
+
+    done = False
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def on_validation_start(self, *_: Any) -> None:
+        if not self.done:
+            self.done = True
+            self._strategy.reduce_boolean_decision(True)
+
+
+def deciding(folder: Path, lobby: str) -> int:
+    rank, end = by_itself(), time.monotonic() + 60
+    while rank == NEWCOMER and not (folder / "comes").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    elastic = Elastic(lobby=lobby, workers=(2, 3), dead_after=DEAD, host="127.0.0.1")
+    strategy: Any = GossipStrategy(elastic=elastic, timeout=timedelta(seconds=60))
+    asked = {**QUIET, "max_steps": SAVES + 2 * SECOND, "max_epochs": -1, "val_check_interval": SAVES - 2}
+    callbacks = [Saved(folder, rank), There(folder, rank), Once(strategy)]
+    trainer = Trainer(**asked, strategy=strategy, devices=1, check_val_every_n_epoch=None, callbacks=callbacks)
+    data = TensorDataset(torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    trainer.fit(Scored(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=32))
+    return trainer.global_step
+
+
+def test_who_decides_by_what_a_newcomer_is_not_given_ends_alone(tmp_path: Path) -> None:
+    """In the second validation it asks for a decision, and the members for what they evaluate."""
+    with LobbyProcess(least=2, most=3) as lobby:
+        outcomes = crew(3, deciding, tmp_path, lobby.place)
+    assert [outcome.value for outcome in outcomes] == [SAVES + 2 * SECOND, SAVES + 2 * SECOND, None]
+    assert outcomes[NEWCOMER].error.startswith(
+        "Unlike: this worker asks the members for a decision, and most of them ask"
+    )
