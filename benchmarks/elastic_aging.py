@@ -22,20 +22,19 @@ import os
 import random
 import shlex
 import signal
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from elastic_run import Here, Row, Run, lines
+from elastic_aged import Row, compared, faults_of, joined
+from elastic_run import Here, Run, lines
 from elastic_worker import BATCH, HELD_OUT, Job, Student, Tell, begin, examples
 from hardware import description, slug
 from lightning.pytorch import Callback, Trainer
@@ -51,9 +50,6 @@ SPARED = "w1"
 EVERY, BEFORE_THE_END = 25, 100
 """Steps between two looks; and from the last fault to the end."""
 KINDS = ("one",) * 7 + ("two", "healing", "stopped")
-ALLOWED = {"memory": 1.05, "threads": 1.5, "descriptors": 1.5, "pace": 1.25, "given": 1.1, "joined": 1.5}
-ALLOWED |= {f"lobby {name}": ALLOWED[name] for name in ("memory", "threads", "descriptors")}
-"""Times the second quarter's median, that the last one's may be."""
 
 
 # ---- a worker -------------------------------------------------------------------------------------------------------
@@ -238,46 +234,6 @@ def found(folder: Path, storm: Storm, last: Sequence[str]) -> Row:
     }
 
 
-def joined(row: Row, ages: dict[str, list[Row]]) -> Row:
-    """With the seconds until each newcomer's first step; those that were killed before had none."""
-    firsts = [ages[name][0]["at"] for name in row["newcomers"] if ages.get(name)]
-    return {**row, "joined": [first - row["at"] for first in firsts]}
-
-
-def series(row: Row) -> dict[str, list[float]]:
-    """What is measured, in its order."""
-    spared, lobby = row["spared"], row["lobby"]
-    paces = [(b["at"] - a["at"]) / (b["step"] - a["step"]) for a, b in pairwise(spared)]
-    found = {name: [of[name] for of in spared] for name in ("memory", "threads", "descriptors")}
-    found |= {f"lobby {name}": [of[name] for of in lobby] for name in ("memory", "threads", "descriptors")}
-    waits = [seconds for of in row["faults"] for seconds in of["joined"] if of["kind"] == "one"]
-    return {**found, "pace": paces, "given": [of["bytes"] for of in row["given"]], "joined": waits}
-
-
-def compared(row: Row) -> dict[str, tuple[float, float]]:
-    """{what: medians of the second quarter and the last one}"""
-    return {name: medians(values) for name, values in series(row).items()}
-
-
-def medians(values: Sequence[float]) -> tuple[float, float]:
-    quarter = max(1, len(values) // 4)
-    return statistics.median(values[quarter : 2 * quarter] or values), statistics.median(values[-quarter:])
-
-
-def faults_of(row: Row) -> list[str]:
-    """What isn't as it should be, each in a line."""
-    grown = [
-        f"{name}: {early:.4g} in the second quarter, {late:.4g} in the last one"
-        for name, (early, late) in compared(row).items()
-        if late > ALLOWED[name] * early
-    ]
-    losses = [of["loss"] for of in row["spared"]]
-    if not statistics.mean(losses[-5:]) < statistics.mean(losses[:2]) / 2:
-        grown.append(f"the loss was {losses[0]:.4g} and is {losses[-1]:.4g}")
-    grown += [f"{name} didn't end" for name in row["unended"]]
-    return grown + [f"{name} ended by itself" for name in row["fallen"]]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=240)
@@ -296,7 +252,8 @@ def main() -> int:
         job = Job(Path(folder), told.workers, -1, told.sleep, told.dead_after, asynchronous=told.asynchronous)
         row = aged(job, told.kills, told.pause, told.seed)
     settings = {name: value for name, value in vars(told).items() if name not in ("output", "folder")}
-    command = shlex.join(["python", "benchmarks/elastic_aging.py", *sys.argv[1:]])
+    words = [word for word in sys.argv[1:] if word not in ("--folder", str(told.folder))]
+    command = shlex.join(["python", "benchmarks/elastic_aging.py", *words])
     told.output.write_text(
         json.dumps({"command": command, "hardware": description(), "settings": settings, "row": row}) + "\n"
     )
