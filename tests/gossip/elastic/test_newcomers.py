@@ -126,7 +126,7 @@ def test_a_newcomer_trains_as_the_members_or_ends_alone(tmp_path: Path, change: 
             assert rows[step][1] == pytest.approx(every[0][step][1], abs=1e-12)
 
 
-SAVES, SECOND = 40, 39
+SAVES, SECOND = 20, 19
 """Steps until the first checkpoint, and between it and the last step."""
 SAVERS: dict[str, dict[str, Any]] = {
     # A newcomer that hasn't saved would save once more at the end.
@@ -142,7 +142,7 @@ class Scored(Two):
 
 
 class Saved(Callback):
-    """Members go slowly after the first checkpoint until the newcomer is there."""
+    """Members go more and more slowly until the newcomer is there, which comes after the first checkpoint."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._founder = folder, rank != NEWCOMER
@@ -150,8 +150,10 @@ class Saved(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step == SAVES:
             (self._folder / "comes").touch()
-        if self._founder and trainer.global_step >= SAVES and not (self._folder / "there").exists():
-            time.sleep(0.15 if trainer.global_step < SAVES + SECOND // 2 else 3.0)
+        # A view is planned by the pace of the last rounds: none is quick.
+        if self._founder and not (self._folder / "there").exists():
+            seconds = {0: 0.05, 1: 0.15, 2: 1.0}
+            time.sleep(seconds[(trainer.global_step >= SAVES) + (trainer.global_step >= SAVES + SECOND // 2)])
 
 
 def saving(folder: Path, lobby: str, what: str) -> tuple[int, list[str]]:
