@@ -66,11 +66,15 @@ class Hosts(Here):
 
 
 class Run:
-    """A lobby and workers, in processes; all are killed in the end."""
+    """A lobby and workers, in processes; all are killed in the end.
 
-    def __init__(self, job: Job, place: Here) -> None:
+    Args:
+        train: what a worker does.
+    """
+
+    def __init__(self, job: Job, place: Here, train: Callable[[int, Job, str], None] = train) -> None:
         self._lobby: Any = None
-        self._train: Callable[[int, Job, str], None] = train
+        self._train = train
         self.job, self.place = job, place
         self.alive: dict[str, Any] = {}
         self.hosts: dict[str, int] = {}
@@ -91,6 +95,10 @@ class Run:
         for _ in range(self.job.workers):
             self.start()
         return self
+
+    @property
+    def lobby_pid(self) -> int:
+        return int(self._lobby.pid)
 
     def start(self) -> str:
         name = f"w{len(self.names)}"

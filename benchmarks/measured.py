@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from choosing import markdown, result, rows, seconds_to_a_target, stragglers
+from elastic_aged import compared
 
 QUALITY = (
     ("vit", "ddp"), ("vit", "gossip"), ("resnet", "ddp"), ("resnet", "gossip"), ("gpt", "ddp"), ("gpt", "gossip"),
@@ -139,6 +140,21 @@ def kills(found: dict[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+KEPT = {
+    "memory": "a member's memory, MiB", "threads": "its threads", "descriptors": "its open files",
+    "lobby memory": "the lobby's memory, MiB", "given": "bytes that a newcomer is given",
+    "joined": "seconds from a kill until a newcomer takes part",
+}  # fmt: skip
+"""Of the series of `elastic_aging`."""
+
+
+def aged() -> str:
+    found = compared(result("elastic-aging-2-cores.json")["row"])
+    body = [[text, *(f"{value:.4g}" if value < 1e5 else f"{value:,.0f}" for value in found[name])]
+            for name, text in KEPT.items()]  # fmt: skip
+    return markdown(("in a run of 240 kills", "second quarter", "last quarter"), body)
+
+
 ORDERS = {"elastic": "", "asynchronous": "-asynchronous", "torchft's DDP": "-torchft-ddp",
           "torchft's LocalSGD": "-torchft-localsgd"}  # fmt: skip
 
@@ -240,7 +256,7 @@ TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, seconds_to_a_target, unequal_data, pipeline,
     partial, sweeps, faults, elastic,
 )  # fmt: skip
-ELASTIC, DEVICE = (beside, changing), (device,)
+ELASTIC, DEVICE = (beside, changing, aged), (device,)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:

@@ -24,7 +24,8 @@ def of(metrics: list[float]) -> Any:
     for metric in metrics:
         plateau.step(metric)
     configs = [SimpleNamespace(scheduler=scheduler) for scheduler in (step, plateau)]
-    return SimpleNamespace(lr_scheduler_configs=configs, callbacks=[], optimizer=optimizer)
+    logged = {"callback_metrics": {}, "_logger_connector": SimpleNamespace(_callback_metrics={})}
+    return SimpleNamespace(lr_scheduler_configs=configs, callbacks=[], optimizer=optimizer, **logged)
 
 
 def test_a_schedule_that_follows_a_metric_is_the_members_own() -> None:

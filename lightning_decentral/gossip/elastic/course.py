@@ -46,7 +46,7 @@ class Course:
         self._given_until = 0
 
     def given(self) -> dict[str, Any]:
-        """For a newcomer, now."""
+        """For a newcomer, now. For one that begins to take part, `knows` comes first."""
         self._listen()
         return {
             "views": [dict(vars(view)) for view in self._views.values()],
@@ -105,7 +105,7 @@ class Course:
         known = self._views if view is not self._missed else before
         return new(known, view, self._firsts, self._all_told(view))
 
-    def _sure(self) -> None:
+    def knows(self) -> None:
         """Wait for what members say of views that were missed. Missed where they don't."""
         end = time.monotonic() + ASK_SECONDS
         while self._missed is not None:
@@ -176,7 +176,7 @@ class Course:
             # Loaders with processes of their own draw ahead of the rounds.
             tick = max(last + 1, calendar.tick(self.next_round))
             self._listen()
-            self._sure()
+            self.knows()
             yield self._own(dealing.share(tick, self.worker.name))
             last = tick
 

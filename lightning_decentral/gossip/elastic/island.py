@@ -101,7 +101,7 @@ class Leading(DeviceMember):
         def told() -> dict[str, Any]:
             left_out = began()
             ElasticMember._listen(self)
-            self._sure()  # before the others are told
+            self.knows()  # before the others are told
             assert self.view is not None
             new = [dict(vars(view)) for number, view in self._views.items() if number > self._told]
             self._told = max(self._views)

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DistributedSampler, Sampler
 
+from lightning_decentral.gossip.elastic.remembered import remember, remembered
 from lightning_decentral.shared.plan.elastic.calendar import UNBOUNDED, Calendar, rounds_before
 from lightning_decentral.shared.plan.elastic.dealing import Dealing
 from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.plain import pack as packed
 
-NOTHING: dict[str, dict[str, Any]] = {"callbacks": {}, "plateaus": {}}
+NOTHING: dict[str, dict[str, Any]] = {"callbacks": {}, "plateaus": {}, "remembered": {"metrics": {}, "savers": {}}}
 """To be restored."""
 COUNTS = ("ready", "started", "processed", "completed")
 
@@ -252,12 +253,14 @@ def agreed_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Of callbacks, by their keys, and of schedules that follow a metric, by their place. What they decide, all members
     must decide: who stops, what is the best so far, whether the rate falls."""
     plateaus = {str(place): of.scheduler.state_dict() for place, of in _plateaus(trainer).items()}
-    return {"callbacks": copied(call._call_callbacks_state_dict(trainer)), "plateaus": copied(plateaus)}
+    callbacks = copied(call._call_callbacks_state_dict(trainer))
+    return {"callbacks": callbacks, "plateaus": copied(plateaus), "remembered": remembered(trainer)}
 
 
 def restored(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
     """Callbacks and schedules are as those were."""
     call._call_callbacks_load_state_dict(trainer, {"callbacks": states["callbacks"]})
+    remember(trainer, states["remembered"])
     plateaus = _plateaus(trainer)
     for place, state in states["plateaus"].items():
         scheduler = plateaus[int(place)].scheduler

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
+from lightning_decentral.gossip.elastic.alike import Unlike, named, of_alike
 from lightning_decentral.gossip.elastic.course import Course
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.wire.elastic.exchange import ElasticExchange
@@ -245,11 +246,15 @@ class ElasticMember(Course):
         if not self.live:
             return made([value])
         key, self._met = (self.round, self._met), self._met + 1
-        result = self.worker.assembly.meet(key, value, made, self.present, self._seconds)
+        name = named(value, made)
+        given = [name, value], of_alike(name, made), self.present, self._seconds
+        theirs, result = self.worker.assembly.meet(key, *given)
         try:
             self.worker.sure(self._seconds)  # who slept meanwhile has one of its own, and would save it over the run's
         except TimeoutError as error:
             raise _away(error) from None
+        if theirs != name:
+            raise Unlike(name, theirs)
         return result
 
     def enter(self, exchange: ElasticExchange) -> None:

@@ -253,6 +253,7 @@ class ElasticRun(WatchedProcess):
         first = member.view is not None and member.view.number == 1
         if first:
             return {**loops.NOTHING, "run": member.given()}
+        member.knows()  # it would give on what it has missed
         now = self._given.now(self._module, self.optimizers)
         return {**loops.agreed_states(self._module.trainer), **now, "run": member.given()}
 

@@ -44,6 +44,7 @@ class Common:
         strategy: only read.
         look: all meet, in some steps, where somebody sees the gradients of workers that stay equal.
         meet: all meet.
+        folder: where a module may write what it would write into that of a run's logger.
 
     Attributes:
         way: how gradients are computed.
@@ -57,6 +58,7 @@ class Common:
     quota: Quota
     look: Meeting
     meet: Meeting
+    folder: str
     world: ThreadsWorld = field(default_factory=ThreadsWorld)
     way: Way = field(default_factory=Way)
     mixes: bool = True
@@ -127,7 +129,8 @@ class Binding(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank, "seed": self._seed}
+        seeded = {"seed": self._seed} if self._common.loop.seed else {}
+        return {"num_replicas": self.world_size, "rank": self.global_rank, **seeded}
 
     @property
     def _seed(self) -> int:
@@ -148,6 +151,12 @@ class Binding(DDPStrategy):
         # From Lightning's first one on, before `setup`: around `prepare_data` it would make a group of gloo's.
         self._common.world.join(self._group)
         super().barrier(*args, **kwargs)
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        raise ValueError(
+            f"{type(self._module).__name__} saves {filepath}, and a rehearsal trains many times and keeps nothing: "
+            "save by a ModelCheckpoint of the Trainer, which a rehearsal leaves out"
+        )
 
     def teardown(self) -> None:
         """Models stay where the crew's evaluations are."""

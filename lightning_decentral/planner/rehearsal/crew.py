@@ -9,7 +9,10 @@ gradients are stacked.
 
 import copy
 import logging
+import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import BrokenBarrierError, Thread
@@ -78,7 +81,9 @@ class Crew:
         boxes, turn, self.noise = Mailboxes(), OwnTurn(loop.device), NoiseScale()
         boxes.turn = turn
         look, meet = Meeting(turn, workers, self._look), Meeting(turn, workers)
-        self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet)
+        folder = tempfile.mkdtemp(prefix="rehearsal-")
+        self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
+        self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
         self._boxes, self._steps, self.device = boxes, 0, loop.device
         self.losses: list[Tensor] = []
 
@@ -147,6 +152,7 @@ class Crew:
         with self._running():
             for thread in self._threads:
                 thread.join()
+        self._tidy()
 
     @contextmanager
     def _running(self) -> Iterator[None]:

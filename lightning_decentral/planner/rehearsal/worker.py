@@ -24,6 +24,20 @@ QUIET: dict[str, Any] = {
 Module = TypeVar("Module", bound=LightningModule)
 
 
+class KeepsNothing(DummyLogger):
+    """Takes what a module gives it. What is written into its folder goes with the crew."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        return self._folder
+
+    root_dir = log_dir = save_dir  # type: ignore[assignment]
+
+
 class Worker:
     """Trains its own module.
 
@@ -49,7 +63,7 @@ class Worker:
             limit_train_batches=common.loop.epoch_steps if isinstance(data, Iterator) else None,
             gradient_clip_val=common.loop.clip,
             strategy=self.binding,
-            logger=DummyLogger(),  # takes what a module gives it
+            logger=KeepsNothing(common.folder),
             callbacks=[Park(self.binding)],
         )
 

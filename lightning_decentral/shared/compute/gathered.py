@@ -1,6 +1,7 @@
 """One result of what several workers have given: means, sums, the first one's. Without messages."""
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -51,7 +52,11 @@ def stacked(given: Sequence[Tensor]) -> Tensor:
 
 def of_each(made: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Sequence[Any]]], Any]:
     """Of what all devices have given, from a row for each worker."""
-    return lambda rows: made([own for row in rows for own in row])
+
+    def of_rows(rows: Sequence[Sequence[Any]]) -> Any:
+        return made([own for row in rows for own in row])
+
+    return wraps(made)(of_rows)
 
 
 def moved(value: Any, device: torch.device) -> Any:

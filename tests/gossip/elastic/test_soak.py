@@ -36,7 +36,7 @@ class Nights(World):
         self.courses: dict[str, Member] = {}
         self.compared = 0
         self.figures: dict[str, list[int]] = {"given": [], "calls of a first batch": [], "member": [], "lobby": []}
-        super().__init__(seed, Bounds(3, 5), 5)
+        super().__init__(seed, Bounds(2, 5), 5)  # of three lost at once, as may be in 10,000 views, two go on
         self.net.at(5 * DEAD, self.fault)
 
     @property
@@ -86,7 +86,8 @@ class Nights(World):
         course.view, course.next_round = view, state.mine.entered[-1][1]
         course._hear_of(view)
         if not comes:
-            course.batch()
+            if course.calendar is not None:  # else it still asks
+                course.batch()
             self.figures["member"].append(len(pickle.dumps(state)))
             self.figures["lobby"].append(len(pickle.dumps(self.lobby)))
             return
@@ -94,12 +95,22 @@ class Nights(World):
             course.calendar, course.seed = Calendar(EPOCH), 3
             course.deals(Dealing(EXAMPLES, BATCH))
             return
-        donor = next(self.courses[other] for other in view.members if other != name and other in self.courses)
+        self._ask(name, view, course)
+
+    def _ask(self, name: str, view: View, course: Member) -> None:
+        """A member that is in this view, as soon as one is."""
+        others = [self.courses[other] for other in view.members if other != name and other in self.courses]
+        donor = next((other for other in others if view.number in other._views and other.calendar), None)
+        if donor is None or self.courses.get(name) is not course:
+            if others and name in self.courses:
+                self.net.at(TIMES.beat, lambda: self._ask(name, view, course))
+            return
         given = donor.given()
         self.figures["given"].append(size(given))
         self.figures["calls of a first batch"].append(calls(lambda: self._first(course, given)))
         # Nobody is asked for what is over, nor for what he hasn't heard of.
-        if view.number in donor._views and donor.next_round <= course.next_round:
+        assert course.view is not None
+        if course.view.number in donor._views and donor.next_round <= course.next_round:
             assert donor.calendar is not None
             true = donor._dealings[0].share(donor.calendar.tick(course.next_round), name)
             assert np.array_equal(course.batch(), true), "a newcomer deals other examples"

@@ -3,6 +3,7 @@
 import inspect
 import random
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress as Progress
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,8 +57,40 @@ DATA_NEVER = {
 }
 ONCE = {"prepare_data", "setup"}
 """Of the data, for all workers."""
-ELSEWHERE = {"default_root_dir", "log_dir"}
-"""Where a rehearsal writes nothing."""
+OWN = {
+    "callbacks": "those of a run aren't called",
+    **dict.fromkeys(("logger", "loggers", "log_dir", "self.logger", "self.loggers"), "what is given is kept nowhere"),
+    "strategy": "a worker's in a rehearsal, with the run's place, sums and values",
+    "model": "the module itself, which ddp wraps up in a run",
+    "strategy.model": "the same",
+}
+"""Attributes by which a rehearsal isn't the run, and why: all others are equal."""
+OF_STRATEGIES = (
+    *("root_device", "global_rank", "local_rank", "node_rank", "world_size", "is_global_zero"),
+    *("num_nodes", "num_processes", "parallel_devices", "distributed_sampler_kwargs", "model", "optimizers"),
+    *("lightning_module", "lr_scheduler_configs", "handles_gradient_accumulation", "restore_checkpoint_after_setup"),
+)
+ASKED_IN = ("setup", "configure_optimizers", "on_train_start", "on_before_optimizer_step", "on_train_epoch_end")
+OBJECTS = {"trainer", "_trainer", "_data_fetcher", "_combined_loader", "_data_source", "_results", "_iter"}
+"""Of Lightning's loops: objects without a value."""
+FEW, DEEP = 5, 5
+
+
+DOCUMENTED = {
+    *("callback_metrics", "checkpoint_callback", "checkpoint_callbacks", "current_epoch", "datamodule", "device_ids"),
+    *("early_stopping_callback", "early_stopping_callbacks", "estimated_stepping_batches", "evaluating", "global_rank"),
+    *("global_step", "is_global_zero", "is_last_batch", "lightning_module", "local_rank", "log_dir", "logged_metrics"),
+    *("logger", "loggers", "lr_scheduler_configs", "max_epochs", "max_steps", "min_epochs", "min_steps", "model"),
+    *("node_rank", "num_devices", "num_nodes", "num_predict_batches", "num_sanity_val_batches", "num_test_batches"),
+    *("num_training_batches", "num_val_batches", "optimizers", "precision", "predict_dataloaders", "predicting"),
+    *("progress_bar_metrics", "sanity_checking", "scaler", "should_stop", "state", "strategy", "test_dataloaders"),
+    *("testing", "train_dataloader", "training", "val_dataloaders", "validating", "world_size", "fit_loop", "profiler"),
+}
+"""https://lightning.ai/docs/pytorch/stable/common/trainer.html, and what its pages on hooks and strategies name."""
+
+
+def is_property(of: object) -> bool:
+    return isinstance(of, property)
 
 
 class Traced(LightningModule):
@@ -120,22 +156,62 @@ for _name in DATA_HOOKS - ONCE - DATA_NEVER:
     setattr(TracedData, _name, traced(f"data.{_name}", getattr(Data, _name)))
 
 
+def shown(value: Any, depth: int = 0) -> Any:
+    """What can be compared between two processes: values, types, and of objects what their attributes say."""
+    match value:
+        case Enum() | torch.device() | torch.dtype():
+            return str(value)
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            return value.tolist() if value.numel() < FEW else tuple(value.shape)
+        case dict():
+            return {str(key): shown(one, depth + 1) for key, one in value.items()}
+        case list() | tuple():
+            return [shown(one, depth + 1) for one in value]
+        case TrainerState() | _Loop() | Progress() if depth < DEEP:
+            kept = {name: one for name, one in vars(value).items() if name not in OBJECTS and not callable(one)}
+            return {name: shown(one, depth + 1) for name, one in kept.items()}
+    return "a function" if callable(value) and not isinstance(value, nn.Module) else type(value).__name__
+
+
+def asked(of: Any, name: str) -> Any:
+    try:
+        return shown(getattr(of, name))
+    except Exception as error:  # of another stage, or without a file
+        return f"{type(error).__name__}: {error}"
+
+
+def attributes(of: Any) -> dict[str, Any]:
+    """All that have no underscore, whether a class or an instance has them."""
+    return {name: asked(of, name) for name in dir(of) if not name.startswith("_")}
+
+
 class Asking(Traced):
-    """What a step sees of its Trainer."""
+    """What hooks see of their Trainer, its strategy and the module itself."""
 
     moves = False
 
+    def asks(self) -> None:
+        strategy = {f"strategy.{name}": asked(self.trainer.strategy, name) for name in OF_STRATEGIES}
+        own = {f"self.{name}": asked(self, name) for name, _ in inspect.getmembers(LightningModule, is_property)}
+        self.trace.append({**attributes(self.trainer), **strategy, **own})
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        names = [name for name, _ in inspect.getmembers(Trainer, lambda of: isinstance(of, property))]
-        values = {name: value for name in names if isinstance(value := self._asked(name), (bool, int, float, str))}
-        self.trace.append({name: value for name, value in values.items() if name not in ELSEWHERE})
+        self.asks()
         return super().training_step(batch, batch_idx)
 
-    def _asked(self, name: str) -> Any:
-        try:
-            return getattr(self.trainer, name)
-        except Exception as error:  # of another stage, or without a file
-            return type(error).__name__
+
+def asking(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.asks()
+        return hook(self, *args, **kwargs)
+
+    return called
+
+
+for _name in ASKED_IN:
+    setattr(Asking, _name, asking(getattr(Traced, _name)))
 
 
 class Kept(Callback):
@@ -190,8 +266,45 @@ def test_every_hook_is_called_when_it_is_in_a_run(tmp_path: Path, name: str, dat
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_attribute_of_the_trainer_is_a_runs(tmp_path: Path, name: str) -> None:
+    """What Lightning's documentation names, and all else; what isn't equal is known by name, and stays so."""
     in_processes(fit, tmp_path, Asking, Data, name)
+    other = set()
     for rank, trace in enumerate(rehearsed(Asking, Data, name)):
         real = torch.load(tmp_path / f"{rank}.pt")
-        assert len(real) == STEPS
-        assert trace == real
+        assert set(real[0]) >= DOCUMENTED
+        assert len(real) >= 2 * STEPS
+        for there, here in zip(real, trace, strict=True):
+            assert set(there) == set(here)
+            other |= {what for what in there if there[what] != here[what]}
+    assert other == set(OWN) - ({"model", "strategy.model"} if name == "gossip" else set())
+
+
+class Saving(Traced):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint("best.ckpt")
+
+
+class Drawing(Traced):
+    def on_train_epoch_end(self) -> None:
+        logger: Any = self.logger
+        assert self.trainer.log_dir == logger.save_dir == logger.log_dir
+        self.trace.append(file := Path(logger.log_dir, f"{self.current_epoch}.txt"))
+        file.write_text("a picture")
+
+
+def test_a_checkpoint_that_a_module_saves_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be written over the run's own, by each of some ten trainings."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"Saving saves .*best.ckpt, and a rehearsal trains many times and keeps n"):
+        rehearsed(Saving, Data, "gossip")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_where_the_logger_is_goes_with_the_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {entry for trace in rehearsed(Drawing, Data, "gossip") for entry in trace}
+    assert {file.name for file in files} == {"0.txt", "1.txt"}  # of an epoch each
+    assert not any(file.parent.exists() for file in files)
+    assert not list(tmp_path.iterdir())

@@ -268,16 +268,18 @@ class Lobby:
         there = len(self._newcomers(now))
         if self.view is None and not self.seen and there < self.bounds.least:
             return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
-        stay, size = self._counted(now)
-        wanted = min(stay + len(self.ready(now)), self.bounds.most)
+        (stay, size), most = self._counted(now), self.bounds.most
+        wanted = min(stay + len(self.ready(now)), most)
         if not self.seen or not self.settled or 2 * stay > size or self.bounds.may_follow(stay, size, wanted):
             return ""
-        return (
-            f"no member of view {self.seen} is heard: end the other workers and the lobby, and resume from a checkpoint"
-            if not stay
-            else f"{stay} of {size} members are heard, and {self.bounds.least} workers are "
-            "needed: mend the network, start workers, or start the lobby again with a lower minimum"
-        )
+        if not stay:
+            return (
+                f"no member of view {self.seen} is heard: end the lobby and all workers, and resume from a checkpoint"
+            )
+        more = self.bounds.may_follow(stay, size, most)
+        needed = f"{self.bounds.least} workers" if more else f"{self.bounds.needed(size)} of them"
+        remedy = f"mend the network, {'start workers, ' if more else ''}or start the lobby again with a lower minimum"
+        return f"{stay} of {size} members are heard, and {needed} are needed: {remedy}"
 
     def word(self, name: str, now: float) -> Word:
         """What this guest is told."""

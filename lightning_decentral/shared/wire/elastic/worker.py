@@ -11,7 +11,6 @@ import secrets
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -120,12 +119,27 @@ class ElasticWorker:
         return value
 
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:
+        of, soon = self.membership, min(seconds, self.membership.state.times.dead_after)
+        if not self._decided(holds, soon):
+            self._say_waiting(self._why_waiting())
+            if not self._decided(holds, seconds - soon):
+                raise TimeoutError(self._why_waiting())
+        if self._refused or not holds():
+            raise ValueError(self._refused or of.refused or self.out)
+
+    def _decided(self, holds: Callable[[], bool], seconds: float) -> bool:
         of = self.membership
         with of.changed:
-            if not of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), seconds):
-                raise TimeoutError(of.state.paused or of.trouble or self._failed or "no member has healed this worker")
-            if self._refused or not holds():
-                raise ValueError(self._refused or of.refused or self.out)
+            return of.changed.wait_for(lambda: holds() or bool(of.refused or self._refused or self.out), seconds)
+
+    def _why_waiting(self) -> str:
+        of, donor = self.membership, self.membership.state.mine.donor
+        heals = f"{donor} hasn't healed it" if donor else "no member has healed this worker"
+        return of.state.paused or of.trouble or self._failed or heals
+
+    def _say_waiting(self, why: str) -> None:
+        """Whoever started it by hand may see no lobby's lines."""
+        self._say(why, f"this worker waits: {why}")
 
     def begin(self, pace: float, copy: Callable[[], Any], seconds: float, at_least: int = 0) -> tuple[View, int]:
         """The next round, or this one if it is later, and who takes part. The caller is between two steps: newcomers
@@ -134,14 +148,16 @@ class ElasticWorker:
         Raises:
             TimeoutError: as `Membership.begin`.
         """
-        end = time.monotonic() + seconds
+        began = time.monotonic()
         while True:
             self._donor.between_steps(copy)  # also while it waits: for the newcomer, perhaps
             try:
                 view, round = self.membership.begin(pace, self.membership.state.times.beat, at_least)
-            except TimeoutError:
-                if self.membership.state.out or time.monotonic() > end:
+            except TimeoutError as error:
+                if self.membership.state.out or time.monotonic() > began + seconds:
                     raise
+                if time.monotonic() > began + self.membership.state.times.dead_after:
+                    self._say_waiting(str(error))
                 continue
             self.mesh.begins(round)
             self._enter(view)
@@ -178,7 +194,8 @@ class ElasticWorker:
         self._donor.serve(connection)
 
     def _hear_of_refused(self, connection: socket.socket) -> None:
-        warnings.warn(f"a worker can't join, {receive(connection)}", stacklevel=2)
+        who, _, why = str(receive(connection)).partition(": ")
+        self._say(why, f"a worker can't join, {who}: {why}")
 
     def _met(self, connection: socket.socket) -> None:
         found = beat(receive(connection))

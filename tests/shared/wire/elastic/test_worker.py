@@ -1,7 +1,6 @@
 """An elastic worker that can't take what a member gives ends with why, and is in no view; who can joins."""
 
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -28,8 +27,13 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on() -> None:
-    ended, views = Event(), list[View]()
+@pytest.mark.filterwarnings("ignore")  # as many scripts do: what is said is no warning
+def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    ended, views, lines = Event(), list[View](), list[str]()
+
+    def errors() -> str:
+        lines.append(capfd.readouterr().err)
+        return "".join(lines)
 
     def start(refuses: Refuses = nothing) -> ElasticWorker:
         return ElasticWorker(lobby.place, "127.0.0.1", Times(DEAD), refuses=refuses)
@@ -38,7 +42,7 @@ def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on() -> None
         assert first.healed(SECONDS) is None
         while not ended.is_set():
             try:
-                views.append(first.begin(0.02, lambda: {"rate": 1.0}, 0.5)[0])
+                views.append(first.begin(0.02, lambda: {"rate": 1.0}, 2 * DEAD)[0])
             except TimeoutError:
                 continue  # it waits for a second worker
             time.sleep(0.02)
@@ -48,14 +52,17 @@ def test_who_was_given_other_things_is_in_no_view_and_the_others_go_on() -> None
         training = pool.submit(train)
         try:
             until(lambda: first.membership.state.told_at > 0)  # it came first
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
+            names = []
+            for _ in range(2):
                 other = start(refused)
+                names.append(other.name)
                 with pytest.raises(ValueError, match=r"this worker has rate=0.1, the run has rate=1.0: give every"):
                     other.healed(SECONDS)
-                text = f"a worker can't join, {other.name}: this worker has rate=0.1"
-                until(lambda: any(text in str(one.message) for one in said))
-            other.leave()
+                other.leave()
+            until(lambda: f"a worker can't join, {names[0]}: this worker has rate=0.1" in errors())
+            assert errors().count("can't join") == 1, "once for each cause"
+            waits = "this worker waits: 1 of the 2 workers are there that a run begins with: start the others"
+            until(lambda: waits in errors())
             assert not views
             same = start()
             assert same.healed(SECONDS) == {"rate": 1.0}
