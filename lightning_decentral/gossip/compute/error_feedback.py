@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.compute.health import scale, sound
@@ -34,9 +34,9 @@ class BucketCodec:
         exact: elements at a message's end that aren't encoded.
     """
 
-    def __init__(self, codec: Codec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
+    def __init__(self, codec: Codec, reference: Tensor, exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
-        self._codec, self._matrices, self._exact = codec, matrices, exact
+        self._codec, self._exact = codec, exact
         self._reference = real_numbers(reference)
         self._parts: dict[tuple[int, torch.dtype], tuple[MessageLayout, list[PayloadPart]]] = {}
         exact_bytes = exact * reference.element_size()
@@ -109,7 +109,7 @@ class BucketCodec:
     def _laid_out(self, coded: Tensor) -> tuple[MessageLayout, list[PayloadPart]]:
         # By length and type: a message may hold more than the parameters (`Combine.copies`, `exact`).
         if (len(coded), coded.dtype) not in self._parts:
-            layout = MessageLayout.of(len(coded), self._matrices, len(self._reference))
+            layout = MessageLayout(len(coded))
             self._parts[len(coded), coded.dtype] = layout, list(self._codec.checked_parts(layout, coded.dtype))
         return self._parts[len(coded), coded.dtype]
 
@@ -131,18 +131,11 @@ RULE_OF_THUMB = 0.9
 """A rate may be over the share that arrives by a tenth."""
 
 
-def share_that_arrives(codec: Codec, dtype: torch.dtype, matrices: Sequence[Matrix]) -> float:
-    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers, in matrices of the largest one's
-    shape."""
+def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
+    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers."""
     d = torch.randn(SIDE * SIDE, generator=torch.Generator().manual_seed(0))
     d = d.to(torch.promote_types(dtype, torch.float32))
-    sample = list[Matrix]()
-    if matrices:
-        largest = max(matrices, key=lambda m: m.rows * m.columns)
-        rows, columns = min(SIDE, largest.rows), min(SIDE, largest.columns)
-        each = rows * columns
-        sample = [Matrix(start, rows, columns) for start in range(0, len(d) - each + 1, each)]
-    channel = BucketCodec(codec, torch.zeros_like(d), sample, 0)
+    channel = BucketCodec(codec, torch.zeros_like(d), 0)
     decoded = d.clone()
     payload = [torch.empty(part.elements, dtype=part.dtype) for part in channel.parts(d)]
     channel.replace(decoded, payload, "sample", 1)
@@ -172,10 +165,9 @@ class Coded(Coder):
         self._rate = 1.0
         self._lost, self._warned = CodecError(self._judge), False
 
-    def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         self._rate = combine.largest_rate
-        pairs = zip(references, matrices, strict=True)
-        self._channels += [BucketCodec(self._codec, r, m, combine.exact) for r, m in pairs]
+        self._channels += [BucketCodec(self._codec, reference, combine.exact) for reference in references]
         self.bytes = sum(channel.bytes for channel in self._channels)
 
     def encode(

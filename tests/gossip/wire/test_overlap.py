@@ -37,7 +37,7 @@ class Slow(Exchange[Started]):
         self.calls: list[str] = []
         self._error, self._held = error, held
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         return
 
     def neighbours(self, step: int) -> Neighbours:

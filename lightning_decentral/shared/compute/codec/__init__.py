@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec.codec import PayloadPart as PayloadPart
     from lightning_decentral.shared.compute.codec.difference import DifferenceCompression as DifferenceCompression
     from lightning_decentral.shared.compute.codec.difference import TopK as TopK
-    from lightning_decentral.shared.compute.codec.low_rank import LowRank as LowRank
     from lightning_decentral.shared.compute.codec.packed import Int2 as Int2
     from lightning_decentral.shared.compute.codec.packed import Int4 as Int4
     from lightning_decentral.shared.compute.codec.quantize import BFloat16 as BFloat16

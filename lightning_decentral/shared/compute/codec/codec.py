@@ -18,8 +18,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.buckets import Matrix
-
 Payload = Sequence[Tensor]
 
 
@@ -36,16 +34,9 @@ class PayloadPart(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """A message of `length` numbers, some of which form matrices: message[offset : offset + rows * columns]."""
+    """A message of `length` numbers."""
 
     length: int
-    matrices: tuple[Matrix, ...] = ()
-
-    @classmethod
-    def of(cls, length: int, matrices: Sequence[Matrix], bucket: int) -> "MessageLayout":
-        """Of a message that holds the bucket's `bucket` elements, or several such pieces one behind the other."""
-        starts = range(0, length - length % bucket, bucket)
-        return cls(length, tuple(m._replace(offset=start + m.offset) for start in starts for m in matrices))
 
 
 class Frame(NamedTuple):
@@ -76,9 +67,6 @@ class Codec(ABC):
 
     whole: ClassVar[bool] = True
     """Whether each element of a message arrives in each round, if coarse. Where not, the rest comes rounds later."""
-
-    of_matrices: ClassVar[bool] = False
-    """Whether it looks at the matrices of a message, which parts for several owners would cut."""
 
     @abstractmethod
     def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
