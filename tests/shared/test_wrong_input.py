@@ -209,7 +209,6 @@ WITHOUT_DEFAULTS = {
     "given": "write Given(lengths=...)",
     "int2": "use DifferenceCompression(Int2(",
     "int4": "use DifferenceCompression(Int4(",
-    "low_rank": "use DifferenceCompression(LowRank(rank=4))",
     "periodic_average": "write PeriodicAverage(every=..., inner=...)",
     "pipe_transformer": "write PipeTransformer(every=...)",
     "stream": "write Stream(steps=..., parts=..., inner=...)",

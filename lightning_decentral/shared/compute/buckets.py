@@ -104,13 +104,12 @@ class Bucket:
         return [(p.data_ptr(), _view(flat, offset, place)) for p, offset, place in rows]
 
     def border(self, least: int, most: int) -> int | None:
-        """An aligned place with `least` to `most` elements behind it, where a parameter begins if one does."""
-        whole = self.flat.numel()
-        first, last = max(1, whole - most), whole - least
-        begins = [offset for offset in self._offsets if first <= offset <= last and offset % self._grain == 0]
-        places = range(last // self._grain * self._grain, first - 1, -self._grain)
-        # The last ones first: the shorter what is behind it, the better.
-        return next(iter([*begins[::-1], *places[:1]]), None)
+        """An aligned place with `least` to `most` elements behind it, where a parameter begins if one does. The last
+        such: the shorter what is behind it, the better."""
+        first, last = max(1, self.flat.numel() - most), self.flat.numel() - least
+        aligned = range(last // self._grain * self._grain, first - 1, -self._grain)
+        begins = [offset for offset in self._offsets if offset in aligned]
+        return max(begins or aligned, default=None)
 
     def store(self) -> None:
         """After mixing: the parameters are views of what was mixed."""

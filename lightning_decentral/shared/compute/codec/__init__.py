@@ -1,4 +1,4 @@
-"""Message compression: quantization, sparsification, low rank, difference compression and its error feedback.
+"""Message compression: quantization, sparsification, difference compression and its error feedback.
 
 `codec` says what a codec is; the one to copy is `Int8` in `quantize`. What a worker's ends of its links remember stands
 in `gossip/compute`.
