@@ -14,7 +14,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.clipping import GlobalNorm
 from lightning_decentral.pipeline.wire.ownership import Ownership
@@ -35,16 +34,9 @@ class StageTotals:
     and a warning for any other reading of all parameters.
     """
 
-    def __init__(
-        self,
-        pipe: StageRunner,
-        holdings: Ownership,
-        module: nn.Module,
-        precision: Precision,
-        optimizers: Sequence[Optimizer],
-    ) -> None:
+    def __init__(self, pipe: StageRunner, holdings: Ownership, module: nn.Module, precision: Precision) -> None:
         self._pipe, self._holdings = pipe, holdings
-        self._clipping = GlobalNorm(pipe, holdings, precision, optimizers, pipe.device)
+        self._clipping = GlobalNorm(pipe, holdings, precision, pipe.device)
         cut = pipe.model.module
         self._cut = {part for part in module.modules() if any(part_inside is cut for part_inside in part.modules())}
         self._told = False

@@ -126,7 +126,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool
         2,
         False,
     ),
-    "QuasiGlobalAdam": ({}, {"optimizer": "quasi_global_adam"}, {}, 4, False),
     "rate bound to the learning rate": (
         {"combine": Gossip(rate=LearningRatePower())},
         {"optimizer": "adamw", "scheduler": True},

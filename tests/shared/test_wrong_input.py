@@ -71,7 +71,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Table": {"name": "a", "seconds": {1: 1.0}},
     "WorkPiece": {"compute_seconds": 1.0},
 }
-NEEDED |= {name: {"params": [nn.Parameter(torch.zeros(1))]} for name in ("AccumAdam", "AccumAdamW", "QuasiGlobalAdam")}
+NEEDED |= {name: {"params": [nn.Parameter(torch.zeros(1))]} for name in ("AccumAdam", "AccumAdamW")}
 NEEDED |= {"Muon": {"params": [nn.Parameter(torch.zeros(2, 2))]}}
 NEEDED |= {"MomentumWarmup": {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], momentum=0.9), "steps": 5}}
 
