@@ -221,8 +221,8 @@ def _(island: FullyShard) -> Within:
 
 
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:
-    """Bytes by the codec's own formula for float32, matrices unknown. Where the profile has no seconds of its own for
-    the codec: those measured on a CPU, on top of what messages as they are take, else none.
+    """Bytes by the codec's own formula for float32. Where the profile has no seconds of its own for the codec: those
+    measured on a CPU, on top of what messages as they are take, else none.
 
     Args:
         cliques: `link.cliques_of`.

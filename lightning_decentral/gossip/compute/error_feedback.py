@@ -126,14 +126,14 @@ def real_numbers(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-SIDE = 2**8
+SAMPLE = 2**16
 RULE_OF_THUMB = 0.9
 """A rate may be over the share that arrives by a tenth."""
 
 
 def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
     """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers."""
-    d = torch.randn(SIDE * SIDE, generator=torch.Generator().manual_seed(0))
+    d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
     d = d.to(torch.promote_types(dtype, torch.float32))
     channel = BucketCodec(codec, torch.zeros_like(d), 0)
     decoded = d.clone()
