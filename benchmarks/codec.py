@@ -46,7 +46,6 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.gossip.compute.error_feedback import Coded
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec import MessageLayout
 
 torch.set_num_threads(1)
 CODECS = [
@@ -126,8 +125,8 @@ def measure(elements: int, turns: int, device: torch.device) -> dict[str, Any]:
             for part, value in timed.items() if turn >= 2 else ():
                 rows[name][part].append(value)
         rows["copy"]["send"].append(seconds(lambda: out.copy_(weights), device))
-    plain = Plain().bytes(MessageLayout(elements), weights.dtype)
-    sizes = {repr(codec): codec.bytes(MessageLayout(elements), weights.dtype) for codec in CODECS}
+    plain = Plain().bytes(elements, weights.dtype)
+    sizes = {repr(codec): codec.bytes(elements, weights.dtype) for codec in CODECS}
     return {"elements": elements, "bytes plain": plain, "bytes": sizes, "seconds": rows}
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_decentral.gossip import Codec, DifferenceCompression, Int2, Int4, Int8, Plain, TopK
 from lightning_decentral.shared.compute import codec as face
-from lightning_decentral.shared.compute.codec import Frame, MessageLayout
+from lightning_decentral.shared.compute.codec import Frame
 from tests.exported import concrete
 
 # More than the class without arguments, and classes that need some; small blocks, for small messages.
@@ -44,15 +44,15 @@ def usable() -> list[Codec]:
     return [codec for codec in instances() if codec.complete and codec != Plain()]
 
 
-def payload(codec: Codec, layout: MessageLayout, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.empty(part.elements, dtype=part.dtype) for part in codec.parts(layout, dtype)]
+def payload(codec: Codec, length: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty(part.elements, dtype=part.dtype) for part in codec.parts(length, dtype)]
 
 
 def round_trip(codec: Codec, message: Tensor, key: int = 0) -> Tensor:
     """What a hearer makes of a message; estimates at zero."""
     estimate = torch.zeros_like(message) if codec.remembers else None
-    frame = Frame(MessageLayout(len(message)), key, estimate)
-    parts, decoded = payload(codec, frame.layout, message.dtype), torch.empty_like(message)
+    frame = Frame(key, estimate)
+    parts, decoded = payload(codec, len(message), message.dtype), torch.empty_like(message)
     codec.encode(message, parts, frame)
     codec.decode(parts, decoded, frame)
     return decoded

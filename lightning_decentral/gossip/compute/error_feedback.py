@@ -12,7 +12,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.compute.health import scale, sound
 from lightning_decentral.shared.compute.norms import squared_norm
@@ -27,7 +27,7 @@ def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool)
 
 
 class BucketCodec:
-    """One bucket: its layout, and the estimates by link.
+    """One bucket: the parts of its payload, and the estimates by link.
 
     Args:
         reference: where all estimates start; equal on all workers.
@@ -38,14 +38,14 @@ class BucketCodec:
         self.estimates: dict[str, Tensor] = {}
         self._codec, self._exact = codec, exact
         self._reference = real_numbers(reference)
-        self._parts: dict[tuple[int, torch.dtype], tuple[MessageLayout, list[PayloadPart]]] = {}
+        self._parts: dict[tuple[int, torch.dtype], list[PayloadPart]] = {}
         exact_bytes = exact * reference.element_size()
-        self.bytes = sum(part.bytes for part in self._laid_out(self._reference)[1]) + exact_bytes
+        self.bytes = sum(part.bytes for part in self._coded(self._reference)) + exact_bytes
 
     def parts(self, message: Tensor) -> list[PayloadPart]:
         """The payload's, and the exact tail."""
         coded, tail = self._split(message)
-        return [*self._laid_out(coded)[1], *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
+        return [*self._coded(coded), *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
 
     def encode(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
         self._fill(self._codec.encode, message, payload, link, key)
@@ -106,11 +106,10 @@ class BucketCodec:
         end = len(message) - self._exact
         return real_numbers(message[:end]), message[end:]
 
-    def _laid_out(self, coded: Tensor) -> tuple[MessageLayout, list[PayloadPart]]:
+    def _coded(self, coded: Tensor) -> list[PayloadPart]:
         # By length and type: a message may hold more than the parameters (`Combine.copies`, `exact`).
         if (len(coded), coded.dtype) not in self._parts:
-            layout = MessageLayout(len(coded))
-            self._parts[len(coded), coded.dtype] = layout, list(self._codec.checked_parts(layout, coded.dtype))
+            self._parts[len(coded), coded.dtype] = list(self._codec.checked_parts(len(coded), coded.dtype))
         return self._parts[len(coded), coded.dtype]
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
@@ -118,7 +117,7 @@ class BucketCodec:
             # What a message holds beside the parameters is thought to be zero.
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
-        return Frame(self._laid_out(coded)[0], key, self.estimates.get(link))
+        return Frame(key, self.estimates.get(link))
 
 
 def real_numbers(tensor: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ from lightning_decentral.gossip.wire.coded_clique import CodedCliqueExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, StreamExchange, overlapped
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import MessageLayout
 from lightning_decentral.shared.compute.codec.coded_parts import GRAIN, CodedParts
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.wire.transport import Transport
@@ -178,7 +177,7 @@ def test_bytes_are_those_of_an_all_reduce() -> None:
             mixer.step()
         return mixer.exchange.traffic().bytes_sent
 
-    codes = Int4().bytes(MessageLayout(length), torch.float32)
+    codes = Int4().bytes(length, torch.float32)
     rounds = sum(bool(TALK.sources(0, size, step)) for step in range(4))
     copies = copies_sent(TALK, Own(), 0, size) * 2  # a mean over both steps of the period
     assert copies == 2 * 3 / 4

@@ -41,7 +41,6 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange
-from lightning_decentral.shared.compute.codec import MessageLayout
 from lightning_decentral.shared.compute.layout.packing import is_short
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
@@ -288,7 +287,7 @@ def count(codec: Codec, topology: Topology, transport: Transport) -> tuple[Traff
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_bytes_are_counted_by_the_formula(codec: Codec) -> None:
     """Ring: two neighbours hear the payload and a header of three numbers in every round; hypercube: one."""
-    expected = codec.bytes(MessageLayout(DIM), torch.float32)
+    expected = codec.bytes(DIM, torch.float32)
     for topology, targets in ((Ring(), 2), (Hypercube(), 1)):
         for traffic, message_bytes in CPU.world(4, partial(count, codec, topology)):
             assert message_bytes == expected
@@ -413,7 +412,7 @@ def counted(codec: Codec, transport: Transport) -> int:
 
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_an_exact_tail_is_not_encoded(codec: Codec) -> None:
-    expected = codec.bytes(MessageLayout(DIM), torch.float64) + 8
+    expected = codec.bytes(DIM, torch.float64) + 8
     assert CPU.world(3, partial(counted, codec)) == [expected] * 3
     zeros = torch.zeros(3, DIM, dtype=torch.float64)
     simulate(Ring(), Counted(rate=0.4), gradient, zeros, 4, 0.1, codec=codec)

@@ -12,7 +12,6 @@ from lightning_decentral.shared import lazy_exports
 if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec.codec import Codec as Codec
     from lightning_decentral.shared.compute.codec.codec import Frame as Frame
-    from lightning_decentral.shared.compute.codec.codec import MessageLayout as MessageLayout
     from lightning_decentral.shared.compute.codec.codec import Payload as Payload
     from lightning_decentral.shared.compute.codec.codec import PayloadPart as PayloadPart
     from lightning_decentral.shared.compute.codec.difference import DifferenceCompression as DifferenceCompression

@@ -12,7 +12,6 @@ the faces and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages a
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -32,13 +31,6 @@ class PayloadPart(NamedTuple):
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class MessageLayout:
-    """A message of `length` numbers."""
-
-    length: int
-
-
 class Frame(NamedTuple):
     """What encoding and decoding may use beside the message.
 
@@ -46,7 +38,6 @@ class Frame(NamedTuple):
     remember.
     """
 
-    layout: MessageLayout
     key: int = 0
     estimate: Tensor | None = None
 
@@ -69,8 +60,8 @@ class Codec(ABC):
     """Whether each element of a message arrives in each round, if coarse. Where not, the rest comes rounds later."""
 
     @abstractmethod
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """The tensors of the payload of a message with this layout and type."""
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        """The tensors of the payload of a message of `length` numbers of this type."""
 
     @abstractmethod
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
@@ -91,11 +82,11 @@ class Codec(ABC):
         self.replace(decoded, payload, frame)
         message.sub_(decoded)
 
-    def bytes(self, layout: MessageLayout, dtype: torch.dtype) -> int:
+    def bytes(self, length: int, dtype: torch.dtype) -> int:
         """Bytes of a payload on the wire; errors as `checked_parts`."""
-        return sum(part.bytes for part in self.checked_parts(layout, dtype))
+        return sum(part.bytes for part in self.checked_parts(length, dtype))
 
-    def checked_parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+    def checked_parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         """`parts`.
 
         Raises:
@@ -103,4 +94,4 @@ class Codec(ABC):
         """
         if not dtype.is_floating_point:
             raise ValueError(f"{type(self).__name__} encodes real floating-point numbers, got {dtype}: use Plain()")
-        return self.parts(layout, dtype)
+        return self.parts(length, dtype)

@@ -20,7 +20,7 @@ from lightning_decentral.gossip import (
     Plain,
     TopK,
 )
-from lightning_decentral.shared.compute.codec import Frame, MessageLayout
+from lightning_decentral.shared.compute.codec import Frame
 from lightning_decentral.shared.compute.codec.counter_rng import (
     MIDPOINTS,
     _gathered,
@@ -65,16 +65,12 @@ def formula(codec: Codec, n: int, itemsize: int) -> int:
 @pytest.mark.parametrize("n", [1, 8, 1000, 300_001])
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_bytes_follow_the_formula_and_the_payload(codec: Codec, n: int, dtype: torch.dtype) -> None:
-    assert codec.bytes(MessageLayout(n), dtype) == formula(codec, n, dtype.itemsize)
-    assert codec.bytes(MessageLayout(n), dtype) == sum(
-        t.numel() * t.element_size() for t in payload(codec, MessageLayout(n), dtype)
-    )
+    assert codec.bytes(n, dtype) == formula(codec, n, dtype.itemsize)
+    assert codec.bytes(n, dtype) == sum(t.numel() * t.element_size() for t in payload(codec, n, dtype))
 
 
 def test_int8_is_at_least_3_9_times_smaller_than_float32() -> None:
-    assert (
-        Plain().bytes(MessageLayout(10_000), torch.float32) / Int8().bytes(MessageLayout(10_000), torch.float32) >= 3.9
-    )
+    assert Plain().bytes(10_000, torch.float32) / Int8().bytes(10_000, torch.float32) >= 3.9
 
 
 @pytest.mark.parametrize("codec", instances(), ids=str)
@@ -101,8 +97,8 @@ def test_casts_are_torchs(codec: Codec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "block"), [(1000, 256), (300_001, 256), (50, 7), (3, 256), (140_000, 65536)])
 def test_int8_against_numpy(n: int, block: int, dtype: torch.dtype) -> None:
     sent = message(n, dtype=dtype)
-    quantized, scales = payload(Int8(block=block), MessageLayout(n), dtype)
-    Int8(block=block).encode(sent, (quantized, scales), Frame(MessageLayout(n), 3))
+    quantized, scales = payload(Int8(block=block), n, dtype)
+    Int8(block=block).encode(sent, (quantized, scales), Frame(3))
     x = sent.double().numpy()
     for b in range(ceil(n / block)):
         part, q = x[b * block : (b + 1) * block], quantized[b * block : (b + 1) * block].double().numpy()
@@ -136,8 +132,8 @@ LEVELS: dict[type[Codec], tuple[float, float]] = {Int4: (7, 8), Int2: (1.5, 1.5)
 def test_packed_against_numpy(kind: type[Codec], n: int, block: int, dtype: torch.dtype) -> None:
     """Bits taken out of the bytes one number at a time; every level between those beside the number."""
     codec, sent, (largest, middle) = kind(block=block), message(n, dtype=dtype), LEVELS[kind]
-    packed, scales = payload(codec, MessageLayout(n), dtype)
-    codec.encode(sent, (packed, scales), Frame(MessageLayout(n), 3))
+    packed, scales = payload(codec, n, dtype)
+    codec.encode(sent, (packed, scales), Frame(3))
     x, bits, stride = sent.double().numpy(), codec.bits, ceil(block * codec.bits / 8)
     decoded = round_trip(codec, sent, key=3).double().numpy()
     for b in range(ceil(n / block)):
@@ -214,12 +210,12 @@ def test_top_k_places_reach_the_end_of_the_largest_block() -> None:
 )
 def test_differences_vanish(inner: Codec) -> None:
     """The hearer of a message that stays gets to know it to rounding."""
-    codec, layout, sent = DifferenceCompression(inner), MessageLayout(200), message(200, dtype=torch.float64)
+    codec, sent = DifferenceCompression(inner), message(200, dtype=torch.float64)
     estimate, decoded = torch.zeros_like(sent), torch.empty_like(sent)
     errors = []
     for step in range(60):
-        frame = Frame(layout, key(step), estimate)
-        parts = payload(codec, layout, sent.dtype)
+        frame = Frame(key(step), estimate)
+        parts = payload(codec, 200, sent.dtype)
         codec.encode(sent, parts, frame)
         codec.decode(parts, decoded, frame)
         estimate.copy_(decoded)
@@ -306,16 +302,16 @@ def test_the_dither_does_not_follow_the_default_type(default: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch.dtype, n: int) -> None:
-    sent, layout = message(n, dtype=dtype), MessageLayout(n)
+    sent = message(n, dtype=dtype)
     estimate = message(n, dtype=dtype).flip(0) if codec.remembers else None
-    one, two = payload(codec, layout, dtype), payload(codec, layout, dtype)
+    one, two = payload(codec, n, dtype), payload(codec, n, dtype)
     replaced, left, decoded = sent.clone(), sent.clone(), torch.empty_like(sent)
-    codec.encode(sent, one, Frame(layout, 3, estimate))
-    codec.decode(one, decoded, Frame(layout, 0, estimate))
-    codec.replace(replaced, two, Frame(layout, 3, estimate))
+    codec.encode(sent, one, Frame(3, estimate))
+    codec.decode(one, decoded, Frame(0, estimate))
+    codec.replace(replaced, two, Frame(3, estimate))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert torch.equal(replaced, decoded)
-    codec.residual(left, two, Frame(layout, 3, estimate))
+    codec.residual(left, two, Frame(3, estimate))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert torch.equal(left, sent - decoded)
 
@@ -343,8 +339,8 @@ def test_bad_options_are_refused_in_one_line(build: object, text: str) -> None:
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_only_plain_takes_what_is_not_real_floating_point(codec: Codec, dtype: torch.dtype) -> None:
     if codec == Plain():
-        assert codec.bytes(MessageLayout(10), dtype) == 10 * dtype.itemsize
+        assert codec.bytes(10, dtype) == 10 * dtype.itemsize
         return
     said = rf"{type(codec).__name__} encodes real floating-point numbers, got {dtype}: use Plain\(\)"
     with pytest.raises(ValueError, match=said):
-        codec.bytes(MessageLayout(10), dtype)
+        codec.bytes(10, dtype)
