@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.pipeline.wire.ownership import Ownership
@@ -32,7 +32,7 @@ class GlobalNorm:
         for gradient in gradients.values():
             gradient.mul_(factor.to(gradient.dtype))
 
-    def _norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+    def _norm(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """Over all stages, tied ones once. Collective."""
         counted = set(self._holdings.counted)
         # With a zero: a stage without gradients takes part in the sum all the same.
