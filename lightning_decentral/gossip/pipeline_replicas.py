@@ -122,7 +122,7 @@ class _Mixing(Bond):
             meet=self._meet_in_mean,
         )
 
-    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         self._optimizers = list(optimizers)
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         refuse_shared(nn.ParameterList(parameters))
@@ -136,7 +136,7 @@ class _Mixing(Bond):
             self._mixers.adopt(optimizer)
         return super().gradients(own, parameters)
 
-    def updated(self, optimizer: Optimizer) -> None:
+    def updated(self, optimizer: Optimizer, epoch: int) -> None:
         self._mixers.step(optimizer)
 
     def _meet_in_mean(self, parameters: Sequence[nn.Parameter]) -> None:

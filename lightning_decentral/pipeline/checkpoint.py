@@ -83,14 +83,16 @@ class PipelineCheckpoints(Checkpoints):
         if self._worker.alone:
             rank_zero_warn(f"no checkpoint {os.fspath(filepath)}: after an exception the stages can't meet any more")
             return
+        self.layout.refuse_changed(together=True)
         # What is resumed goes on as this run does: a checkpoint has the last stage's for all.
         self.layout.share_buffers(self._stage.root_device)
-        apart = self._mean_model.apart and STATES in checkpoint
+        bond, apart = self._stage.bond, self._mean_model.apart
+        keeps = (apart or bond.keeps) and STATES in checkpoint
         path, identity = self._saving.agree(filepath, storage_options)
-        mark = self._saving.mark(identity if apart else "", path)
+        mark = self._saving.mark(identity if keeps else "", path)
         whole = self.whole(self._of_mean(checkpoint), mark)
-        bond = {"rank": self._worker.global_rank, "bond": self._stage.bond.state_dict()} if apart else {}
-        own = {**checkpoint, KEY: {**mark, **bond}} if apart else None
+        tied = {**mark, "rank": self._worker.global_rank, "bond": bond.state_dict()} if keeps else {}
+        own = {**(checkpoint if apart else {}), KEY: tied} if keeps else None
         self._saving.commit(whole, own, path, identity, storage_options)
 
     def whole(self, checkpoint: Mapping[str, Any], mark: dict[str, Any]) -> dict[str, Any]:
@@ -149,8 +151,9 @@ class PipelineCheckpoints(Checkpoints):
         known = checkpoint.get(KEY, {})
         same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size
         self._restored = known if same and self.fitting else None
-        drifted = self._restored is not None and known.get("id") and self._worker.drifts
-        self._own = self._reading.read_own(path, known, weights_only, self._reading.misfit(known)) if drifted else None
+        misfit = self._reading.misfit(known)
+        own = self._restored is not None and known.get("id") and (self._worker.drifts or misfit is None)
+        self._own = self._reading.read_own(path, known, weights_only, misfit) if own else None
         # States of the whole model, which Lightning restores from; this stage's own ones follow at `start`.
         return {**checkpoint, **(self._own or {}), **{key: checkpoint[key] for key in WHOLE if key in checkpoint}}
 
@@ -158,12 +161,13 @@ class PipelineCheckpoints(Checkpoints):
         if self._own is None:
             return
         own, self._own = self._own, None
-        self._module.load_state_dict(own["state_dict"])
-        for optimizer, state in zip(self._stage.optimizers, own[STATES], strict=True):
-            optimizer.load_state_dict(state)
-            _optimizer_to_device(optimizer, self._stage.root_device)
+        if "state_dict" in own:  # otherwise replicas are equal
+            self._module.load_state_dict(own["state_dict"])
+            for optimizer, state in zip(self._stage.optimizers, own[STATES], strict=True):
+                optimizer.load_state_dict(state)
+                _optimizer_to_device(optimizer, self._stage.root_device)
+            self._mean_model.apart = True
         self._stage.bond.load_state_dict(own[KEY]["bond"])
-        self._mean_model.apart = True
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], layout: Ownership) -> None:
         """This stage's part of each optimizer's state. Collective."""

@@ -8,6 +8,7 @@ import torch
 from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.plan.schedule import Kind
 from lightning_decentral.pipeline.wire.channel import Edge, connect
+from lightning_decentral.shared.wire.pipeline_replicas import Bond, Replicas
 from lightning_decentral.shared.wire.transport import Disjoint, Transport, Wire
 
 
@@ -89,6 +90,10 @@ class StageGroups:
         peer = 1 - over.rank
         self.edges[kind, lower + peer] = edge = Edge(over, peer)
         connect(edge, sends=over.rank == (kind is Kind.BACKWARD), device=self._device)
+
+    def bond(self, replicas: Replicas) -> Bond:
+        """This worker's tie to the other pipelines. Collective."""
+        return replicas.join(self.replica_group, self.replica_hosts, self._device, self._layout.pipelines_per_node)
 
     def replica_group(self) -> Transport:
         """A new group of the workers that are this stage. Collective."""

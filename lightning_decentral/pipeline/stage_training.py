@@ -99,14 +99,13 @@ class StageTraining:
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
+        every = [p for p in self.holdings.order if p in self.holdings.kept]
+        before = [p.grad for p in every]  # of batches whose gradients are accumulated
         with precision.train_step_context(), closing(step):
-            step.read(*args, **kwargs)
-            # After the user's code: it may have thawed some.
-            trained = [p for p in self.holdings.order if p in self.holdings.kept and p.requires_grad]
-            before = [p.grad for p in trained]  # of batches whose gradients are accumulated
-            self._run(step, trained, roll)
+            self._run(step, every, roll, args, kwargs)
+        trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some before its call
         own = [p.grad for p in trained if p.grad is not None]
-        outcome = step.conclude(finite(own, device))
+        outcome = step.conclude(finite(own, device), self.holdings)
         # Lightning's own backward multiplies by `scale` again. Infinite on all where one isn't finite: every stage must
         # skip the step or stop; a scaler, back off.
         multiply(own, torch.where(outcome.finite, outcome.factor / scale, torch.inf))
@@ -114,17 +113,21 @@ class StageTraining:
         # Last: replicas of another stage add up in another order, a sum of two means is the same at both holders.
         self.pipe.tie(self.holdings.tied, self.holdings.outside)
         gradients = [p.grad for p in trained]
-        _set(trained, before)
+        _set(every, before)
         exact = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
         loss = deliver(outcome.loss.to(exact), gradients, trained)
         return {"loss": loss, **outcome.beside} if outcome.beside else loss
 
-    def _run(self, step: TrainingStep, trained: Sequence[nn.Parameter], roll: Transport | None) -> None:
+    def _run(
+        self, step: TrainingStep, every: Sequence[nn.Parameter], roll: Transport | None, args: Any, kwargs: Any
+    ) -> None:
         # Empty, so that only this batch's gradients are divided and averaged; `step` puts the earlier ones back.
-        _set(trained, [None] * len(trained))
+        _set(every, [None] * len(every))
+        step.read(*args, **kwargs)
+        self.holdings.refuse_changed()
         stage = self.pipe.rank
         slices = self._plans.within_memory(stage, lambda: self._slices(step.calls, roll))
-        _set(trained, [None] * len(trained))  # a measurement's
+        _set(every, [None] * len(every))  # a measurement's
         begin = time.perf_counter()
         self._plans.within_memory(stage, lambda: step.run(slices))
         self.seconds = time.perf_counter() - begin

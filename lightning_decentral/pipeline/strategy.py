@@ -197,13 +197,13 @@ class TokenPipelineStrategy(WorkersStrategy):
             super().setup_optimizers(trainer)
 
     def prepare(self, wire: Wire | None) -> None:
-        stage, layout, self._updates = self._stage, self.layout, 0
+        stage, self._updates = self._stage, 0
         assert stage is not None
         self._totals = StageTotals(stage.pipe, stage.holdings, self._module, self.precision_plugin)
-        if self._groups is not None and layout.pipelines > 1:
-            make = self._groups.replica_group, self._groups.replica_hosts
-            self.bond = self.replicas.join(*make, self.root_device, layout.pipelines_per_node)
-            self.bond.prepare(self.optimizers)
+        if self._groups is not None and self.layout.pipelines > 1:
+            self.bond = self._groups.bond(self.replicas)
+            self.bond.prepare(self.optimizers, self._module)
+            self.bond.guard(self.gradient_check, getattr(self.precision_plugin, "scaler", None))
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -217,8 +217,8 @@ class TokenPipelineStrategy(WorkersStrategy):
             return self._stage.step(self.precision_plugin, self.microbatches, self.root_device, roll, args, kwargs)
 
     def advance(self, optimizer: Optimizer) -> None:
-        self._updates += 1
-        self.bond.updated(optimizer)
+        self.bond.updated(optimizer, self._module.trainer.current_epoch)
+        self._updates += 1  # not before: who waits for buffers waits for this update, not for the next one
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated(self.precision_plugin.val_step_context(), self._module.validation_step, args, kwargs)

@@ -43,9 +43,6 @@ class StageTotals:
         cut = pipe.model.module
         self._cut = {part for part in module.modules() if any(part_inside is cut for part_inside in part.modules())}
         self._told = False
-        mine = [holdings.order[p] for p in (*holdings.tied, *holdings.outside)]
-        every = [mine] if pipe.over is None else gather_objects(pipe.over, mine)
-        self._several = list(dict.fromkeys(name for names in every for name in names))  # on more than one stage
         pairs: Sequence[tuple[Callable[..., Any], Callable[..., Any]]] = (
             (get_total_norm, self._total_norm),
             (grads.grad_norm, self._grad_norm),
@@ -78,7 +75,7 @@ class StageTotals:
         names = {id(p.grad): name for p, name in self._holdings.order.items() if p.grad is not None}
         if tensors and not any(id(tensor) in names for tensor in tensors):
             return original(tensors, norm_type, *args, **kwargs)
-        parts: dict[str, list[Tensor]] = {name: [] for name in ("", *self._several)}
+        parts: dict[str, list[Tensor]] = {name: [] for name in ("", *self._holdings.several)}
         for tensor in tensors:  # a stage without any of them takes part
             name = names.get(id(tensor), "")
             parts[name if name in parts else ""].append(tensor)

@@ -20,11 +20,12 @@ from lightning_decentral.pipeline.compute.model import Call, Pipelined, checksum
 from lightning_decentral.pipeline.compute.padding import part_of, remember, tensors_in
 from lightning_decentral.pipeline.logs import Logs
 from lightning_decentral.pipeline.plan.schedule import Action
+from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
 from lightning_decentral.shared.compute.device import AsyncRead
 from lightning_decentral.shared.plan.timeline import Span
 
-FIXED, LOGGED = 3, 120
+KNOWN, FIXED, LOGGED = 3, 3, 120
 MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks of the user's that move a batch."""
 
@@ -102,14 +103,27 @@ class TrainingStep:
 
     def _close(self, microbatch: int, output: Tensor) -> Tensor:
         model, step = self._pipe.model, self._waiting[microbatch]
+        before = self._seen()
         with self._logs.recording(microbatch):
             result = step.go_on(lambda call: model.answer(call, output))
+        if self._seen() != before:
+            raise ValueError(
+                "training_step freezes, thaws or writes to parameters behind its call of "
+                f"{type(model.module).__name__}, where only the last stage of a pipeline comes: do it before the call, "
+                "or in a hook"
+            )
         loss = self._logs.returned(result)
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {type(loss).__name__}: a token pipeline needs a loss in each")
         weight, loss = self._weight(self._counts[microbatch], loss), loss.reshape(())
         self._losses.append((weight, loss.detach()))
         return weighed(loss, weight) * self._scale
+
+    def _seen(self) -> list[tuple[object, ...]]:
+        """What the step changes on this stage alone, where it goes on behind its call."""
+        inside = set(self._pipe.model.module.parameters())
+        return [(p.requires_grad, *((p.data_ptr(), p._version) if p in inside else ()))
+                for p in self._module.parameters()]  # fmt: skip
 
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
         """A scalar beside the loss, float64."""
@@ -125,7 +139,7 @@ class TrainingStep:
         # weight exceeds 1, so no half-precision gradient exceeds that of the loss itself.
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
-    def conclude(self, finite: Tensor) -> Outcome:
+    def conclude(self, finite: Tensor, holdings: Ownership) -> Outcome:
         """Tell all stages how the step went, and log what it logged. Collective.
 
         Hosts tell each other what they know, devices what they have computed: none waits for its own, but for the
@@ -136,9 +150,11 @@ class TrainingStep:
 
         Raises:
             ValueError: the stages read different batches, or a step gave the model other inputs on one than on another.
+            RuntimeError: what stands on several stages is trained on some of them.
         """
         pipe, logs = self._pipe, self._logs
-        known = torch.zeros(3, dtype=torch.float64)  # checksum, signature (a CRC), number of values
+        # checksum, signature (a CRC), number of values, what is trained
+        known = torch.cat([torch.zeros(KNOWN, dtype=torch.float64), holdings.flags()])
         known[0] = checksum([tensor.read() for tensor in self._inputs])
         row = torch.zeros(FIXED + LOGGED, dtype=torch.float64, device=pipe.device)  # loss, factor, finite, values
         if pipe.place.last:
@@ -149,8 +165,9 @@ class TrainingStep:
         told = rows_of(known, pipe.hosts)
         if len(set(told[:, 0].tolist())) > 1:
             raise self._unlike()
+        holdings.refuse_uneven(told[:, KNOWN:])
         rows = rows_of(row, pipe.over)
-        last, (_, signature, count) = rows[-1], told[-1].tolist()
+        last, (_, signature, count) = rows[-1], told[-1, :KNOWN].tolist()
         beside = logs.publish(int(signature), last[FIXED : FIXED + int(count)].unbind(), pipe)
         return Outcome(last[0], last[1], rows[:, 2].all(), beside)
 

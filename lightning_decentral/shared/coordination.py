@@ -257,7 +257,8 @@ class LoopPatches:
         self._epoch_ended, self._ended_one = False, True
         # Of a resumed epoch: Lightning would leave out a step of a plateau, though its metrics are new.
         if self._took and self._trainer.fit_loop.restarting:
-            self._trainer.fit_loop.restarting = False
+            # Not by its setter, which begins another restart where steps are counted: an epoch would be left out.
+            self._trainer.fit_loop._restarting = False
         inner()
 
     def _call_roll(self, validates: Callable[[], bool] = bool) -> None:

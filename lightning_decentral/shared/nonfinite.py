@@ -19,9 +19,11 @@ class Unchecked:
     """Gradients are each worker's own affair, or a loss scaler's.
 
     Attributes:
+        nonfinite: what becomes of a step whose gradients hold NaN or infinity.
         skipped: steps taken without an update so far.
     """
 
+    nonfinite: str = "stop"
     skipped = 0
 
     def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:

@@ -119,6 +119,9 @@ class ReplicaStrategy(WorkersStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         self.member.before(closure_loss)
 
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.member.after()
+
     def block_backward_sync(self) -> Any:
         return self.member.blocked()
 

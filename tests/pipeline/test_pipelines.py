@@ -237,13 +237,13 @@ def test_a_bond_equals_the_simulation(how, size):
         point = Point()
         optimizer = torch.optim.SGD(point.parameters(), lr=0.1)
         bond = how.join(*[lambda: GlooTransport(group)] * 2, torch.device("cpu"), per_node=1)
-        bond.prepare([optimizer])
+        bond.prepare([optimizer], point)
         for step in range(6):
             x = torch.zeros(size, 5, dtype=torch.float64)
             x[group.rank()] = point.x.detach()
             point.x.grad = gradient(x, step)[group.rank()]
             optimizer.step()
-            bond.updated(optimizer)
+            bond.updated(optimizer, epoch=0)
         last = point.x.detach().clone()
         bond.settle()
         share = bond.share()

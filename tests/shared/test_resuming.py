@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.gossip import Plain
@@ -106,3 +107,40 @@ def test_what_a_plateau_loses_behind_a_save_is_named(tmp_path: Path, capfd: pyte
     resumed(tmp_path, "gossip", Plateau, SizedBatches, at=6)
     said = " ".join(capfd.readouterr().err.split())
     assert "resuming: ReduceLROnPlateau looks at own, which no checkpoint holds." in said
+
+
+class Epochs(Callback):
+    """Which epoch each batch is of."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._rows = folder / "epochs.pt", list[tuple[int, int]]()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._rows.append((trainer.current_epoch, trainer.global_step))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            torch.save(self._rows, self._file)
+
+
+def fit_steps(folder: Path, strategy: str, resume: Path | None) -> None:
+    folder.mkdir(exist_ok=True)
+    saved = ModelCheckpoint(folder, "at-{step}", save_top_k=-1, every_n_train_steps=2)
+    trainer = Trainer(
+        **{**QUIET, "enable_checkpointing": True, "use_distributed_sampler": False},
+        max_steps=8,
+        devices=2,
+        strategy=STRATEGIES[strategy](start_method="fork"),
+        callbacks=[saved, Epochs(folder)],
+    )
+    data = TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
+    trainer.fit(Net(dropout=0.0), DataLoader(data, batch_size=4), ckpt_path=resume)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "compressed, plain"])
+def test_epochs_of_a_resumed_run_have_the_numbers_of_the_whole_run(tmp_path: Path, strategy: str) -> None:
+    """A sampler shuffles by them."""
+    in_processes(fit_steps, tmp_path / "whole", strategy, None)
+    in_processes(fit_steps, tmp_path / "resumed", strategy, tmp_path / "whole" / "at-step=2.ckpt")
+    whole, again = (torch.load(tmp_path / name / "epochs.pt") for name in ("whole", "resumed"))
+    assert again == [row for row in whole if row[1] >= 2]

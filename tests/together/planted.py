@@ -9,6 +9,7 @@ from lightning_decentral import CompressedStrategy, GossipStrategy, PartialBackp
 from lightning_decentral.gossip.compute.combine.momentum import QuasiGlobalMomentum
 from lightning_decentral.gossip.compute.combine.outer import Outer
 from lightning_decentral.gossip.compute.healing import Healing
+from lightning_decentral.gossip.compute.unused import Used
 from lightning_decentral.gossip.elastic.run import ElasticRun
 from lightning_decentral.gossip.wire import island_member
 from lightning_decentral.gossip.wire.exchange import Landed, Traffic, kept
@@ -17,10 +18,12 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.gossip.wire.written import Written
+from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.shared.compute import buckets
 from lightning_decentral.shared.compute.layout import model
 from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.nonfinite import BeforeUpdate
+from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.wire import health
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
@@ -174,6 +177,28 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 OUTER = '"rule": "OuterNesterov(lr=0.7, momentum=0.9)", "topology": "Every(steps=2, inner=Complete())"'
+
+
+def bounds_of_stages_are_sick() -> None:
+    _set(ReplicaHealth, "look", lambda self, buffers: None)
+
+
+def thawed_on_its_stage_alone() -> None:
+    give_back = Ownership.give_back
+
+    def frozen_stay(holdings: Ownership, device: torch.device) -> None:
+        before = {parameter: parameter.requires_grad for parameter in holdings.order}
+        give_back(holdings, device)
+        for parameter, trained in before.items():
+            parameter.requires_grad_(trained)
+
+    _set(Ownership, "give_back", frozen_stay)
+
+
+def devices_of_shards_reduce_what_they_used() -> None:
+    _set(Used, "_fill", lambda self, group, post_backward, *args: post_backward(*args))
+
+
 PLANTED: list[tuple[Callable[[], None], str]] = [
     (layout_of_the_moment, f'{{{OUTER}, "gradient": "still", "events": [["apart", 2, 0], ["layout", 5, 0]]}}'),
     (strides_not_compared, '{"topology": "Complete()", "delay": "0", "layout": "one alone"}'),
@@ -227,6 +252,12 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
         '{"method": "compressed", "codec": "TopK(fraction=0.3, block=8)", "optimizer": "turns", '
         '"precision": "bf16-mixed", "dtype": "several", "events": [["resume", 4, 0]]}',
     ),
+    (
+        bounds_of_stages_are_sick,
+        '{"method": "pipelines", "workers": "4", "events": [["filling buffer", 3, 1], ["save", 5, 1]]}',
+    ),
+    (thawed_on_its_stage_alone, '{"method": "pipeline", "events": [["refit", 11, 0], ["thaw before backward", 9, 1]]}'),
+    (devices_of_shards_reduce_what_they_used, '{"island": "FullyShard", "shape": "experts"}'),
     (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
 ]
 """(what puts the fault back, the smallest run that shows it)"""

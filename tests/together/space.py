@@ -363,6 +363,8 @@ def served(case: Case, kinds: Sequence[str]) -> list[str]:
 def _serves(case: Case, kind: str) -> bool:
     if case["method"] == "elastic" and kind in ("resume", "stop", "nan", "refit"):
         return False  # a run of its own each (tests/gossip/test_elastic*.py)
+    if case.stages > 1 and kind in ("prune", "reparametrize", "nan", *(("replace",) if case.gossips else ())):
+        return False  # refused when it happens (tests/pipeline); nobody heals pipelines
     if case["loop"] == "Fabric" and kind not in IN_LOOP:
         return False
     return {

@@ -160,8 +160,7 @@ def accounted(case: Case) -> bool:
 def accounted_elsewhere(case: Case) -> bool:
     """The same of the run that goes on by another number of workers: none of them has a state of its own any more."""
     stateless = case["optimizer"] == "sgd" or case.replicas == 1
-    rounds_off = case["codec"] != "Plain()" and (case["method"], case["codec"]) != ("pipeline", "default")
-    owes = case["method"] in ("compressed", "pipeline") and rounds_off  # and forgets it
+    owes = case["method"] in ("compressed", "pipeline") and _codec(case) != "Plain()"  # and forgets it
     return accounted(case) and stateless and not owes
 
 
@@ -278,9 +277,14 @@ def _trained(one: Seen) -> list[str]:
     return [name for name in one.last if name in one.first and name not in ("level", "least", "seen")]
 
 
+def _codec(case: Case) -> str:
+    """Of averaged gradients: pipelines send them as they are by default."""
+    return "Plain()" if (case["method"], case["codec"]) == ("pipeline", "default") else case["codec"]
+
+
 def _bends(case: Case) -> bool:
     """Whether the sum isn't that of the updates, or isn't known well enough."""
-    lossy = case["method"] == "compressed" and case["codec"] not in ("Plain()", "Float32()")
+    lossy = case["method"] in ("compressed", "pipeline") and _codec(case) != "Plain()"
     nonlinear = (
         case["optimizer"] == "adamw" or case["clip"] != "none" or case.has("clamp") or case["codec"].startswith("TopK")
     )
@@ -300,9 +304,9 @@ def _may_miss(case: Case, like: Tensor) -> float:
     twice = 2 if case["optimizer"] in ("two", "turns") or case.has("reparametrize") else 1  # gradients are so large
     twice *= 2 if case["shape"] == "tied" else 1
     size = TOLERANCE[torch.bfloat16 if case["precision"] == "bf16-true" else kind]
-    if case["method"] != "compressed":
+    if case["method"] not in ("compressed", "pipeline"):
         return size
-    half = next((step for name, step in HALF_STEP.items() if case["codec"].startswith(name)), 0.0)
+    half = next((step for name, step in HALF_STEP.items() if _codec(case).startswith(name)), 0.0)
     momentum = {"momentum": 0.5, "two": 0.3, "turns": 0.3}.get(case["optimizer"], 0.0)
     twice *= 2 if case.has("refit") else 1  # each fit owes its own
     # What is owed at one rate is paid at another: half a rounding for each time that the rate falls or rises by all.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_decentral.gossip.compute.unused import Used
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.overlap import overlapped
@@ -178,8 +179,9 @@ class Sharding(IslandMember):
         self._device, self._inside = device, inside(wire.group, wire.world.size, devices)
         across = self.peers([range(wire.world.size // devices)])
         assert across is not None
-        self._across = across
+        self._across, self._hosts = across, inside(wire.hosts, wire.world.size, devices)
         self._sharded: Sharded | None = None
+        self._used: Used | None = None
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
@@ -199,6 +201,7 @@ class Sharding(IslandMember):
                     "the model torch.contiguous_format, or use AllReduce"
                 )
         self._sharded = Sharded(module, self._inside, self._device, self._compute)
+        self._used = Used(module)
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         self.rest()
@@ -210,6 +213,14 @@ class Sharding(IslandMember):
         output = redirect()
         self.rest()
         return output
+
+    def after(self) -> None:
+        if self._used is not None:
+            self._meet(partial(self._used.settle, self._summed))
+
+    def _summed(self, flags: Tensor) -> Tensor:
+        self._hosts.all_reduce(flags).wait()
+        return flags
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -231,7 +242,7 @@ class Sharding(IslandMember):
         # Whole parameters come from all devices of the island.
         if self._sharded is not None and not alone:
             self._sharded.undo()
-        self._sharded = None
+        self._sharded = self._used = None
 
     def rest(self) -> None:
         if self._sharded is not None:

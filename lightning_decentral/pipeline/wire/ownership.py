@@ -16,6 +16,8 @@ from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
 
 State = dict[str, Any]
+Form = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape, type, and whether it is in a state_dict."""
 
 
 class Ownership:
@@ -28,12 +30,11 @@ class Ownership:
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over
-        self.order = {parameter: name for name, parameter in module.named_parameters()}
+        self.order = _named(module)
         """The first name of each parameter of the whole model, in its order."""
         self.state_keys = list(module.state_dict())
         """Names of the whole model's state."""
         self._shapes = {parameter: parameter.shape for parameter in self.order}  # what others hold will be empty
-        buffers = {name for name, _ in module.named_buffers()}
         inside = set(model.module.parameters())
         model.keep(place)
         self.kept = set(module.parameters())
@@ -41,20 +42,78 @@ class Ownership:
             parameter.data = parameter.data.new_empty(0)  # gives up the memory; `give_back` fills the same object
         mine = (
             *([self.order[p] for p in self.order if p in self.kept], list(module.state_dict())),
-            [name for name, _ in module.named_buffers()],
+            [(path, type(part).__name__) for path, part in module.named_modules()],
         )
         rows = [mine] if over is None else gather_objects(over, mine)
         self._keys = [set(keys) for _, keys, _ in rows]
         assert set(self.state_keys) <= set().union(*self._keys), "every key of the state has a stage that holds it"
-        self._cut = buffers - set.intersection(*(set(names) for _, _, names in rows))  # buffers that some stages lack
+        # By module, since buffers come while training.
+        self._everywhere = {path for path, _ in set.intersection(*({*parts} for *_, parts in rows))}
         holders = {name: [r for r, (names, *_) in enumerate(rows) if name in names] for name in self.order.values()}
-        trained = [p for p in self.order if p.requires_grad and p in self.kept]
-        self.tied = {p: holders[self.order[p]] for p in trained if p in inside and len(holders[self.order[p]]) > 1}
+        self.several = [name for name in self.order.values() if len(holders[name]) > 1]
+        """Names of parameters that stand on several stages, the same list on all."""
+        self._names = _named(module)
+        rank, kept = 0 if over is None else over.rank, [p for p in self.order if p in self.kept]
+        self._tied = {p: holders[self.order[p]] for p in kept if p in inside and len(holders[self.order[p]]) > 1}
+        self._outside = [p for p in kept if p not in inside]
+        self._counted = [p for p in kept if holders[self.order[p]][0] == rank]
+
+    # ---- what is trained now: freezing and thawing come at any time ---------------------------------------------
+
+    @property
+    def tied(self) -> dict[nn.Parameter, list[int]]:
         """Parameters of the model that stand on several stages, and on which."""
-        self.outside = [p for p in trained if p not in inside]
+        return {p: stages for p, stages in self._tied.items() if p.requires_grad}
+
+    @property
+    def outside(self) -> list[nn.Parameter]:
         """Parameters beside the model; every stage has them, the last one uses them."""
-        self.counted = [p for p in trained if holders[self.order[p]][0] == (0 if over is None else over.rank)]
+        return [p for p in self._outside if p.requires_grad]
+
+    @property
+    def counted(self) -> list[nn.Parameter]:
         """Those that a sum over the stages takes from this one."""
+        return [p for p in self._counted if p.requires_grad]
+
+    def flags(self) -> Tensor:
+        """[several]: 1 where this stage trains it, 0 where it's frozen here, -1 where it isn't here."""
+        here = {self.order[p]: float(p.requires_grad) for p in (*self._tied, *self._outside)}
+        return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
+
+    def refuse_uneven(self, flags: Tensor) -> None:
+        """RuntimeError, the same on all stages, for what is trained on some of them alone.
+
+        Args:
+            flags: [stages, several] as each has them.
+        """
+        for name, column in zip(self.several, flags.unbind(1), strict=True):
+            if len({flag for flag in column.tolist() if flag >= 0}) > 1:
+                raise RuntimeError(
+                    f"{name} is trained on one stage and frozen on another: freeze and thaw on every stage alike, in a "
+                    "hook or before the call of the model"
+                )
+
+    def changed(self) -> str:
+        """Why this stage's parameters are others than at set-up, or have other names; empty: they are the same."""
+        now = {} if self._over is None else _named(self._module)
+        if self._over is None or now == self._names:
+            return ""
+        changed = next(p for p in (*self._names, *now) if self._names.get(p) != now.get(p))
+        before, after = self._names.get(changed), now.get(changed)
+        what = f"has become {after}" if before and after else "has gone or come"
+        return (
+            f"the parameter {before or after} {what} while training: the other stages, and files of the whole model, "
+            "have it as it was. Prune, reparametrize and replace modules before fit, or make it permanent in the same "
+            "hook (prune.remove)"
+        )
+
+    def refuse_changed(self, together: bool = False) -> None:
+        """RuntimeError where `changed`; with `together` on all stages, where it is so on one. Then collective."""
+        rows = gather_objects(self._over, self.changed()) if together and self._over is not None else [self.changed()]
+        if any(rows):
+            raise RuntimeError(max(rows, key=bool))
+
+    # ---- buffers, and the whole module again --------------------------------------------------------------------
 
     @torch.no_grad()
     def share_buffers(self, device: torch.device) -> None:
@@ -62,35 +121,59 @@ class Ownership:
 
         What a step of the user's does after its call of the model, it does on the last stage alone.
         """
-        if self._over is None:
-            return
-        own = {name: buffer for name, buffer in self._module.named_buffers() if name not in self._cut}
-        forms = gather_objects(self._over, {name: (tuple(b.shape), b.dtype) for name, b in own.items()})
-        for name, form in forms[-1].items():
-            fits = forms[self._over.rank].get(name) == form  # not one that a step has made, or given its size
-            values = own[name] if fits else torch.empty(form[0], dtype=form[1], device=device)
-            values = values.to(device).contiguous()
-            self._over.broadcast(values, self._over.size - 1).wait()
-            if not fits:
-                path, _, leaf = name.rpartition(".")
-                self._module.get_submodule(path)._buffers[leaf] = values
-            elif values is not own[name]:
-                own[name].copy_(values)
+        if self._over is not None:
+            forms = gather_objects(self._over, self._forms(everywhere=True))
+            for name, form in forms[-1].items():
+                self._put(name, form, self._over.size - 1, device, self._over)
 
+    def _forms(self, everywhere: bool) -> dict[str, Form]:
+        """{buffer: form}: of modules that all stages have, or of blocks."""
+        found = {}
+        for path, part in self._module.named_modules():
+            for leaf, buffer in part._buffers.items() if (path in self._everywhere) == everywhere else ():
+                if buffer is not None:
+                    form = tuple(buffer.shape), buffer.dtype, leaf not in part._non_persistent_buffers_set
+                    found[f"{path}.{leaf}" if path else leaf] = form
+        return found
+
+    def _put(self, name: str, form: Form, owner: int, device: torch.device, over: Transport) -> None:
+        """The owner's values in this buffer, which may be missing here, or of another form. Collective."""
+        (shape, dtype, persistent), (path, _, leaf) = form, name.rpartition(".")
+        part = dict(self._module.named_modules()).get(path)
+        own = None if part is None else part._buffers.get(leaf)
+        fits = own is not None and (own.shape, own.dtype) == (shape, dtype)  # not one that a step has made
+        values = torch.empty(shape, dtype=dtype, device=device)
+        if own is not None and fits:
+            values.copy_(own)
+        over.broadcast(values, owner).wait()
+        if own is not None and fits:
+            own.copy_(values)
+        elif part is not None:
+            part._buffers.pop(leaf, None)
+            part.register_buffer(leaf, values if self._over is not None else values.cpu(), persistent)
+
+    @torch.no_grad()
     def give_back(self, device: torch.device) -> None:
         """Make the module whole again on every stage, on the CPU. Collective."""
+        self.refuse_changed(together=True)
         self.share_buffers(device)
+        held = self._forms(everywhere=False)
         self._model.restore()
         self._module.cpu()  # and one tensor after the other: a device need only have room for its own stage
         over, self._over = self._over, None  # its group ends with the fit
         if over is None:
             return
-        whole: Mapping[str, Tensor] = self._module.state_dict(keep_vars=True)
-        for name, tensor in whole.items():
-            holders = [r for r, keys in enumerate(self._keys) if name in keys]
-            # Parameters that all have, too: a step may have written to one on the last stage alone.
-            if 0 < len(holders) < over.size or isinstance(tensor, nn.Parameter):
-                self._fill(tensor, holders[-1], device, over)
+        whole = {name: p for name, p in self._module.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
+        trained = gather_objects(over, {name for name, parameter in whole.items() if parameter.requires_grad})
+        for name in (name for name in self.state_keys if name in whole):  # in one order: pruning for good changes it
+            # Of those that all have the last one's, too: a step may have written to one there alone.
+            owner = [r for r, keys in enumerate(self._keys) if name in keys][-1]
+            self._fill(whole[name], owner, device, over)
+            whole[name].requires_grad_(name in trained[owner])
+        rows = gather_objects(over, held)
+        for owner, row in enumerate(rows):
+            for name, form in row.items():
+                self._put(name, form, owner, device, over)
 
     def _fill(self, tensor: Tensor, owner: int, device: torch.device, over: Transport) -> None:
         shape = self._shapes.get(tensor, tensor.shape)  # type: ignore[call-overload]
@@ -98,6 +181,10 @@ class Ownership:
         values = values.to(device).contiguous()
         over.broadcast(values, owner).wait()
         tensor.data = values.cpu()
+
+
+def _named(module: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def optimizer_part(optimizer: Optimizer, state: State, order: Mapping[nn.Parameter, str]) -> State:

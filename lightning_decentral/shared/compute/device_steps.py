@@ -26,6 +26,9 @@ class DeviceSteps:
     def before(self, loss: Any) -> None:
         """The backward of this loss follows."""
 
+    def after(self) -> None:
+        """A backward has ended."""
+
     def updated(self, optimizer: Any) -> None:
         """An update was due, which a loss scaler may have skipped."""
 

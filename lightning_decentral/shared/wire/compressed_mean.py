@@ -51,8 +51,9 @@ class Mean(Protocol):
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
         """The mean in `flat` is taken but for these of the place's tensors, which nobody uses."""
 
-    def guard(self, scale: Callable[[], Tensor] | None) -> None:
-        """From now on updates may be skipped; `scale`: what multiplies the gradients, where something does."""
+    def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
+        """From now on updates may be skipped; `scale`: a loss scaler's, which multiplies the gradients where
+        `scaled`."""
 
     def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:
         """An update of the tensors with these keys was due, and perhaps skipped."""
@@ -92,7 +93,7 @@ class ExactMean:
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
         """Nothing is kept."""
 
-    def guard(self, scale: Callable[[], Tensor] | None) -> None:
+    def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
         """Nothing is kept."""
 
     def updated(self, keys: Callable[[], Collection[int]], skipped: bool) -> None:

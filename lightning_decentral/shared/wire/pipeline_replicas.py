@@ -10,18 +10,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.wire.averaging.skipped_updates import scale_of
 from lightning_decentral.shared.wire.compressed_mean import Mean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.gradients import flag, pack, parts, real, used
 from lightning_decentral.shared.wire.mean import mean
+from lightning_decentral.shared.wire.pending import Pending
+from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.shared.wire.transport import Transport
 
 Class = TypeVar("Class", bound=type)
@@ -29,18 +32,36 @@ Group = Callable[[], Transport]
 """Makes a new group of the replicas of each part. Collective: every worker calls it."""
 
 
+class Skips(Protocol):
+    """Who may leave an update out."""
+
+    nonfinite: str
+    skipped: int
+    """So far."""
+
+
 class Bond:
     """One worker's tie to its replicas; this one is of a worker that has none."""
+
+    keeps: bool = False
+    """Whether it has what no other has, and what it needs to go on exactly."""
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """What the optimizer is given for this worker's own gradients of these parameters. Collective."""
         return list(own)
 
-    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """The optimizers exist."""
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        """The optimizers exist. Collective.
 
-    def updated(self, optimizer: Optimizer) -> None:
-        """After each update of an optimizer; on all replicas equally often."""
+        Args:
+            module: of this stage.
+        """
+
+    def guard(self, check: Skips, scaler: Any) -> None:
+        """From now on updates are skipped where `check` says so, or by a loss scaler; None: there is none."""
+
+    def updated(self, optimizer: Optimizer, epoch: int) -> None:
+        """After each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
 
     def settle(self) -> None:
         """Land what is in flight."""
@@ -111,54 +132,94 @@ class AverageGradients(Replicas):
 
     def join(self, group: Group, hosts: Group, device: torch.device, per_node: int) -> Bond:
         if not self.codec.encodes:
-            return _Averaging(group(), hosts())
-        return _CompressedAveraging(mean_by(self.codec, group, device), hosts())
+            return _Averaging(group(), hosts(), group())
+        return _CompressedAveraging(mean_by(self.codec, group, device), device, hosts(), group())
 
 
-class _Replicated(Bond, ABC):
+class _Replicated(Bond):
     """Gradients are averaged; what a worker didn't use is zero there, what nobody used stays None."""
 
-    def __init__(self, hosts: Transport) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Transport, buffers: Transport) -> None:
+        self._hosts, self._over_buffers = hosts, buffers
+        self._buffers: RunningBuffers | None = None
+        self._told: list[tuple[Tensor, Pending]] = []
+        self._epoch = -1
 
-    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        self._buffers = RunningBuffers(module, self._over_buffers)
+
+    def _tell(self, own: Sequence[Tensor | None]) -> tuple[Tensor, Pending]:
+        """Of each gradient how many have it, once the sum is there. Collective."""
         # The hosts tell each other who used what: none reads what its device computes.
-        flags = flag(own, torch.empty(len(own), dtype=torch.int32))
-        some = used(own, flags, self._hosts.all_reduce(flags))  # with other numbers, sums would be of other lengths
-        pairs = zip(own, parameters, some, strict=True)
-        filled = [torch.zeros_like(p) if gradient is None else gradient for gradient, p, one in pairs if one]
-        means = iter(self._averaged(filled))
-        return [next(means) if one else None for one in some]
+        told = torch.empty(len(own) + 1, dtype=torch.int32)
+        flags = flag(own, told[:-1])
+        told[-1] = self._buffers is not None and self._buffers.changed()
+        pending = self._hosts.all_reduce(told)  # with other numbers, sums would be of other lengths
+        self._told = [*self._told[-31:], (told, pending)]
+        return flags, pending
 
-    @abstractmethod
-    def _averaged(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Their means over the replicas. Collective."""
+    def updated(self, optimizer: Optimizer, epoch: int) -> None:
+        """The first one's running statistics for all."""
+        told, self._told = self._told, []
+        for _, pending in told:
+            pending.wait()
+        # Once an epoch, look which further buffers have changed: comparing all takes time.
+        look, self._epoch = epoch != self._epoch or any(bool(flags[-1]) for flags, _ in told), epoch
+        if self._buffers is not None:
+            self._buffers.share(look)
+
+    def release(self) -> None:
+        self._buffers = None
 
 
 class _Averaging(_Replicated):
-    def __init__(self, over: Transport, hosts: Transport) -> None:
-        super().__init__(hosts)
+    def __init__(self, over: Transport, *others: Transport) -> None:
+        super().__init__(*others)
         self._over = over
 
-    def _averaged(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        return mean(gradients, self._over)
+    def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        some = used(own, *self._tell(own))
+        pairs = zip(own, parameters, some, strict=True)
+        filled = [torch.zeros_like(p) if gradient is None else gradient for gradient, p, one in pairs if one]
+        means = iter(mean(filled, self._over))
+        return [next(means) if one else None for one in some]
 
 
-class _CompressedAveraging(Bond):
+class _CompressedAveraging(_Replicated):
     """By codes, one flat tensor of each type: of all parameters, so that what was rounded away stays with each."""
 
-    def __init__(self, by: Mean, hosts: Transport) -> None:
-        self._by, self._hosts = by, hosts
+    keeps = True
+
+    def __init__(self, by: Mean, device: torch.device, *others: Transport) -> None:
+        super().__init__(*others)
+        self._by, self._device = by, device
+        self._check: Skips | None = None
+        self._skipped = 0
         self._keys: dict[Tensor, int] = {}
+
+    def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        super().prepare(optimizers, module)
+        # By its number in the stage, under which a file names it, whatever is trained by then.
+        self._keys = {parameter: number for number, parameter in enumerate(module.parameters())}
+
+    def guard(self, check: Skips, scaler: Any) -> None:
+        self._check, self._skipped = check, check.skipped
+        if scaler is not None or check.nonfinite == "skip":
+            self._by.guard(scale_of(scaler, self._device), scaled=False)  # a stage has taken the scale off
+
+    def updated(self, optimizer: Optimizer, epoch: int) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        before, self._skipped = self._skipped, 0 if self._check is None else self._check.skipped
+        self._by.updated(lambda: {self._keys[p] for p in own if p in self._keys}, self._skipped > before)
+        super().updated(optimizer, epoch)
 
     @torch.no_grad()
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        flags = flag(own, torch.empty(len(own), dtype=torch.int32))
-        told = self._hosts.all_reduce(flags)
+        told = self._tell(own)
         kinds = sorted({p.dtype for p in parameters}, key=str)
         rows = [[i for i, p in enumerate(parameters) if p.dtype == kind] for kind in kinds]
         flats = self._started(own, parameters, rows)
-        some, found = used(own, flags, told), list(own)
+        some, found = used(own, *told), list(own)
         for place, (row, flat) in enumerate(zip(rows, flats, strict=True)):
             self._by.put_back(real(flat), place, [number for number, i in enumerate(row) if not some[i]])
             for i, part in zip(row, parts(flat, [parameters[i] for i in row]), strict=True):

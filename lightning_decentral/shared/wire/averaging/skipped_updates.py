@@ -31,13 +31,18 @@ class SkippedUpdates:
     def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals
         self._scale: Callable[[], Tensor] | None = None
+        self._scaled = True
         self._unit, self._known = 0.0, False  # the scale of what was rounded away; 0 before the first
         self._open: list[tuple[Keys, AsyncRead]] = []
         self._any = False
 
-    def guard(self, scale: Callable[[], Tensor] | None) -> None:
-        """From now on updates may be skipped, by a scaler or otherwise."""
-        self._residuals.guarded, self._scale = True, scale
+    def guard(self, scale: Callable[[], Tensor] | None, scaled: bool = True) -> None:
+        """From now on updates may be skipped, by a scaler or otherwise.
+
+        Args:
+            scaled: whether gradients come multiplied by the scale.
+        """
+        self._residuals.guarded, self._scale, self._scaled = True, scale, scaled
 
     def updated(self, keys: Keys, skipped: bool) -> None:
         """An update of the tensors with these keys was due; `skipped`: it was found out at once that there is none."""
@@ -71,7 +76,7 @@ class SkippedUpdates:
         self._come_at(last)
 
     def _come_at(self, scale: float) -> None:
-        if self._unit not in (0.0, scale):
+        if self._scaled and self._unit not in (0.0, scale):
             self._residuals.rescale(scale / self._unit)
         self._unit = scale
 

@@ -1,0 +1,56 @@
+"""Parameters under FSDP2 that a step of one device uses and one of another doesn't."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class Used:
+    """Parameters that only some devices of an island use in a step (experts), and those that none does.
+
+    FSDP reduces a module's gradients in one message, which has another size where a device lacks some. It gets zeros
+    for them here. One that no device used has no gradient, as under ddp with find_unused_parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._groups = [group for part in module.modules() if isinstance(part, FSDPModule) for group in _groups(part)]
+        self._used, self._filled = set[nn.Parameter](), set[nn.Parameter]()
+        for group in self._groups:
+            group.post_backward = partial(self._fill, group, group.post_backward)
+
+    def _fill(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        """In front of what reduces a module's gradients."""
+        gathered = [p for p in group.fsdp_params if "_unsharded_param" in vars(p) and p._unsharded_param.requires_grad]
+        for of in gathered:
+            if of.unsharded_accumulated_grad is not None or of._unsharded_param.grad is not None:
+                self._used.add(of.sharded_param)
+            elif group.reduce_grads:
+                of._unsharded_param.grad = torch.zeros_like(of._unsharded_param)
+                if of.sharded_param.grad is None:
+                    self._filled.add(of.sharded_param)
+        post_backward(*args)
+
+    def settle(self, summed: Callable[[Tensor], Tensor]) -> None:
+        """After a backward: take back the zeros of what nobody used.
+
+        Args:
+            summed: a host tensor's sum over the devices. Collective.
+        """
+        if not all(group.reduce_grads for group in self._groups):
+            return  # gradients are only accumulated
+        every = [of.sharded_param for group in self._groups for of in group.fsdp_params]
+        flags = torch.tensor([parameter in self._used for parameter in every], dtype=torch.int32)
+        for parameter, devices in zip(every, summed(flags).tolist(), strict=True):
+            if not devices and parameter in self._filled:
+                parameter.grad = None
+        self._used, self._filled = set(), set()
+
+
+def _groups(part: FSDPModule) -> list[Any]:
+    state = part._get_fsdp_state()
+    several = vars(state).get("_fsdp_param_groups")  # an older torch has one
+    return [group for group in (several or [state._fsdp_param_group]) if group is not None]
