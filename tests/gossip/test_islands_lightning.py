@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
 from torchmetrics import MeanMetric
 
 from lightning_decentral import GossipStrategy
@@ -121,6 +122,19 @@ def test_what_shards_can_not_do_is_refused(tmp_path: Path) -> None:
     scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
     with pytest.raises(RuntimeError, match=r"precision 16-mixed scales the loss.*: use bf16-mixed"):
         in_processes(run, tmp_path, Net(), options, scaled, [])
+
+
+class Parametrized(Callback):
+    """Gives a layer another parameter after the first step."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1:
+            parametrize.register_parametrization(pl_module.head, "bias", nn.Identity())
+
+
+def test_a_parameter_that_comes_while_training_is_refused_under_shards(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"head.parametrizations.bias.original has come while training.*AllReduce"):
+        in_processes(run, tmp_path, Net(), {"island": FullyShard(2)}, {}, [Parametrized()])
 
 
 class Copies(Net):

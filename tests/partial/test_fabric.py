@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_decentral import PartialBackpropStrategy
@@ -68,6 +68,35 @@ def test_full_depth_is_ddp(tmp_path: Path) -> None:
     # With whether each has one, and whether a buffer has changed.
     sent_numbers = sum(p.numel() + 1 for p in Network(tied=True, norm=False).parameters()) + 1
     assert full[0]["seen"][0] == pytest.approx(2 * (3 - 1) / 3 * 4 * sent_numbers), "once for three backwards"
+
+
+class Module(LightningModule):
+    """Knows its Fabric once it is set up, which holds groups of processes and can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Network(tied=False, norm=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.network(x)
+        return output.square().mean()
+
+
+def by_module(fabric: Fabric) -> None:
+    torch.manual_seed(1)
+    module = Module()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    fabric.backward(model(torch.arange(4)))
+    optimizer.step()
+    assert fabric.strategy.driver.plan.boundaries
+
+
+def launched_with_a_module() -> None:
+    Fabric(accelerator="cpu", devices=2, strategy=cut(depth=Full())).launch(by_module)
+
+
+def test_a_lightning_module_is_cut_too() -> None:
+    in_processes(launched_with_a_module)
 
 
 def depth(fabric: Fabric, model: nn.Module) -> Any:

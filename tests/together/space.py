@@ -365,6 +365,8 @@ def _serves(case: Case, kind: str) -> bool:
         return False  # a run of its own each (tests/gossip/test_elastic*.py)
     if case.stages > 1 and kind in ("prune", "reparametrize", "nan", *(("replace",) if case.gossips else ())):
         return False  # refused when it happens (tests/pipeline); nobody heals pipelines
+    if case["island"] == "FullyShard" and kind in ("prune", "reparametrize"):
+        return False  # refused when it happens, too (tests/gossip/test_islands_lightning.py)
     if case["loop"] == "Fabric" and kind not in IN_LOOP:
         return False
     return {

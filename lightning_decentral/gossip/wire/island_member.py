@@ -205,8 +205,17 @@ class Sharding(IslandMember):
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         self.rest()
-        # In the module's own call, where FSDP gathers parameters; that waits for the other devices.
-        return self._meet(redirect)
+        try:
+            # In the module's own call, where FSDP gathers parameters; that waits for the other devices.
+            return self._meet(redirect)
+        except RuntimeError as error:
+            new = self._sharded.changed() if self._sharded is not None else ""
+            if not new:
+                raise
+            raise RuntimeError(
+                f"the parameter {new} has come while training, and FullyShard lays shards out before: prune, "
+                "reparametrize and add modules before fit, or use AllReduce"
+            ) from error
 
     def evaluate(self, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         # No backward follows, which would give up what the forward gathered.
@@ -239,9 +248,9 @@ class Sharding(IslandMember):
         self._meet(lambda: each_once(change, [local(tensor) for tensor in tensors], shapes, self._inside))
 
     def close(self, alone: bool) -> None:
-        # Whole parameters come from all devices of the island.
-        if self._sharded is not None and not alone:
-            self._sharded.undo()
+        if self._sharded is not None:
+            # Whole parameters come from all devices of the island.
+            (self._sharded.abandon if alone else self._sharded.undo)()
         self._sharded = self._used = None
 
     def rest(self) -> None:

@@ -71,6 +71,7 @@ class Sharded:
         fully_shard(self.module, mesh=mesh, mp_policy=policy)
         self.root._get_fsdp_state()._lazy_init()  # its hooks are all there from here on
         self._added = [_hook_ids(m) for m, _ in self._before]
+        self._laid_out = {name for name, _ in self.module.named_parameters()}
 
     @property
     def root(self) -> FSDPModule:
@@ -88,6 +89,10 @@ class Sharded:
     def undo(self) -> None:
         """Whole parameters, on the host, in a plain module. Collective."""
         self.reshard()
+        self._gather()
+        self.abandon()
+
+    def _gather(self) -> None:
         whole: dict[int, nn.Parameter] = {}  # by identity: what was tied is tied again
         for part, _ in self._before:
             for name, parameter in part.named_parameters(recurse=False):
@@ -95,6 +100,13 @@ class Sharded:
                     full = full_tensor(parameter).cpu()  # one device may have less room than all had for the shards
                     whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 part._parameters[name] = whole[id(parameter)]
+
+    def changed(self) -> str:
+        """The first parameter that wasn't there when they were laid out; empty: all were."""
+        return next((name for name, _ in self.module.named_parameters() if name not in self._laid_out), "")
+
+    def abandon(self) -> None:
+        """A plain module, of shards where they weren't gathered: what an exception leaves."""
         for (part, before), added in zip(self._before, self._added, strict=True):
             _restore(part, *before, added)
         # Where torch keeps groups beside their names: DTensor remembers meshes for ever, and with them the descriptors
