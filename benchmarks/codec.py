@@ -4,8 +4,8 @@
     python benchmarks/codec.py --device cuda
 
 Timed is what a worker does in a round with one neighbour: `send`, encode and decode its own message, and `hear`,
-decode the neighbour's, in a message of float32 weights (matrices of 512 x 512). The codecs take turns, so that a
-neighbour's load on the machine hits all; medians over the turns. On the CPU the seconds are those that the one thread
+decode the neighbour's, in a message of float32 weights. The codecs take turns, so that a neighbour's load on the
+machine hits all; medians over the turns. On the CPU the seconds are those that the one thread
 computed, so other processes on the machine don't count (but for the caches they share); on a device they are wall
 seconds. A megabyte is 10^6 bytes of the message as it is.
 
@@ -41,16 +41,13 @@ from lightning_decentral.gossip import (
     Int2,
     Int4,
     Int8,
-    LowRank,
     Plain,
     TopK,
 )
 from lightning_decentral.gossip.compute.error_feedback import Coded
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
-from lightning_decentral.shared.compute.codec import MessageLayout
+from lightning_decentral.shared.compute.buckets import Pool
 
 torch.set_num_threads(1)
-SIDE = 512
 CODECS = [
     BFloat16(),
     Float16(),
@@ -60,17 +57,16 @@ CODECS = [
     DifferenceCompression(Int2()),
     DifferenceCompression(TopK(fraction=0.1)),
     DifferenceCompression(TopK(fraction=0.01)),
-    DifferenceCompression(LowRank(rank=4)),
 ]
 
 
 class Round:
     """One worker's part of a round with one neighbour, as the exchange does it."""
 
-    def __init__(self, codec: Codec, weights: Tensor, matrices: tuple[Matrix, ...]) -> None:
+    def __init__(self, codec: Codec, weights: Tensor) -> None:
         self._weights, self._message = weights, [weights.clone()]
         self._coder = Coded(codec, 0, {1: 0}, Pool())
-        self._coder.admit([torch.zeros_like(weights)], [matrices], Gossip(rate=0.01))
+        self._coder.admit([torch.zeros_like(weights)], Gossip(rate=0.01))
         self._pool, self._healthy = Pool(), torch.ones((), dtype=torch.bool, device=weights.device)
         self._heard: dict[int, list[Tensor]] = {}
         self._step = 0
@@ -116,8 +112,7 @@ def seconds(call: Callable[[], None], device: torch.device) -> float:
 def measure(elements: int, turns: int, device: torch.device) -> dict[str, Any]:
     """Every codec `turns` times, in turn, after two that don't count; the copy of the message beside them."""
     weights = torch.randn(elements, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(device)
-    matrices = tuple(Matrix(offset, SIDE, SIDE) for offset in range(0, elements, SIDE * SIDE))
-    rounds = {repr(codec): Round(codec, weights, matrices) for codec in CODECS}
+    rounds = {repr(codec): Round(codec, weights) for codec in CODECS}
     rows: dict[str, dict[str, list[float]]] = {name: {"send": [], "hear": []} for name in [*rounds, "copy"]}
     out = torch.empty_like(weights)
     for turn in range(turns + 2):
@@ -130,8 +125,8 @@ def measure(elements: int, turns: int, device: torch.device) -> dict[str, Any]:
             for part, value in timed.items() if turn >= 2 else ():
                 rows[name][part].append(value)
         rows["copy"]["send"].append(seconds(lambda: out.copy_(weights), device))
-    plain = Plain().bytes(MessageLayout(elements, matrices), weights.dtype)
-    sizes = {repr(codec): codec.bytes(MessageLayout(elements, matrices), weights.dtype) for codec in CODECS}
+    plain = Plain().bytes(elements, weights.dtype)
+    sizes = {repr(codec): codec.bytes(elements, weights.dtype) for codec in CODECS}
     return {"elements": elements, "bytes plain": plain, "bytes": sizes, "seconds": rows}
 
 
@@ -153,7 +148,7 @@ def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--elements", type=int, default=16 * SIDE * SIDE, help="of the message; whole matrices")
+    parser.add_argument("--elements", type=int, default=2**22, help="of the message")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="codec", help="of the file of results")
     options = parser.parse_args()

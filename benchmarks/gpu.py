@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = Path(__file__).
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--elements", type=int, default=128 * codec.SIDE**2, help="of a message; whole matrices")
+    parser.add_argument("--elements", type=int, default=2**25, help="of a message")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_decentral.optim import AccumAdamW, MomentumWarmup, Muon, QuasiGlobalAdam, muon_groups
+from lightning_decentral.optim import AccumAdamW, MomentumWarmup, Muon, muon_groups
 from lightning_decentral.shared.compute.layout import packing
 from lightning_decentral.shared.wire.fsdp import full_tensor
 from tests import forking, world
@@ -177,7 +177,6 @@ class Net(LightningModule):
             "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01),
             "accum_adamw": lambda: AccumAdamW(parameters, lr=0.01, window=3),
             "muon": lambda: Muon(muon_groups(self), lr=0.01),
-            "quasi_global_adam": lambda: QuasiGlobalAdam(parameters, lr=1e-3),
         }[self.hparams.optimizer]()
         if not self.hparams.scheduler:
             return optimizer

@@ -89,8 +89,6 @@ if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec import Int2 as Int2
     from lightning_decentral.shared.compute.codec import Int4 as Int4
     from lightning_decentral.shared.compute.codec import Int8 as Int8
-    from lightning_decentral.shared.compute.codec import LowRank as LowRank
-    from lightning_decentral.shared.compute.codec import MessageLayout as MessageLayout
     from lightning_decentral.shared.compute.codec import Payload as Payload
     from lightning_decentral.shared.compute.codec import PayloadPart as PayloadPart
     from lightning_decentral.shared.compute.codec import Plain as Plain

@@ -212,7 +212,7 @@ class StateMixer:
         buckets = self._pack(self._optimizer, self.name, new)
         self.buckets += buckets
         mixed = with_tail(buckets)
-        self.mixer.extend(mixed, [span.matrices for span in mixed])
+        self.mixer.extend(mixed)
 
     def drain(self) -> None:
         for bucket in self.buckets:
@@ -269,7 +269,7 @@ def refuse_stale(codec: Codec, combine: Combine | ConsensusControl, buckets: Seq
     if not (codec.remembers and buckets):
         return
     rate = combine.largest_rate
-    arrives = min(share_that_arrives(codec, bucket.flat.dtype, bucket.matrices) for bucket in buckets)
+    arrives = min(share_that_arrives(codec, bucket.flat.dtype) for bucket in buckets)
     if arrives < RULE_OF_THUMB * rate:
         raise ValueError(
             f"{codec} passes about {arrives:.2g} of a difference on in a round, less than the rate {rate:.3g} of "

@@ -21,7 +21,7 @@ from lightning_decentral.gossip.plan.weights import Weights, consensus_steps, de
 from lightning_decentral.gossip.wire.island import Island
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
+from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.replica import Evaluate
 
 ORDERS = {0: "blocking (adapt-then-combine)", 1: "overlapped (adapt-while-combining)"}
@@ -93,7 +93,7 @@ def _beside(plan: Planned, name: str, mixers: Sequence[OptimizerMixer]) -> str:
     travel = plan.states[name]
     flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for of in mixers for b in of.buckets]
     # Of an island the devices send a part each.
-    message = sum(travel.codec.bytes(MessageLayout(flat.numel()), flat.dtype) for flat in flats)
+    message = sum(travel.codec.bytes(flat.numel(), flat.dtype) for flat in flats)
     along = travel.along(plan.topology)
     cliques = cliques_of(travel.codec, travel.combine, along, plan.weights, plan.workers)
     sent = copies_sent(along, plan.weights, plan.worker, plan.workers, cliques) * message

@@ -1,4 +1,4 @@
-"""Optimizers made for gossip: Muon with AdamW, Adam over windows of steps (`AccumAdam`), quasi-global Adam; warm-up.
+"""Optimizers made for gossip: Muon with AdamW, Adam over windows of steps (`AccumAdam`); warm-up.
 
 They are ordinary torch optimizers, for any strategy. Public: all names below.
 """
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lightning_decentral.optim.accum import AccumAdam as AccumAdam
     from lightning_decentral.optim.accum import AccumAdamW as AccumAdamW
     from lightning_decentral.optim.muon import Muon as Muon
-    from lightning_decentral.optim.quasi_global import QuasiGlobalAdam as QuasiGlobalAdam
     from lightning_decentral.optim.roles import muon_groups as muon_groups
     from lightning_decentral.optim.warmup import MomentumWarmup as MomentumWarmup
 

@@ -31,7 +31,7 @@ def together(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     start: Callable[[Tensor], dict[str, Any]],
-    alone: Callable[[Tensor], bool] = lambda parameter: False,
+    alone: Callable[[Tensor], bool],
 ) -> list[list[Tensor]]:
     """A group's parameters with a gradient by what one call handles: of one device and type, having taken equally many
     steps, and not alone.

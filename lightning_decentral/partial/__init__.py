@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_decentral.partial.plan.depth import Balanced as Balanced
     from lightning_decentral.partial.plan.depth import DepthAssignment as DepthAssignment
     from lightning_decentral.partial.plan.depth import Full as Full
-    from lightning_decentral.partial.plan.depth import Memory as Memory
     from lightning_decentral.partial.plan.depth import PerWorker as PerWorker
     from lightning_decentral.partial.plan.depth import Staircase as Staircase
     from lightning_decentral.partial.plan.depth import Temporal as Temporal
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     from lightning_decentral.partial.plan.depth_order import Cyclic as Cyclic
     from lightning_decentral.partial.plan.depth_order import Order as Order
     from lightning_decentral.partial.plan.depth_order import Random as Random
-    from lightning_decentral.partial.plan.freezing import AutoFreeze as AutoFreeze
-    from lightning_decentral.partial.plan.freezing import FreezeOut as FreezeOut
-    from lightning_decentral.partial.plan.freezing import PipeTransformer as PipeTransformer
     from lightning_decentral.partial.plan.selection import BlockCoordinate as BlockCoordinate
     from lightning_decentral.partial.plan.selection import Lisa as Lisa
     from lightning_decentral.partial.plan.selection import Selection as Selection

@@ -100,16 +100,8 @@ def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
-    """For a checkpoint: the cuts, and what the assignment remembers."""
-    wish = {"wish": words(cuts), "boundaries": list(driver.plan.boundaries)}
-    return {**wish, "depth": type(driver.assignment).__name__, "memory": list(driver.memory)}
-
-
-def recall(driver: DepthController, saved: Mapping[str, Any] | None) -> None:
-    """Take up a checkpoint's memory, which is about the segments and the assignment that it was made with."""
-    now = list(driver.plan.boundaries), type(driver.assignment).__name__
-    if saved and (saved["boundaries"], saved["depth"]) == now:
-        driver.memory = tuple(saved["memory"])
+    """For a checkpoint: the cuts, and the words they were wished for in."""
+    return {"wish": words(cuts), "boundaries": list(driver.plan.boundaries)}
 
 
 def words(cuts: Cuts) -> str:

@@ -142,11 +142,10 @@ class PartialBackward(Callback):
     `strategy="partial_backprop"` there.
 
     Args:
-        depth, cuts, balance, absent: as of `PartialBackpropStrategy`; `AutoFreeze`, which reads
-            gradient norms, reads none here.
+        depth, cuts, balance, absent: as of `PartialBackpropStrategy`.
 
     Raises:
-        ValueError: impossible cuts, an assignment that reads gradients; at the first batch, cuts that aren't.
+        ValueError: impossible cuts; at the first batch, cuts that aren't.
     """
 
     def __init__(
@@ -159,9 +158,6 @@ class PartialBackward(Callback):
     ) -> None:
         check_wish(cuts)
         self.depth = depth or Temporal()
-        if self.depth.start(2):
-            name = type(self.depth).__name__
-            raise ValueError(f"{name} reads averaged gradients, which only strategy='partial_backprop' has: use that")
         self.cuts = cuts
         self.balance = balance or SavedBytes()
         self.absent = absent or Skip()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_decentral.partial.agreed import found_together, recall, remembered, wished
+from lightning_decentral.partial.agreed import found_together, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
 from lightning_decentral.partial.compute.trial import Decide
@@ -18,11 +18,10 @@ from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
-from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
+from lightning_decentral.partial.wire.reducer import Rank, Reducer
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
 from lightning_decentral.shared.plan.arguments import checked
-from lightning_decentral.shared.wire.objects import broadcast_world
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 
 LOOK_ROUNDS = 100
@@ -126,7 +125,6 @@ class FabricPartialBackpropStrategy(FabricWorkers):
             plan = found_together(self.gather, find)
         place = Rank(self.global_rank, (1 / self.world_size,) * self.world_size)
         driver = DepthController(module, plan, self.depth, place)
-        recall(driver, self._saved)
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
             assert self._buffers is not None
@@ -186,11 +184,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
         if closure is None:
             closed()
-        output = super().optimizer_step(optimizer, **({} if closure is None else {"closure": closed}))
-        if self.driver is not None:
-            driver = self.driver
-            driver.observe(step, lambda: norms(driver.segments), broadcast_world)
-        return output
+        return super().optimizer_step(optimizer, **({} if closure is None else {"closure": closed}))
 
     def advance(self, optimizer: Optimizer) -> None:
         if self._turn.begun and self._buffers is not None:

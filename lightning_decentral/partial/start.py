@@ -12,7 +12,7 @@ ROWS = 8
 
 
 def described(driver: DepthController, network: str) -> str:
-    """A few lines; of an assignment that looks at gradients all depths."""
+    """The cuts, and what each depth or selection costs, in a few lines."""
     plan = driver.plan
     if not plan.boundaries:
         return f"partial backprop trains {network} in full: it has one layer, nothing to cut"
@@ -48,10 +48,8 @@ def _row(own: tuple[int, ...], lowest: int, costs: tuple[BlockCost, ...]) -> str
 
 def _kinds(assignment: DepthAssignment, size: int, segments: int) -> list[tuple[int, ...]]:
     """What some worker trains at some step, the most first."""
-    memory = assignment.start(segments)
-    found = {top(depth, segments) for depth in range(1, segments + 1)} if memory else set()
-    for step in [] if memory else _steps(int(assignment.warm_up)):
-        found |= {assignment.trained(rank, size, step, segments, memory) for rank in range(size)}
+    steps = _steps(int(assignment.warm_up))
+    found = {assignment.trained(rank, size, step, segments) for step in steps for rank in range(size)}
     return sorted(found, key=lambda own: (-len(own), own))
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.partial.agreed import found_together, recall, remembered, wished
+from lightning_decentral.partial.agreed import found_together, remembered, wished
 from lightning_decentral.partial.compute.frozen_update import Absent, Skip, settle
 from lightning_decentral.partial.compute.search import CutPlan, Cuts, check_wish, search
 from lightning_decentral.partial.compute.uneven_batches import shared
@@ -19,7 +19,7 @@ from lightning_decentral.partial.plan.cost import Balance, SavedBytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
 from lightning_decentral.partial.start import described
 from lightning_decentral.partial.wire.depth_controller import DepthController
-from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
+from lightning_decentral.partial.wire.reducer import Rank, Reducer
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.nonfinite import GradientCheck, NonFinite
@@ -133,7 +133,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def _drive(self, plan: CutPlan) -> DepthController:
         place = Rank(self.global_rank, self._shares())
         driver = DepthController(self._module, plan, timed(self.depth, self._module.trainer, self._saved or {}), place)
-        recall(driver, self._saved)
         if self.wire is not None:
             self._reducer = Reducer(driver.segments, place, self.wire.group, self.wire.hosts, self.bucket_bytes)
             assert self._buffers is not None
@@ -206,20 +205,13 @@ class PartialBackpropStrategy(ReplicaStrategy):
             return loss
 
         self._refuse_new(optimizer)
-        output = super().optimizer_step(optimizer, averaged, model, **kwargs)
-        self._observe(step)
-        return output
+        return super().optimizer_step(optimizer, averaged, model, **kwargs)
 
     def _refuse_new(self, optimizer: Optimizer) -> None:
         now = [p for group in optimizer.param_groups for p in group["params"]]
         if self._reducer is not None and not same(now, self._served):
             self._reducer.serve(now)
             self._served = now
-
-    def _observe(self, step: int) -> None:
-        if self.driver is not None:
-            driver = self.driver
-            driver.observe(step, lambda: norms(driver.segments), self.broadcast)
 
     def advance(self, optimizer: Optimizer) -> None:
         # Once an epoch, look which further buffers have changed: comparing all takes time.
@@ -247,7 +239,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         self._layouts = Unasked()
         self.driver, self._reducer, self._buffers, self._rounds = None, None, None, None
 
-    # ---- checkpoints: those of ddp, and what the assignment remembers -----------------------------------------------
+    # ---- checkpoints: those of ddp, and the cuts ---------------------------------------------------------------------
 
     def progress_state(self) -> dict[str, Any]:
         if self.driver is None:

@@ -1,6 +1,6 @@
 """Token-level pipeline parallelism (TeraPipe): slices of a sequence follow each other through a model's stages.
 
-`strategy` binds it to Lightning; its parts are `stage_layout`, `stage_training`, `training_step`, `clipping` and
+`strategy` binds it to Lightning; its parts are `stage_layout`, `stage_training`, `training_step`, `totals` and
 `checkpoint`; `report` is what users watch. Below: `plan` (schedules and slices: values without torch), `compute`
 (what a stage does), `wire` (what stages send). Public: all names below.
 """

@@ -1,13 +1,11 @@
 """What a pipeline can't train, said in one line before it begins. Short: no step needs it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
-from torch.optim import Optimizer
 
-from lightning_decentral.optim.quasi_global import QuasiGlobalAdam
 from lightning_decentral.shared.evaluation import callbacks_of
 
 COPIES = "keeps a copy of the whole model, and a stage has a part of it: average checkpoints after the fit"
@@ -32,17 +30,12 @@ def refuse_unserved(module: LightningModule) -> None:
                 raise ValueError(f"{type(callback).__name__} {why}, or use strategy='compressed'")
 
 
-def refuse_replaced(training: bool, drifts: bool, optimizers: Sequence[Optimizer]) -> None:
-    """ValueError for other optimizers in the middle of a fit, where the former ones are known elsewhere.
-
-    Args:
-        drifts: pipelines gossip, from round to round of an optimizer.
-    """
-    if training and (drifts or any(isinstance(optimizer, QuasiGlobalAdam) for optimizer in optimizers)):
-        what = "pipelines that gossip know" if drifts else "QuasiGlobalAdam's norm over all stages knows"
+def refuse_replaced(gossiping: bool) -> None:
+    """ValueError for other optimizers in the middle of a fit whose pipelines gossip, from round to round of one."""
+    if gossiping:
         raise ValueError(
-            f"setup_optimizers in the middle of a fit: {what} the former optimizers. Save, and start another fit from "
-            "the checkpoint, or use AverageGradients() and another optimizer"
+            "setup_optimizers in the middle of a fit: pipelines that gossip know the former optimizers. Save, and "
+            "start another fit from the checkpoint, or use AverageGradients()"
         )
 
 

@@ -192,14 +192,14 @@ class TokenPipelineStrategy(WorkersStrategy):
         self.plans.stages = [mine] if over is None else gather_objects(over, mine)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        refuse_replaced(self._totals is not None, self.drifts, self.optimizers)
+        refuse_replaced(self._totals is not None and self.drifts)
         with nothing_to_train(self.stage, self.num_stages):
             super().setup_optimizers(trainer)
 
     def prepare(self, wire: Wire | None) -> None:
         stage, self._updates = self._stage, 0
         assert stage is not None
-        self._totals = StageTotals(stage.pipe, stage.holdings, self._module, self.precision_plugin, self.optimizers)
+        self._totals = StageTotals(stage.pipe, stage.holdings, self._module, self.precision_plugin)
         if self._groups is not None and self.layout.pipelines > 1:
             self.bond = self._groups.bond(self.replicas)
             self.bond.prepare(self.optimizers, self._module, partial(self._attendance.layouts, every=self.num_stages))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_decentral.pipeline.clipping import GlobalNorm
 from lightning_decentral.pipeline.wire.ownership import Ownership
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner, rows_of
 from lightning_decentral.shared.compute.around.redirect import Redirected
+from lightning_decentral.shared.compute.norms import squared_norm
 from lightning_decentral.shared.wire.objects import gather_objects
 
 OWN = (
@@ -35,16 +35,11 @@ class StageTotals:
     and a warning for any other reading of all parameters.
     """
 
-    def __init__(
-        self,
-        pipe: StageRunner,
-        holdings: Ownership,
-        module: nn.Module,
-        precision: Precision,
-        optimizers: Sequence[Optimizer],
-    ) -> None:
+    def __init__(self, pipe: StageRunner, holdings: Ownership, module: nn.Module, precision: Precision) -> None:
         self._pipe, self._holdings = pipe, holdings
-        self._clipping = GlobalNorm(pipe, holdings, precision, optimizers, pipe.device)
+        self._precision = precision
+        # On the instance, over its class's method: `close` has only to take it away.
+        precision.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
         cut = pipe.model.module
         self._cut = {part for part in module.modules() if any(part_inside is cut for part_inside in part.modules())}
         self._told = False
@@ -56,10 +51,22 @@ class StageTotals:
         self._redirected = [Redirected(function, by) for function, by in pairs] if pipe.size > 1 else []
 
     def close(self) -> None:
-        self._clipping.close()
+        vars(self._precision).pop("clip_grad_by_norm", None)
         for redirected in self._redirected:
             redirected.close()
         self._redirected = []
+
+    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """g <- g min(1, clip_val / (norm + 1e-6)), the norm over all stages, tied parameters once. Collective."""
+        gradients = {p: p.grad for p in self._precision.main_params(optimizer) if p.grad is not None}
+        counted = set(self._holdings.counted)
+        # With a zero: a stage without gradients takes part in the sum all the same.
+        zero = torch.zeros((), device=self._pipe.device)
+        mine = [zero, *(gradient.detach() for p, gradient in gradients.items() if p in counted)]
+        # No `if norm > clip_val`, which would wait for the device.
+        factor = (clip_val / (self._pipe.total(squared_norm(mine)).sqrt() + 1e-6)).clamp(max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(factor.to(gradient.dtype))
 
     def _total_norm(self, original: Callable[..., Tensor], tensors: Any, norm_type: float = 2.0, *args: Any,
                     **kwargs: Any) -> Tensor:  # fmt: skip

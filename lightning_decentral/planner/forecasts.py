@@ -30,7 +30,7 @@ from lightning_decentral.pipeline.compute.stage import Keep
 from lightning_decentral.pipeline.plan.forecast import Pipelining
 from lightning_decentral.pipeline.plan.slicing import Balanced, Planned, Uniform
 from lightning_decentral.pipeline.strategy import TokenPipelineStrategy
-from lightning_decentral.shared.compute.codec.codec import Codec, MessageLayout
+from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.difference import DifferenceCompression
 from lightning_decentral.shared.compute.codec.packed import Int2, Int4
 from lightning_decentral.shared.compute.codec.quantize import BFloat16, Float16, Int8, Plain
@@ -221,8 +221,8 @@ def _(island: FullyShard) -> Within:
 
 
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD) -> Encoding:
-    """Bytes by the codec's own formula for float32, matrices unknown. Where the profile has no seconds of its own for
-    the codec: those measured on a CPU, on top of what messages as they are take, else none.
+    """Bytes by the codec's own formula for float32. Where the profile has no seconds of its own for the codec: those
+    measured on a CPU, on top of what messages as they are take, else none.
 
     Args:
         cliques: `link.cliques_of`.
@@ -231,7 +231,7 @@ def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.TOLD
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 
     def wire_bytes(size: float) -> float:
-        return copies * codec.bytes(MessageLayout(max(1, int(size) // PARAMETER_BYTES)), torch.float32)
+        return copies * codec.bytes(max(1, int(size) // PARAMETER_BYTES), torch.float32)
 
     assumed = RoundWork(repr(codec), *seconds_per_byte(codec))
     return Encoding(repr(codec), wire_bytes, assumed, copies, cliques)

@@ -19,7 +19,6 @@ from lightning_decentral.shared.compute.codec import (
     DifferenceCompression,
     Frame,
     Int8,
-    MessageLayout,
     Plain,
 )
 from lightning_decentral.shared.compute.codec.counter_rng import key
@@ -147,10 +146,10 @@ def test_a_run_is_the_formula(tmp_path: Path) -> None:
 
 
 def decoded(message: Tensor, noise: int) -> Tensor:
-    codec, layout, out = BFloat16(), MessageLayout(len(message)), torch.empty_like(message)
-    payload = [torch.empty(p.elements, dtype=p.dtype) for p in codec.parts(layout, message.dtype)]
-    codec.encode(message, payload, Frame(layout, noise))
-    codec.decode(payload, out, Frame(layout))
+    codec, out = BFloat16(), torch.empty_like(message)
+    payload = [torch.empty(p.elements, dtype=p.dtype) for p in codec.parts(len(message), message.dtype)]
+    codec.encode(message, payload, Frame(noise))
+    codec.decode(payload, out, Frame())
     return out
 
 

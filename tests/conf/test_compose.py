@@ -29,7 +29,6 @@ MUST_BE_GIVEN = {
     "hub_image": ["data.source.path=imagefolder", "data.num_labels=2"],
     "hub_text": ["data.source.path=text"],
     "per_worker": ["strategy.depth.fractions=[1.0,0.5]"],
-    "freeze_out": ["strategy.depth.total_steps=100"],
     "from_graph": ["strategy.topology.edges=[[0,1]]"],
 }
 GIVEN_BY_TRAIN = {"optimizer", "scheduler", "params", "total_steps", "strategy", "callbacks", "logger"}

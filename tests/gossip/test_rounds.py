@@ -94,7 +94,7 @@ def test_a_state_on_the_wire_is_the_recursion(travel: Travel, delay: int) -> Non
         m.flat.mul_(MU).add_(gradient(x, step))
         x = x - 0.1 * m.flat
         if not step:
-            mixer.extend([m], [()])
+            mixer.extend([m])
         mixer.step(0.1)
         expected.append(m.flat.clone())
     measured = torch.stack(CPU.world(SIZE, partial(train, x0, topology, travel, delay)), dim=1)

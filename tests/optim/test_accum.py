@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_decentral.optim import AccumAdam, AccumAdamW, QuasiGlobalAdam
+from lightning_decentral.optim import AccumAdam, AccumAdamW
 from tests.tiny import QUIET, Quadratic, Record, in_processes, recorded
 
 STEPS = 11
@@ -196,7 +196,7 @@ def train_under_ddp(folder: Path, make: Any) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("make", [AccumAdam, AccumAdamW, QuasiGlobalAdam])
+@pytest.mark.parametrize("make", [AccumAdam, AccumAdamW])
 def test_under_ddp_it_is_one_process_with_the_mean_gradient(tmp_path: Path, make: Any) -> None:
     in_processes(train_under_ddp, tmp_path, make)
     x, ranks = nn.Parameter(Quadratic().x.detach().clone()), torch.arange(2.0, dtype=torch.float64).unsqueeze(1)

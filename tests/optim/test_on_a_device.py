@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_decentral.optim import AccumAdam, AccumAdamW, Muon, QuasiGlobalAdam, muon_groups
+from lightning_decentral.optim import AccumAdam, AccumAdamW, Muon, muon_groups
 from tests import simulated
 from tests.simulated import CUDA
 
@@ -16,7 +16,6 @@ MAKES: dict[str, Make] = {
     "AccumAdam": lambda model: AccumAdam(model.parameters(), lr=1e-2),
     "AccumAdamW": lambda model: AccumAdamW(model.parameters(), lr=1e-2, window=2),
     "Muon": lambda model: Muon(muon_groups(model), lr=1e-2, dtype="float32"),
-    "QuasiGlobalAdam": lambda model: QuasiGlobalAdam(model.parameters(), lr=1e-2),
 }
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_decentral import GossipStrategy, PartialBackpropStrategy
 from lightning_decentral.gossip import Complete, Ring
 from lightning_decentral.partial import (
-    AutoFreeze,
     Decay,
     PartialBackpropMonitor,
     PartialBackward,
@@ -165,8 +164,3 @@ def test_one_device_alone(tmp_path: Path) -> None:
 def test_the_callback_is_refused_where_gradients_are_averaged(tmp_path: Path, strategy: str) -> None:
     with pytest.raises(RuntimeError, match=r"ValueError: PartialBackward leaves gradients.*without this callback"):
         run(tmp_path, Tower(), strategy=strategy, callbacks=[PartialBackward()])
-
-
-def test_assignments_that_read_averaged_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match="AutoFreeze reads averaged gradients"):
-        PartialBackward(depth=AutoFreeze(every=2))

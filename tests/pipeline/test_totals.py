@@ -81,5 +81,5 @@ def test_functions_are_themselves_again() -> None:
     before = get_total_norm([torch.ones(4)]), [name for name, _ in layer.named_parameters()]
     precision: Any = SimpleNamespace()
     holdings: Any = SimpleNamespace(order={}, tied={}, outside=[])
-    StageTotals(pipe, holdings, layer, precision, []).close()  # type: ignore[arg-type]
+    StageTotals(pipe, holdings, layer, precision).close()  # type: ignore[arg-type]
     assert (get_total_norm([torch.ones(4)]), [name for name, _ in layer.named_parameters()]) == before

@@ -118,7 +118,7 @@ def test_gpt_trains_with_each_optimizer(optimizer, monkeypatch):
     ("recipe=vit data=pydoc", ["ViTConfig has no option n_positions, vocab_size"]),
     ("+optimizer.rate=1", ["no 'rate' in optimizer", "AdamW takes lr, betas"]),
     ("data=hub_image data.num_labels=2", ["data.source.path must be given", "data.source.path=..."]),
-    ("strategy=partial_backprop strategy/depth=freeze_out", ["add strategy.depth.total_steps=... to the command"]),
+    ("strategy=partial_backprop strategy/depth=per_worker", ["add strategy.depth.fractions=... to the command"]),
     ("data.batch_size=5000", ["1257 training examples", "data.batch_size=1257 or lower"]),
     ("scheduler.warmup=500", ["fraction of all steps, got 500"]),
     ("strategy=gossip strategy.delay=-1", ["delay must be at least 0, got -1"]),

@@ -42,11 +42,10 @@ from tests.exported import concrete
 
 FOLDERS = ("compressed", "gossip", "partial", "pipeline", "spilled", "sweep", "optim")
 # Values that the package makes by the thousand and hands to users' parts: nobody writes them.
-MADE = {"Action", "Frame", "Job", "Kind", "MessageLayout", "PayloadPart", "Turn"}
+MADE = {"Action", "Frame", "Job", "Kind", "PayloadPart", "Turn"}
 NEEDED: dict[str, dict[str, Any]] = {
     "AllReduce": {"devices": 2},
     "AlternatingExponentialRing": {"workers_per_node": 2},
-    "AutoFreeze": {"every": 4},
     "Chain": {"module": nn.Linear(1, 1), "blocks": []},
     "ConsensusControl": {"target": 0.1},
     "Counted": {"blocks": (1, 1)},
@@ -54,7 +53,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Elastic": {"lobby": "10.0.0.1:29400"},
     "ElasticGossipStrategy": {"elastic": Elastic(lobby="10.0.0.1:29400")},
     "Every": {"steps": 2, "inner": Ring()},
-    "FreezeOut": {"total_steps": 8},
     "FromGraph": {"edges": [[0, 1]]},
     "FullyShard": {"devices": 2},
     "Given": {"lengths": (1, 1)},
@@ -62,7 +60,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "LinearRate": {"last": 0.5, "rounds": 3},
     "MatrixExchange": {"topology": Ring(), "weights": Own(), "size": 4},
     "PeriodicAverage": {"every": 2, "inner": Ring()},
-    "PipeTransformer": {"every": 4},
     "PipelineReport": {"directory": "report"},
     "Queue": {"name": "a", "pieces": (WorkPiece(1.0),)},
     "Report": {"directory": "report"},
@@ -71,7 +68,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Table": {"name": "a", "seconds": {1: 1.0}},
     "WorkPiece": {"compute_seconds": 1.0},
 }
-NEEDED |= {name: {"params": [nn.Parameter(torch.zeros(1))]} for name in ("AccumAdam", "AccumAdamW", "QuasiGlobalAdam")}
+NEEDED |= {name: {"params": [nn.Parameter(torch.zeros(1))]} for name in ("AccumAdam", "AccumAdamW")}
 NEEDED |= {"Muon": {"params": [nn.Parameter(torch.zeros(2, 2))]}}
 NEEDED |= {"MomentumWarmup": {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], momentum=0.9), "steps": 5}}
 
@@ -198,20 +195,16 @@ NAMED = [
 WITHOUT_DEFAULTS = {
     "all_reduce": "write AllReduce(devices=...)",
     "alternating_exponential_ring": "write AlternatingExponentialRing(workers_per_node=...)",
-    "auto_freeze": "write AutoFreeze(every=...)",
     "consensus_control": "write ConsensusControl(target=...)",
     "counted": "write Counted(blocks=...)",
     "difference_compression": "write DifferenceCompression(inner=...)",
     "every": "write Every(steps=..., inner=...)",
-    "freeze_out": "write FreezeOut(total_steps=...)",
     "from_graph": "FromGraph needs a networkx graph or edges",
     "fully_shard": "write FullyShard(devices=...)",
     "given": "write Given(lengths=...)",
     "int2": "use DifferenceCompression(Int2(",
     "int4": "use DifferenceCompression(Int4(",
-    "low_rank": "use DifferenceCompression(LowRank(rank=4))",
     "periodic_average": "write PeriodicAverage(every=..., inner=...)",
-    "pipe_transformer": "write PipeTransformer(every=...)",
     "stream": "write Stream(steps=..., parts=..., inner=...)",
     "top_k": "use DifferenceCompression(TopK(",
 }

@@ -286,10 +286,7 @@ def _bends(case: Case) -> bool:
     """Whether the sum isn't that of the updates, or isn't known well enough."""
     lossy = case["method"] in ("compressed", "pipeline") and _codec(case) != "Plain()"
     nonlinear = (
-        case["optimizer"] == "adamw"
-        or case["clip"] != "none"
-        or case.has("clamp")
-        or case["codec"].startswith(("TopK", "LowRank"))
+        case["optimizer"] == "adamw" or case["clip"] != "none" or case.has("clamp") or case["codec"].startswith("TopK")
     )
     coded_states = case["states"] not in ("none", "-") and case["optimizer"] != "sgd"
     return any(rule in case["rule"] for rule in BENDS_UPDATES) or (lossy and nonlinear) or (coded_states and nonlinear)
@@ -321,12 +318,7 @@ def _slow(case: Case) -> bool:
     """Whether too few or too small steps are taken to come far."""
     bends = any(rule in case["rule"] for rule in BENDS_UPDATES)
     small = case["clip"] != "none" or case["schedule"] != "none" or case["accumulate"] == "2"
-    return (
-        bends
-        or small
-        or case["optimizer"] in ("adamw", "turns")
-        or case["codec"].startswith(("TopK", "Int2", "LowRank"))
-    )
+    return bends or small or case["optimizer"] in ("adamw", "turns") or case["codec"].startswith(("TopK", "Int2"))
 
 
 def _largest(difference: Tensor) -> float:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_decentral.gossip.compute.error_feedback import measured, real_numbers
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, check_codec
-from lightning_decentral.shared.compute.codec.codec import MessageLayout
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.norms import squared_norm
 
@@ -34,7 +33,7 @@ class CodedMean:
     def admit(self, buckets: Sequence[Tensor]) -> None:
         for bucket in map(real_numbers, buckets):
             self.owned.append(torch.zeros_like(self.parts.of(self.parts.rank, bucket)))
-            self.bytes += self.parts.codec.bytes(MessageLayout(bucket.numel()), bucket.dtype)
+            self.bytes += self.parts.codec.bytes(bucket.numel(), bucket.dtype)
 
     def encode(self, message: Sequence[Tensor], step: int, first: int) -> list[dict[int, Buffers]]:
         """For each bucket {owner: codes of its part};  message <- what was sent."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.link import Buffers, CodecError, Coder, Direct, check_codec
 from lightning_decentral.gossip.plan.topology.topology import Topology, audiences
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.shared.compute.buckets import Pool
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.compute.health import scale, sound
 from lightning_decentral.shared.compute.norms import squared_norm
@@ -27,25 +27,25 @@ def coder_of(codec: Codec, topology: Topology, rank: int, size: int, pool: Pool)
 
 
 class BucketCodec:
-    """One bucket: its layout, and the estimates by link.
+    """One bucket: the parts of its payload, and the estimates by link.
 
     Args:
         reference: where all estimates start; equal on all workers.
         exact: elements at a message's end that aren't encoded.
     """
 
-    def __init__(self, codec: Codec, reference: Tensor, matrices: Sequence[Matrix], exact: int) -> None:
+    def __init__(self, codec: Codec, reference: Tensor, exact: int) -> None:
         self.estimates: dict[str, Tensor] = {}
-        self._codec, self._matrices, self._exact = codec, matrices, exact
+        self._codec, self._exact = codec, exact
         self._reference = real_numbers(reference)
-        self._parts: dict[tuple[int, torch.dtype], tuple[MessageLayout, list[PayloadPart]]] = {}
+        self._parts: dict[tuple[int, torch.dtype], list[PayloadPart]] = {}
         exact_bytes = exact * reference.element_size()
-        self.bytes = sum(part.bytes for part in self._laid_out(self._reference)[1]) + exact_bytes
+        self.bytes = sum(part.bytes for part in self._coded(self._reference)) + exact_bytes
 
     def parts(self, message: Tensor) -> list[PayloadPart]:
         """The payload's, and the exact tail."""
         coded, tail = self._split(message)
-        return [*self._laid_out(coded)[1], *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
+        return [*self._coded(coded), *([PayloadPart(tail.numel(), tail.dtype)] if self._exact else [])]
 
     def encode(self, message: Tensor, payload: Buffers, link: str, key: int) -> None:
         self._fill(self._codec.encode, message, payload, link, key)
@@ -106,11 +106,10 @@ class BucketCodec:
         end = len(message) - self._exact
         return real_numbers(message[:end]), message[end:]
 
-    def _laid_out(self, coded: Tensor) -> tuple[MessageLayout, list[PayloadPart]]:
+    def _coded(self, coded: Tensor) -> list[PayloadPart]:
         # By length and type: a message may hold more than the parameters (`Combine.copies`, `exact`).
         if (len(coded), coded.dtype) not in self._parts:
-            layout = MessageLayout.of(len(coded), self._matrices, len(self._reference))
-            self._parts[len(coded), coded.dtype] = layout, list(self._codec.checked_parts(layout, coded.dtype))
+            self._parts[len(coded), coded.dtype] = list(self._codec.checked_parts(len(coded), coded.dtype))
         return self._parts[len(coded), coded.dtype]
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
@@ -118,7 +117,7 @@ class BucketCodec:
             # What a message holds beside the parameters is thought to be zero.
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
-        return Frame(self._laid_out(coded)[0], key, self.estimates.get(link))
+        return Frame(key, self.estimates.get(link))
 
 
 def real_numbers(tensor: Tensor) -> Tensor:
@@ -126,23 +125,16 @@ def real_numbers(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-SIDE = 2**8
+SAMPLE = 2**16
 RULE_OF_THUMB = 0.9
 """A rate may be over the share that arrives by a tenth."""
 
 
-def share_that_arrives(codec: Codec, dtype: torch.dtype, matrices: Sequence[Matrix]) -> float:
-    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers, in matrices of the largest one's
-    shape."""
-    d = torch.randn(SIDE * SIDE, generator=torch.Generator().manual_seed(0))
+def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
+    """1 - ||d - decoded||^2 / ||d||^2 of a difference d of normal numbers."""
+    d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
     d = d.to(torch.promote_types(dtype, torch.float32))
-    sample = list[Matrix]()
-    if matrices:
-        largest = max(matrices, key=lambda m: m.rows * m.columns)
-        rows, columns = min(SIDE, largest.rows), min(SIDE, largest.columns)
-        each = rows * columns
-        sample = [Matrix(start, rows, columns) for start in range(0, len(d) - each + 1, each)]
-    channel = BucketCodec(codec, torch.zeros_like(d), sample, 0)
+    channel = BucketCodec(codec, torch.zeros_like(d), 0)
     decoded = d.clone()
     payload = [torch.empty(part.elements, dtype=part.dtype) for part in channel.parts(d)]
     channel.replace(decoded, payload, "sample", 1)
@@ -172,10 +164,9 @@ class Coded(Coder):
         self._rate = 1.0
         self._lost, self._warned = CodecError(self._judge), False
 
-    def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         self._rate = combine.largest_rate
-        pairs = zip(references, matrices, strict=True)
-        self._channels += [BucketCodec(self._codec, r, m, combine.exact) for r, m in pairs]
+        self._channels += [BucketCodec(self._codec, reference, combine.exact) for reference in references]
         self.bytes = sum(channel.bytes for channel in self._channels)
 
     def encode(

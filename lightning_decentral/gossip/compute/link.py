@@ -16,7 +16,7 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.traffic import Cliques, partitions
 from lightning_decentral.gossip.plan.weights import Weights
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.device import AsyncRead
 
@@ -36,7 +36,7 @@ class Coder(ABC):
     """Of one message of all admitted buckets on the wire, without headers."""
 
     @abstractmethod
-    def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         """More buckets. `references` are as long, and where there are estimates equal on all workers; the rule says how
         much of a message is not encoded."""
 
@@ -90,7 +90,7 @@ class Direct(Coder):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def admit(self, references: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, references: Sequence[Tensor], combine: Combine) -> None:
         self.bytes += sum(r.numel() * r.element_size() for r in references)
 
     def encode(
@@ -122,7 +122,7 @@ def cliques_of(
     (`shared.compute.codec.coded_parts`). Other codes go from each worker to all who hear it."""
     if not codec.encodes:
         return Cliques.RING
-    cuts = not codec.remembers and not codec.of_matrices and combine.of_differences and combine.copies == 1
+    cuts = not codec.remembers and combine.of_differences and combine.copies == 1
     steps = partitions(topology, weights, size) if cuts else None
     together = steps is not None and all(step is not None and len(step) in (1, size) for step in steps)
     return Cliques.OWNERS if together else Cliques.TOLD

@@ -14,7 +14,7 @@ from lightning_decentral.gossip.wire.clique import CliqueExchange
 from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Hearing, Started, Traffic
 from lightning_decentral.gossip.wire.island_member import IslandMember
 from lightning_decentral.gossip.wire.peer import PeerExchange
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -108,9 +108,9 @@ class ExchangeByStep(Exchange[Started]):
         self.pool, self.coder = steps[0].pool, steps[0].coder
         assert all(part.pool is self.pool for part in self._parts), "a buffer goes back to the pool it came from"
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         for part in self._parts:
-            part.admit(buckets, matrices, combine)
+            part.admit(buckets, combine)
 
     def _of(self, step: int) -> Exchange[Any]:
         return self._steps[step % len(self._steps)]

@@ -12,7 +12,7 @@ from lightning_decentral.gossip.compute.integrity import Verdicts, refuse
 from lightning_decentral.gossip.compute.link import Direct
 from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Tally, Traffic
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.health import scales_in, sound, stated
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
@@ -64,8 +64,8 @@ class CliqueExchange(Exchange[CliqueMessages]):
         self._tally = Tally(self.device)
         self._elements = 0
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        self.coder.admit(buckets, matrices, combine)
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
+        self.coder.admit(buckets, combine)
         self._elements += sum(bucket.numel() for bucket in buckets)
 
     def _clique(self, step: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from lightning_decentral.gossip.wire.exchange import (
     Tally,
     Traffic,
 )
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.coded_parts import CodedParts
 from lightning_decentral.shared.compute.health import judged, stated
@@ -77,7 +77,7 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
     Args:
         transport: carries codes to their owners, for this alone.
         back: carries the owners' codes, for this alone.
-        codec: without estimates, of a message without matrices.
+        codec: without estimates.
     """
 
     topology: Topology
@@ -101,7 +101,7 @@ class CodedCliqueExchange(Arrivals[CodedMessages]):
     def neighbours(self, step: int) -> Neighbours:
         return self._at(step % self._period)
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         self.coder.admit(buckets)
         self._elements += sum(bucket.numel() for bucket in buckets)
 
@@ -232,7 +232,7 @@ class EveryonesParts(Exchange["EveryonesCodes"]):
     def neighbours(self, step: int) -> Entries:
         return self._at(step % self.topology.period(self.size))
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         for worker in self.coders:
             worker.admit([bucket[0] for bucket in buckets])
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.correction import apply_difference
 from lightning_decentral.gossip.compute.integrity import Sick
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.device import stopwatch
 from lightning_decentral.shared.compute.health import state_
 from lightning_decentral.shared.wire.pending import Pending
@@ -183,11 +183,10 @@ class Exchange(ABC, Generic[S]):
     """Who hears whom at a step."""
 
     @abstractmethod
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         """These buckets will be mixed, too, from the next start on. Every worker calls it at the same point.
 
         Args:
-            matrices: those in each bucket, for codecs that see them.
             combine: their rule, which says how much of a message no codec may touch.
         """
 

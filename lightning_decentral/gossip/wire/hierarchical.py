@@ -13,7 +13,7 @@ from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Exchange, Started, Traffic
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.device import DeviceStopwatch, stopwatch
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -43,9 +43,8 @@ class GatherExchange(Exchange["Parts"]):
         # By NCCL the gather, too, is hidden behind the next step; by gloo it waits for the landing.
         self._order = SideStream(self.device) if self.inside.queued else AtLanding()
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        # No matrices for codecs: a part cuts through them.
-        self.inner.admit([self._part(bucket) for bucket in buckets], [()] * len(buckets), combine)
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
+        self.inner.admit([self._part(bucket) for bucket in buckets], combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Parts":
         """Memory until landed: what the inner exchange takes for the parts, and where the gather doesn't wait for the

@@ -14,7 +14,6 @@ from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.integrity import Sick
 from lightning_decentral.gossip.wire.exchange import Brought, Copied, Exchange, Landed, Number, Started, brought, kept
 from lightning_decentral.gossip.wire.flight import Flight
-from lightning_decentral.shared.compute.buckets import Matrix
 
 T = TypeVar("T")
 MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
@@ -70,9 +69,9 @@ class Mixer:
         self._flights: deque[Flight] = deque()
         self.extend(buckets)
 
-    def extend(self, buckets: Sequence[Flat], matrices: Sequence[Sequence[Matrix]] | None = None) -> None:
-        """Mix these too, from the next launch on. `matrices`: those in each bucket, for codecs that see them."""
-        self.exchange.admit([b.flat for b in buckets], matrices or [()] * len(buckets), self._combine)
+    def extend(self, buckets: Sequence[Flat]) -> None:
+        """Mix these too, from the next launch on."""
+        self.exchange.admit([b.flat for b in buckets], self._combine)
         self.buckets += buckets
         self._states += [self._combine.init(bucket.flat) for bucket in buckets]
 

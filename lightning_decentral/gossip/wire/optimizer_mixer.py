@@ -127,7 +127,7 @@ class OptimizerMixer:
             buckets = self._making.pack(new)
             self.buckets += buckets
             mixed = with_tail(buckets)
-            self.mixer.extend(mixed, [span.matrices for span in mixed])
+            self.mixer.extend(mixed)
 
     def adopt_states(self) -> None:
         """Take in the states that the optimizer has for them since its last update."""

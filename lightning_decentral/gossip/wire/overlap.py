@@ -24,7 +24,6 @@ from lightning_decentral.gossip.wire.exchange import (
     Traffic,
 )
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Matrix
 from lightning_decentral.shared.compute.device import DeviceStopwatch, Future, WorkerThread
 from lightning_decentral.shared.compute.layout.packing import is_short
 
@@ -70,12 +69,12 @@ class OverlapExchange(Exchange["Overlapped"]):
         self._last_overlaps = False
         self._rounds, self._wait_seconds, self._in_flight_seconds = 0, 0.0, 0.0
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         if self._departed is not None:  # the inner exchange is the leaving thread's until that has sent what it has
             self._departed.result()
         self._admitted += [bucket.numel() * bucket.element_size() for bucket in buckets]
         self._last_overlaps = is_short(self._admitted[-1], sum(self._admitted)) if self._admitted else False
-        self.inner.admit(buckets, matrices, combine)
+        self.inner.admit(buckets, combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "Overlapped":
         """Memory until landed: the inner exchange's, and where messages are decoded one copy of what they become."""
@@ -185,8 +184,8 @@ class StreamExchange(Exchange["OnStream"]):
         self._depart: Callable[[Sequence[Any], int], None] = inner.depart
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
-        self.inner.admit(buckets, matrices, combine)
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
+        self.inner.admit(buckets, combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> "OnStream":
         # For the message, and for the last readers of the buffers that went back to the pool.

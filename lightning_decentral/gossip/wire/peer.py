@@ -28,7 +28,7 @@ from lightning_decentral.gossip.wire.exchange import (
     Tally,
     Traffic,
 )
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.health import judged, scale, scales_in, stated
@@ -135,13 +135,13 @@ class PeerExchange(Arrivals[PeerMessages]):
             self._phases[phase] = neighbours(*plan, phase)
         return self._phases[phase]
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         # Both ends of a link begin with one estimate: worker 0's parameters, by one broadcast.
         references = [bucket.clone() for bucket in buckets] if self.coder.estimates else buckets
         for reference in references if self.coder.estimates else []:
             self.transport.broadcast(reference).wait()
         self._combine = combine
-        self.coder.admit(references, matrices, combine)
+        self.coder.admit(references, combine)
         self._elements += sum(bucket.numel() for bucket in buckets)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:

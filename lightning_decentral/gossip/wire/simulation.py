@@ -18,7 +18,7 @@ from lightning_decentral.gossip.plan.weights import Entries, Neighbours, Weights
 from lightning_decentral.gossip.wire.coded_clique import EveryonesParts
 from lightning_decentral.gossip.wire.consensus import mixer_of
 from lightning_decentral.gossip.wire.exchange import Exchange, Landed, Started
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.arguments import at_least, checked
@@ -46,7 +46,6 @@ def simulate(
     delay: int = 1,
     weights: Weights | None = None,
     codec: Codec | None = None,
-    matrices: Sequence[Matrix] = (),
     every: int = 1,
     exact_steps: int = 0,
 ) -> Tensor:
@@ -60,7 +59,6 @@ def simulate(
         delay: updates between launch and landing, as in `Mixer`.
         weights: the rule's where None.
         codec: of every message; they travel as they are where None.
-        matrices: those in a row of x0, for codecs that see them.
         every: keep the parameters after every so many steps only; `every=steps` keeps the last alone.
         exact_steps: first steps, in which the mean of the workers takes the place of a round.
 
@@ -68,17 +66,15 @@ def simulate(
         [steps // every + 1, size, dim]: x0 and the parameters after each step, or after each `every`-th.
 
     Raises:
-        ValueError: `every` below 1, or matrices where each fragment has a run of columns.
+        ValueError: `every` below 1.
     """
-    if matrices and len(topology.fragments) > 1:
-        raise ValueError(f"matrices are of whole rows, {topology!r} cuts them: simulate each fragment for itself")
     at_least_one("every", every, "1 keeps the parameters after each step, k after each k-th")
     size, rows = x0.shape[0], x0.detach().clone()
     mixers = []
     for part, columns in zip(topology.fragments, rows.chunk(len(topology.fragments), dim=1), strict=True):
         exchange = _exchange(part, weights or combine.weights, size, codec or Plain(), combine)
         mixers.append(mixer_of(combine.placed(part, size), exchange, delay, lambda: None))
-        mixers[-1].extend([_Rows(columns)], [matrices])
+        mixers[-1].extend([_Rows(columns)])
     trajectory = [x0.detach().clone()]
     for step in range(steps):
         rate = learning_rate(step) if callable(learning_rate) else learning_rate
@@ -122,10 +118,10 @@ class LinkExchange(Exchange["LinkMessages"]):
         self.coder = Everyone(self.codec, self.coders)
         self._mixings = Mixings(self.topology, self.weights, self.size)
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         for worker in self.coders:
             # Estimates start at worker 0's parameters, which `PeerExchange` broadcasts.
-            worker.admit([bucket[0].clone() for bucket in buckets], matrices, combine)
+            worker.admit([bucket[0].clone() for bucket in buckets], combine)
 
     def neighbours(self, step: int) -> Entries:
         return self._mixings.at(step).entries
@@ -240,7 +236,7 @@ class MatrixExchange(Exchange[Started]):
         self.coder = Direct(self.pool)
         self._mixings = Mixings(self.topology, self.weights, self.size)
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         return
 
     def neighbours(self, step: int) -> Entries:

@@ -1,4 +1,4 @@
-"""Plans of partial backpropagation as plain values, without torch: depths, their order, freezing, costs, forecasts.
+"""Plans of partial backpropagation as plain values, without torch: depths, their order, costs, forecasts.
 
-Public: `depth`, `depth_order`, `freezing` and `cost`; `forecast` serves the planner.
+Public: `depth`, `depth_order`, `selection` and `cost`; `forecast` serves the planner.
 """

@@ -8,20 +8,17 @@ top d, and trains them all unless the assignment leaves some out (`selection`). 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from lightning_decentral.partial.plan.depth_order import Cyclic, Order, check_fractions, of_fraction
 from lightning_decentral.shared.plan.arguments import checked
 
-Memory = tuple[float, ...]
-
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class DepthAssignment(ABC):
-    """depth(rank, size, step, segments, memory) in 1..segments; full during the first `warm_up` steps.
+    """depth(rank, size, step, segments) in 1..segments; full during the first `warm_up` steps.
 
     Args:
         warm_up: optimizer steps at full depth before the assignment begins; below one, their part of the whole run,
@@ -52,19 +49,19 @@ class DepthAssignment(ABC):
             return self
         return replace(self, warm_up=round(self.warm_up * total_steps) if ended(total_steps) else 0)
 
-    def depth(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> int:
+    def depth(self, rank: int, size: int, step: int, segments: int) -> int:
         """How many of the top segments this worker's backward goes through at this step."""
-        return segments if step < self.warm_up else self.after(rank, size, step - int(self.warm_up), segments, memory)
+        return segments if step < self.warm_up else self.after(rank, size, step - int(self.warm_up), segments)
 
-    def trained(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> tuple[int, ...]:
+    def trained(self, rank: int, size: int, step: int, segments: int) -> tuple[int, ...]:
         """The segments that this worker trains at this step, from the bottom; the lowest is `segments - depth`.
 
         The highest is trained by all workers or by none.
         """
-        return top(self.depth(rank, size, step, segments, memory), segments)
+        return top(self.depth(rank, size, step, segments), segments)
 
     @abstractmethod
-    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+    def after(self, rank: int, size: int, step: int, segments: int) -> int:
         """The depth, `step` counted from the end of the warm-up."""
 
     def reach(self, size: int, segments: int) -> int:
@@ -74,20 +71,6 @@ class DepthAssignment(ABC):
     def share(self, rank: int, size: int) -> float:
         """This worker's part of a global batch; all workers' sum to one."""
         return 1 / size
-
-    # ---- for assignments that look at gradients ---------------------------------------------------------------
-
-    def start(self, segments: int) -> Memory:
-        """What the assignment remembers before the first step: numbers, so that a checkpoint holds them."""
-        return ()
-
-    def watches(self, step: int) -> bool:
-        """Whether `observe` wants the gradient norms of this step."""
-        return False
-
-    def observe(self, step: int, norms: Sequence[float], memory: Memory) -> Memory:
-        """The memory after a step; norms[s] = ||mean gradient of segment s||, 0 where it wasn't trained."""
-        return memory
 
 
 def ended(total_steps: float) -> bool:
@@ -100,11 +83,9 @@ def top(depth: int, segments: int) -> tuple[int, ...]:
     return tuple(range(segments - depth, segments))
 
 
-def contributors(
-    assignment: DepthAssignment, size: int, step: int, segments: int, memory: Memory = ()
-) -> list[tuple[int, ...]]:
+def contributors(assignment: DepthAssignment, size: int, step: int, segments: int) -> list[tuple[int, ...]]:
     """Of each segment from the bottom, the ranks that train it at this step."""
-    trained = [assignment.trained(rank, size, step, segments, memory) for rank in range(size)]
+    trained = [assignment.trained(rank, size, step, segments) for rank in range(size)]
     return [tuple(r for r, own in enumerate(trained) if s in own) for s in range(segments)]
 
 
@@ -127,7 +108,7 @@ def check(assignment: DepthAssignment, size: int, segments: int) -> None:
 class Full(DepthAssignment):
     """depth = segments: ordinary data-parallel training."""
 
-    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+    def after(self, rank: int, size: int, step: int, segments: int) -> int:
         return segments
 
 
@@ -144,7 +125,7 @@ class Temporal(DepthAssignment):
     warm_up: float = 0.25  # loses least of what was tried (benchmarks/partial_accuracy.py)
     order: Order = field(default_factory=Cyclic)
 
-    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+    def after(self, rank: int, size: int, step: int, segments: int) -> int:
         return self.order.depth(step, segments)
 
     def reach(self, size: int, segments: int) -> int:
@@ -164,7 +145,7 @@ class Staircase(DepthAssignment):
 
     uniform: ClassVar[bool] = False
 
-    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+    def after(self, rank: int, size: int, step: int, segments: int) -> int:
         # ceil in whole numbers, without a float's rounding
         return -(-(rank + 1) * segments // size)
 
@@ -201,7 +182,7 @@ class PerWorker(DepthAssignment):
         super().__post_init__()
         check_fractions(tuple(self.fractions))
 
-    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+    def after(self, rank: int, size: int, step: int, segments: int) -> int:
         return of_fraction(self._checked(size)[rank], segments)
 
     def reach(self, size: int, segments: int) -> int:

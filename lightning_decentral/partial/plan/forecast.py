@@ -42,7 +42,7 @@ class PartialForecast(Method):
     """Every step as long as that of the worker that is last, each at its own depth, gradients all-reduced.
 
     A warm-up of a part w of the run counts as that part, w full steps + (1 - w) steady ones; one of some steps takes
-    memory only. An assignment that looks at gradients is taken at its first depths.
+    memory only.
     A segment that only some workers train is taken to cost what all of them would.
     """
 
@@ -98,7 +98,7 @@ class PartialForecast(Method):
         """Of each worker."""
         workers, segments = setting.cluster.workers, len(setting.model.blocks)
         steady = replace(self.depth, warm_up=0)
-        return [steady.trained(r, workers, step, segments, steady.start(segments)) for r in range(workers)]
+        return [steady.trained(r, workers, step, segments) for r in range(workers)]
 
     def _at(self, setting: Setting, trained: Trained, factors: Floats) -> Floats:
         return at_factors(lambda factor: makespan(run(self._step(setting, trained, factor))), factors)

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_decentral.partial.plan.depth import DepthAssignment, Memory, top
+from lightning_decentral.partial.plan.depth import DepthAssignment, top
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -24,10 +24,10 @@ class Selection(DepthAssignment):
     def chosen(self, step: int, segments: int) -> tuple[int, ...]:
         """The segments trained, from the bottom, at least one; `step` counted from the end of the warm-up."""
 
-    def after(self, rank: int, size: int, step: int, segments: int, memory: Memory) -> int:
+    def after(self, rank: int, size: int, step: int, segments: int) -> int:
         return segments - self.chosen(step, segments)[0]
 
-    def trained(self, rank: int, size: int, step: int, segments: int, memory: Memory = ()) -> tuple[int, ...]:
+    def trained(self, rank: int, size: int, step: int, segments: int) -> tuple[int, ...]:
         begun = step >= self.warm_up
         return self.chosen(step - int(self.warm_up), segments) if begun else top(segments, segments)
 

@@ -1,16 +1,14 @@
 """Partial backprop at run time, on one worker: the verified cuts in its module, and the cut of each step."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 
 from lightning_decentral.partial.compute.bypass import Bypass
 from lightning_decentral.partial.compute.cut import Cutter
 from lightning_decentral.partial.compute.search import CutPlan
-from lightning_decentral.partial.plan.depth import DepthAssignment, Memory, check, contributors
+from lightning_decentral.partial.plan.depth import DepthAssignment, check, contributors
 from lightning_decentral.partial.wire.reducer import Rank, factors
 
 
@@ -28,7 +26,6 @@ class DepthController:
         check(assignment, place.size, plan.segments)
         self.plan, self.assignment = plan, assignment
         self.rank, self.size, self.shares = place.rank, place.size, place.shares
-        self.memory: Memory = assignment.start(plan.segments)
         parameters = dict(module.named_parameters())
         self.segments: list[list[nn.Parameter]] = [[] for _ in range(plan.segments)]
         for name, segment in plan.segment_of.items():
@@ -51,10 +48,10 @@ class DepthController:
 
     def trained(self, step: int) -> tuple[int, ...]:
         """The segments that this worker trains, from the bottom."""
-        return self.assignment.trained(self.rank, self.size, step, self.plan.segments, self.memory)
+        return self.assignment.trained(self.rank, self.size, step, self.plan.segments)
 
     def contributors(self, step: int) -> list[tuple[int, ...]]:
-        return contributors(self.assignment, self.size, step, self.plan.segments, self.memory)
+        return contributors(self.assignment, self.size, step, self.plan.segments)
 
     def alone(self, step: int) -> AbstractContextManager[None]:
         """Cut for a worker whose gradients stay its own."""
@@ -79,11 +76,3 @@ class DepthController:
         """What this worker doesn't train at this step."""
         own = self.trained(step)
         return [p for s, members in enumerate(self.segments) if s not in own for p in members if p.requires_grad]
-
-    def observe(self, step: int, norms: Callable[[], Sequence[float]], agree: Callable[[Any], Any]) -> None:
-        """Let the assignment look at the gradients, if it wants to; `agree` hands worker 0's memory to all."""
-        if not self.assignment.watches(step):
-            return
-        seen = norms()
-        if all(map(math.isfinite, seen)):  # a loss scaler's overflow says nothing
-            self.memory = tuple(agree(self.assignment.observe(step, seen, self.memory)))

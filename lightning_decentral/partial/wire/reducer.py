@@ -210,14 +210,3 @@ class Groups:
         found = self._made[ranks]
         assert found is not None
         return found
-
-
-def norms(segments: Sequence[Sequence[nn.Parameter]]) -> list[float]:
-    """||gradient|| of each segment, 0 where it has none."""
-    return [_norm([p.grad for p in segment if p.grad is not None]) for segment in segments]
-
-
-def _norm(gradients: Sequence[Tensor]) -> float:
-    if not gradients:
-        return 0.0
-    return float(torch.stack([g.abs().float().square().sum() for g in gradients]).sum().sqrt())

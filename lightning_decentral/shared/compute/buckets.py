@@ -6,7 +6,6 @@ lies in a bucket. Their strides stay as they were then: a place in a message or 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,6 @@ from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.layout.place import Place
 
 ALIGNMENT_BYTES = 128  # vector loads and matrix kernels want aligned rows; the padding travels along (zeros)
-
-
-class Matrix(NamedTuple):
-    """A parameter of two or more dimensions in its bucket: the slowest dimension makes the rows, the others the
-    columns."""
-
-    offset: int
-    rows: int
-    columns: int
 
 
 class Bucket:
@@ -65,13 +55,6 @@ class Bucket:
     def bytes(self) -> int:
         """Bytes of one message of this bucket, padding included."""
         return self.flat.numel() * self.flat.element_size()
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Where the real parameters that are matrices lie."""
-        pairs = zip(self.places, self._offsets, strict=True)
-        matrices = [(p, offset) for p, offset in pairs if len(p.shape) > 1 and not p.dtype.is_complex]
-        return tuple(Matrix(offset, rows := _slowest(p), p.shape.numel() // rows) for p, offset in matrices)
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -121,18 +104,12 @@ class Bucket:
         return [(p.data_ptr(), _view(flat, offset, place)) for p, offset, place in rows]
 
     def border(self, least: int, most: int) -> int | None:
-        """An aligned place with `least` to `most` elements behind it, where a parameter begins or, if none does,
-        between two rows of a matrix."""
-        whole, matrices = self.flat.numel(), self.matrices
-
-        def within_row(place: int) -> bool:
-            return any(0 < place - m.offset < m.rows * m.columns and (place - m.offset) % m.columns for m in matrices)
-
-        first, last = max(1, whole - most), whole - least
-        begins = [offset for offset in self._offsets if first <= offset <= last and offset % self._grain == 0]
-        places = range(last // self._grain * self._grain, first - 1, -self._grain)
-        # The last ones first: the shorter what is behind it, the better.
-        return next((place for place in [*begins[::-1], *places] if not within_row(place)), None)
+        """An aligned place with `least` to `most` elements behind it, where a parameter begins if one does. The last
+        such: the shorter what is behind it, the better."""
+        first, last = max(1, self.flat.numel() - most), self.flat.numel() - least
+        aligned = range(last // self._grain * self._grain, first - 1, -self._grain)
+        begins = [offset for offset in self._offsets if offset in aligned]
+        return max(begins or aligned, default=None)
 
     def store(self) -> None:
         """After mixing: the parameters are views of what was mixed."""
@@ -173,17 +150,6 @@ class BucketSpan:
         self._bucket, self._start = bucket, start
         self.flat = bucket.flat[start:stop]
 
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """The rows of matrices that lie in it."""
-        found = []
-        for offset, rows, columns in self._bucket.matrices:
-            first = max(0, self._start - offset) // columns
-            last = min(rows, (self._start + len(self.flat) - offset) // columns)
-            if first < last:
-                found.append(Matrix(offset + first * columns - self._start, last - first, columns))
-        return tuple(found)
-
     def adopt(self) -> None:
         if not self._start:  # once for all spans of the bucket
             self._bucket.adopt()
@@ -210,11 +176,6 @@ class Pool:
         """Hand back what was taken; each once."""
         for buffer in buffers:
             self._free.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
-
-
-def _slowest(place: Place) -> int:
-    """Size of the dimension with the largest stride: neighbours in memory stay in one row."""
-    return max(zip(place.strides, place.shape, strict=True))[1]
 
 
 def _view(flat: Tensor, offset: int, place: Place) -> Tensor:

@@ -131,10 +131,6 @@ def refuse_estimates(codec: Codec) -> None:
             f"{codec} codes differences to what neighbours know; an average of gradients has error feedback of its "
             "own: give the inner codec by itself"
         )
-    if codec.of_matrices:
-        raise ValueError(
-            f"{codec} looks at matrices, which the parts of an average cut: it would send all as it is; use Int8()"
-        )
 
 
 class CompressedMean:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from lightning_decentral.shared.compute.buckets import Bucket, Matrix
+from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.wire.transport import Transport
 
@@ -260,10 +260,6 @@ class ShardBucket(Bucket):
 
     def lies(self, parameter: nn.Parameter) -> Place:
         return Place.row_major(local(parameter))
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return ()  # a shard of a matrix has fewer rows than a low rank needs
 
     @torch.no_grad()
     def adopt(self) -> None:

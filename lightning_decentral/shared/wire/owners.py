@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame
 from lightning_decentral.shared.compute.codec.counter_rng import key
 from lightning_decentral.shared.wire.transport import Message, Transport
 
@@ -60,7 +60,7 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
     if mine:
         change(mine)
         flat, codes = _flat(mine), _payload(codec, mine)
-        codec.replace(flat, codes, Frame(MessageLayout(len(flat)), key(over.rank, turn)))
+        codec.replace(flat, codes, Frame(key(over.rank, turn)))
         _unpack(flat, mine)
         sends = [Message(rank, code, part) for rank in others for part, code in enumerate(codes)]
     leaving, arriving = over.exchange(sends, receives)
@@ -68,7 +68,7 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
         pending.wait()
     for rank, codes in heard.items():
         room = _room(of[rank])
-        codec.decode(codes, room, Frame(MessageLayout(len(room))))
+        codec.decode(codes, room, Frame())
         _unpack(room, of[rank])
     for pending in leaving:
         pending.wait()
@@ -111,7 +111,7 @@ def _travel(sent: Sequence[Sequence[Tensor]], heard: Sequence[Sequence[Tensor]],
 
 
 def _payload(codec: Codec, tensors: Sequence[Tensor]) -> list[Tensor]:
-    parts = codec.checked_parts(MessageLayout(_elements(tensors)), tensors[0].dtype)
+    parts = codec.checked_parts(_elements(tensors), tensors[0].dtype)
     return [tensors[0].new_empty(part.elements, dtype=part.dtype) for part in parts]
 
 

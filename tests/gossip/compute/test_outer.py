@@ -30,7 +30,6 @@ from lightning_decentral.gossip import (
     simulate,
 )
 from lightning_decentral.gossip.compute.combine.outer import suited_lr, suited_momentum
-from lightning_decentral.shared.compute.buckets import Matrix
 
 SIZE, DIM, H = 3, 6, 4
 
@@ -232,9 +231,7 @@ def test_a_schedule_is_followed() -> None:
     (lambda: Stream(8, 0, Complete()), "Stream's parts must be at least 1"),
     (lambda: OuterNesterov(momentum=LinearRate(last=1.0, rounds=5)), r"momentum must be in \[0, 1\), got 1.0"),
     (lambda: LearningRatePower(rate=1.5), r"LearningRatePower's rate must be in \(0, 1\], got 1.5"),
-    (lambda: simulate(Stream(4, 2, Complete()), Gossip(), gradient, equal_start(), 1, 0.1, matrices=[Matrix(0, 2, 2)]),
-     "matrices are of whole rows, Stream"),
-], ids=["parts of steps", "no part", "momentum", "rate", "matrices"])  # fmt: skip
+], ids=["parts of steps", "no part", "momentum", "rate"])  # fmt: skip
 def test_wrong_settings_are_one_line(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()

@@ -20,7 +20,6 @@ from lightning_decentral.gossip import (
     Every,
     Gossip,
     Int8,
-    LowRank,
     MetropolisHastings,
     Own,
     Plain,
@@ -33,7 +32,6 @@ from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Matrix
 from lightning_decentral.shared.compute.device import AsyncRead, beside
 from lightning_decentral.shared.wire.pending import Pending, Together
 from lightning_decentral.shared.wire.transport import Message, Transport
@@ -50,7 +48,6 @@ CODECS: list[Codec] = [
     Int8(block=16),
     DifferenceCompression(Int8(block=16)),
     DifferenceCompression(TopK(fraction=0.5, block=16)),
-    DifferenceCompression(LowRank(rank=1)),
 ]
 
 
@@ -136,7 +133,7 @@ def rounds(rule: Rule, codec: Codec, device: str) -> Tensor:
     transport = Mirror()
     exchange = PeerExchange(topology, rule.weights, transport, x.device, codec)
     mixer = mixer_of(rule, exchange, 1, lambda: transport)
-    mixer.extend([Row(x)], [(Matrix(4, 6, 8),)])
+    mixer.extend([Row(x)])
     for _ in range(4):
         mixer.step(0.1)
     with without_waiting(device):

@@ -20,7 +20,6 @@ from lightning_decentral.gossip import (
     Gossip,
     Hypercube,
     Int8,
-    LowRank,
     OnePeerExponential,
     Own,
     Plain,
@@ -42,8 +41,6 @@ from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.gossip.wire.simulation import LinkExchange
-from lightning_decentral.shared.compute.buckets import Matrix
-from lightning_decentral.shared.compute.codec import MessageLayout
 from lightning_decentral.shared.compute.layout.packing import is_short
 from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
@@ -58,7 +55,6 @@ pytestmark = pytest.mark.threads
 CPU = Backend("cpu", "cpu")
 STEPS = 7
 DIM = 50
-MATRICES = (Matrix(2, 5, 6),)
 
 
 def start(size: int, dim: int = DIM) -> Tensor:
@@ -70,7 +66,7 @@ def mixer_of(
 ) -> Mixer:
     exchange = overlapped(PeerExchange(topology, Own(), transport, device, codec), device, delay)
     mixer = Mixer([], rule, exchange, delay)
-    mixer.extend([Row(flat)], [MATRICES])
+    mixer.extend([Row(flat)])
     return mixer
 
 
@@ -108,9 +104,7 @@ def test_wire_equals_simulation(backend: Backend, topology: Topology, size: int,
         backend.world(size, partial(descend, backend, x0, delay, rate, topology, usable()), seconds=60), dim=2
     )
     for codec, trajectory in zip(usable(), measured, strict=True):
-        expected = simulate(
-            topology, Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay, codec=codec, matrices=MATRICES
-        )
+        expected = simulate(topology, Gossip(rate=rate), gradient, x0, STEPS, 0.1, delay, codec=codec)
         torch.testing.assert_close(trajectory, expected, rtol=1e-11, atol=1e-11, msg=lambda m, c=codec: f"{c}: {m}")
 
 
@@ -125,7 +119,7 @@ def in_three(delay: int, codecs: list[Codec], aside: bool, transport: Transport)
         assert isinstance(exchange, OverlapExchange) == aside
         mixer = Mixer([], Gossip(rate=0.4), exchange, delay)
         buckets = [Row(part.clone()) for part in x0[transport.rank].split([24, 23, 3])]
-        mixer.extend(buckets, [(Matrix(2, 4, 5),), (Matrix(0, 4, 5),), ()])
+        mixer.extend(buckets)
         trajectory = []
         for step in range(STEPS):
             for bucket in buckets:
@@ -140,8 +134,8 @@ def in_three(delay: int, codecs: list[Codec], aside: bool, transport: Transport)
 @pytest.mark.sampled
 @pytest.mark.parametrize("delay", [1, 2])
 def test_rounds_that_overlap_give_the_bits_of_those_that_do_not(delay: int) -> None:
-    """Estimates, factors and noise are the same, whichever thread makes them and whenever a bucket leaves."""
-    codecs = [Plain(), *usable(), DifferenceCompression(LowRank(rank=1))]
+    """Estimates and noise are the same, whichever thread makes them and whenever a bucket leaves."""
+    codecs = [Plain(), *usable()]
     within, aside = (CPU.world(4, partial(in_three, delay, codecs, side), seconds=60) for side in (False, True))
     for one, other in zip(within, aside, strict=True):
         assert torch.equal(one, other)
@@ -158,7 +152,7 @@ FEW = [case for of in EDGES for case in dict.fromkeys([of[0], *of[-2:]])]
 def test_the_mean_is_kept_by_every_codec(topology: Topology, size: int) -> None:
     x0 = start(size)
     for codec in usable():
-        path = simulate(topology, Gossip(rate=0.3), still, x0, STEPS, 0.1, codec=codec, matrices=MATRICES)
+        path = simulate(topology, Gossip(rate=0.3), still, x0, STEPS, 0.1, codec=codec)
         torch.testing.assert_close(path.mean(1), x0.mean(0).expand(STEPS + 1, DIM), rtol=1e-12, atol=1e-12)
         if size > 2:
             assert not torch.equal(path[-1], x0), "nothing was mixed: the test could not fail"
@@ -219,7 +213,6 @@ def test_only_estimates_have_to_start_equal(codec: Codec, copies: int) -> None:
 CONTRACTING: list[tuple[Codec, float]] = [
     (DifferenceCompression(Int8(block=16)), 1.0),
     (DifferenceCompression(TopK(fraction=0.2, block=DIM)), 0.3),
-    (DifferenceCompression(LowRank(rank=1)), 0.3),
     (DifferenceCompression(BFloat16()), 1.0),
 ]
 CHANGING = [Ring(), Hypercube(), OnePeerExponential(), RandomMatching(rounds=8), Every(2, Hypercube())]
@@ -237,7 +230,7 @@ def test_compressed_mixing_ends_at_the_exact_mean(
 ) -> None:
     """Far below where rounding alone stays for ever; a codec that needs a low rate needs more steps."""
     x0, steps, delay = start(4), 100 if rate == 1 else 400, (turn + place) % 2
-    path = simulate(topology, Gossip(rate=rate), still, x0, steps, 0.1, delay, codec=codec, matrices=MATRICES)
+    path = simulate(topology, Gossip(rate=rate), still, x0, steps, 0.1, delay, codec=codec)
     floor = rounded(topology, delay)
     assert 1e-3 < floor < 0.1
     assert float((path[-1] - x0.mean(0)).abs().max()) < 0.01 * floor
@@ -262,7 +255,7 @@ def trained(topology: Topology, codec: Codec, rate: float) -> tuple[Tensor, Tens
         return curvature * (x - centre) / (1 + step / 5)
 
     x0 = torch.zeros_like(centre)
-    path = simulate(topology, Gossip(rate=rate), falling, x0, steps, 0.3, codec=codec, matrices=MATRICES)
+    path = simulate(topology, Gossip(rate=rate), falling, x0, steps, 0.3, codec=codec)
     return path[-1].mean(0), (curvature * centre).sum(0) / curvature.sum()
 
 
@@ -294,7 +287,7 @@ def count(codec: Codec, topology: Topology, transport: Transport) -> tuple[Traff
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_bytes_are_counted_by_the_formula(codec: Codec) -> None:
     """Ring: two neighbours hear the payload and a header of three numbers in every round; hypercube: one."""
-    expected = codec.bytes(MessageLayout(DIM, MATRICES), torch.float32)
+    expected = codec.bytes(DIM, torch.float32)
     for topology, targets in ((Ring(), 2), (Hypercube(), 1)):
         for traffic, message_bytes in CPU.world(4, partial(count, codec, topology)):
             assert message_bytes == expected
@@ -419,10 +412,10 @@ def counted(codec: Codec, transport: Transport) -> int:
 
 @pytest.mark.parametrize("codec", usable(), ids=str)
 def test_an_exact_tail_is_not_encoded(codec: Codec) -> None:
-    expected = codec.bytes(MessageLayout(DIM, MATRICES), torch.float64) + 8
+    expected = codec.bytes(DIM, torch.float64) + 8
     assert CPU.world(3, partial(counted, codec)) == [expected] * 3
     zeros = torch.zeros(3, DIM, dtype=torch.float64)
-    simulate(Ring(), Counted(rate=0.4), gradient, zeros, 4, 0.1, codec=codec, matrices=MATRICES)
+    simulate(Ring(), Counted(rate=0.4), gradient, zeros, 4, 0.1, codec=codec)
 
 
 def measured_error(codec: Codec, rate: float, transport: Transport) -> tuple[float | None, float]:
@@ -452,17 +445,16 @@ def test_the_error_is_measured(codec: Codec, rate: float) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize(("codec", "rate", "warned"), [
     (DifferenceCompression(TopK(fraction=0.1)), 1.0, True),
-    (DifferenceCompression(LowRank(rank=1)), 1.0, True),
     (DifferenceCompression(TopK(fraction=0.1)), 0.2, False),
     (DifferenceCompression(Int8()), 1.0, False),
     (Int8(), 1.0, False),
 ])  # fmt: skip
 def test_a_rate_that_is_too_large_for_a_codec_is_said_once(codec: Codec, rate: float, warned: bool) -> None:
     """Where it is said, the workers do drift apart; where not, they don't."""
-    matrices, x0 = (Matrix(0, 16, 16),), start(8, 256)
+    x0 = start(8, 256)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        path = simulate(Ring(), Gossip(rate=rate), still, x0, 150, 0.1, codec=codec, matrices=matrices)
+        path = simulate(Ring(), Gossip(rate=rate), still, x0, 150, 0.1, codec=codec)
     texts = [str(w.message) for w in caught if "may drift apart" in str(w.message)]
     spread = [float((x - x.mean(0)).norm()) for x in (path[0], path[-1])]
     assert len(texts) == warned
@@ -541,7 +533,7 @@ def test_a_simulation_is_resumed_with_its_estimates(codec: Codec) -> None:
     first, second, third = (Mixer([], Gossip(rate=0.4), LinkExchange(Ring(), Own(), 4, codec), 1) for _ in range(3))
     rows = [Row(x0.clone()) for _ in range(3)]
     for mixer, row in zip((first, second, third), rows, strict=True):
-        mixer.extend([row], [MATRICES])
+        mixer.extend([row])
     for _ in range(6):
         first.step()
     for _ in range(3):

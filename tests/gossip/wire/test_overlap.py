@@ -16,7 +16,7 @@ from lightning_decentral.gossip.plan.weights import Neighbours
 from lightning_decentral.gossip.wire.exchange import Exchange, Started
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.overlap import OverlapExchange, overlapped
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.device import WorkerThread
 from tests.gossip.wire.test_exchange import Row
 
@@ -37,7 +37,7 @@ class Slow(Exchange[Started]):
         self.calls: list[str] = []
         self._error, self._held = error, held
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         return
 
     def neighbours(self, step: int) -> Neighbours:

@@ -11,27 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.partial import (
-    AutoFreeze,
     Balanced,
     BlockCoordinate,
     Cyclic,
-    FreezeOut,
     Lisa,
     PerWorker,
-    PipeTransformer,
     Random,
     Staircase,
     Temporal,
 )
-from lightning_decentral.partial.plan import depth, freezing, selection
+from lightning_decentral.partial.plan import depth, selection
 from lightning_decentral.partial.plan import depth_order as order
 from lightning_decentral.partial.plan.depth import check, contributors
 
 GIVEN: dict[str, dict[str, Any]] = {
     "PerWorker": {"fractions": (0.3, 1.0, 0.5)},
-    "FreezeOut": {"total_steps": 30},
-    "PipeTransformer": {"every": 4},
-    "AutoFreeze": {"every": 3},
     "Lisa": {"every": 3},
     "BlockCoordinate": {"every": 2},
 }
@@ -42,7 +36,7 @@ def classes(kind: type, *modules: Any) -> list[type]:
     return [c for c in found if issubclass(c, kind) and not inspect.isabstract(c)]
 
 
-EVERY = classes(depth.DepthAssignment, depth, freezing, selection)
+EVERY = classes(depth.DepthAssignment, depth, selection)
 ORDERS = classes(order.Order, order)
 
 
@@ -59,14 +53,13 @@ def size_of(kind: type, size: int) -> int:
 @given(size=st.integers(1, 9), segments=st.integers(1, 12), step=st.integers(0, 60), warm_up=st.integers(0, 20))
 def test_laws_of_every_assignment(kind: type, size: int, segments: int, step: int, warm_up: int) -> None:
     assignment, size = make(kind, warm_up=warm_up), size_of(kind, size)
-    memory = assignment.start(segments)
-    depths = [assignment.depth(rank, size, step, segments, memory) for rank in range(size)]
+    depths = [assignment.depth(rank, size, step, segments) for rank in range(size)]
     assert all(1 <= d <= segments for d in depths)
     assert step >= warm_up or set(depths) == {segments}
     assert len(set(depths)) == 1 or not assignment.uniform
     assert max(depths) <= (segments if step < warm_up else assignment.reach(size, segments))
-    found = contributors(assignment, size, step, segments, memory)
-    trained = [assignment.trained(rank, size, step, segments, memory) for rank in range(size)]
+    found = contributors(assignment, size, step, segments)
+    trained = [assignment.trained(rank, size, step, segments) for rank in range(size)]
     assert [tuple(s for s in range(segments) if rank in found[s]) for rank in range(size)] == trained, "ascending"
     assert [segments - own[0] for own in trained] == depths, "the backward ends at the lowest"
     assert found[-1] in ((), tuple(range(size))), "the segment with the loss is everyone's, or nobody's"
@@ -134,14 +127,9 @@ def test_random_orders_have_their_frequencies() -> None:
 @pytest.mark.parametrize(("build", "message"), [
     (lambda: Cyclic(fractions=(0.0,)), r"fractions must be in \(0, 1\]"),
     (lambda: PerWorker(fractions=(1.5,)), r"fractions must be in \(0, 1\]"),
-    (lambda: FreezeOut(total_steps=0), "total_steps must be at least 1"),
-    (lambda: FreezeOut(total_steps=5, first=0), r"first must be in \(0, 1\]"),
-    (lambda: PipeTransformer(every=5, alpha=1.0), r"alpha must be in \(0, 1\)"),
-    (lambda: AutoFreeze(every=0), "every must be at least 1"),
     (lambda: Lisa(blocks=0), "blocks must be at least 1, got 0"),
     (lambda: Lisa(every=0), "every must be at least 1, got 0"),
     (lambda: BlockCoordinate(every=0), "every must be at least 1, got 0"),
-    (lambda: AutoFreeze(every=2, percentile=0), r"percentile must be in \(0, 100\]"),
 ])  # fmt: skip
 def test_wrong_values_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -153,49 +141,6 @@ def test_a_segment_that_nobody_trains_is_refused() -> None:
     with pytest.raises(ValueError, match=r"never trains the lowest 2 of 4 segments"):
         check(half, 2, 4)
     check(Temporal(order=Cyclic(fractions=(0.5,)), warm_up=10), 2, 4)
-
-
-@pytest.mark.parametrize("cubed", [False, True])
-def test_freeze_out_leaves_when_the_formula_says(cubed: bool) -> None:
-    assignment = FreezeOut(total_steps=1000, first=0.5, cubed=cubed, warm_up=7)
-    ends = [0.5 + 0.5 * i / 3 for i in range(4)]
-    for step in range(0, 1000, 10):
-        left = sum(step / 1000 >= (t**3 if cubed else t) for t in ends[:3])
-        assert assignment.depth(0, 1, step + 7, 4) == 4 - left
-
-
-def test_pipe_transformer_freezes_what_the_recursion_says() -> None:
-    """L_T = L_(T-1) + alpha (L - L_(T-1)), then rounded up."""
-    assignment, frozen = PipeTransformer(every=3, alpha=0.25), 0.0
-    for interval in range(20):
-        assert assignment.depth(0, 1, 3 * interval, 12) == max(1, 12 - math.ceil(frozen - 1e-9))
-        frozen += 0.25 * (12 - frozen)
-
-
-def observed(assignment: Any, rows: list[list[float]]) -> list[int]:
-    """Depth before each step, the norms of trained segments being the rows'."""
-    memory, depths, segments = assignment.start(len(rows[0])), [], len(rows[0])
-    for step, row in enumerate(rows):
-        depths.append(assignment.depth(0, 1, step, segments, memory))
-        trained = [norm if s >= segments - depths[-1] else 0.0 for s, norm in enumerate(row)]
-        if assignment.watches(step):
-            memory = assignment.observe(step, trained, memory)
-    return depths
-
-
-def test_auto_freeze_freezes_what_changes_least_from_the_bottom() -> None:
-    still, halving = [1.0] * 8, [2.0 ** -(i // 2) for i in range(8)]
-    rows = [list(row) for row in zip(still, still, halving, halving, strict=True)]
-    assert observed(AutoFreeze(every=2, percentile=50.0), rows)[:6] == [4, 4, 4, 4, 2, 2]
-    top = [list(row) for row in zip(halving, halving, still, still, strict=True)]
-    assert observed(AutoFreeze(every=2, percentile=50.0), top) == [4] * 8, "the lowest moves most: nothing below it"
-
-
-def test_auto_freeze_never_moves_back_and_keeps_the_last() -> None:
-    rows = [[1.0, 1.0, 1.0]] * 20
-    depths = observed(AutoFreeze(every=1, percentile=100.0), rows)
-    assert depths == sorted(depths, reverse=True)
-    assert depths[-1] == 1
 
 
 def test_lisa_draws_its_blocks_evenly_and_keeps_the_ends() -> None:

@@ -108,14 +108,14 @@ def driven(assignment: DepthAssignment, make: Make, engine: Engine) -> list[Tens
 
 def honest(assignment: DepthAssignment) -> list[Tensor]:
     """The same by one process: whole backward passes, the mean over a segment's contributors; decay alone without."""
-    module, memory = copy.deepcopy(NET), assignment.start(SEGMENTS)
+    module = copy.deepcopy(NET)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     for step in range(STEPS):
         gradients = [
             torch.autograd.grad(module(rows(rank)[step]).square().mean(), list(module.parameters()))
             for rank in range(SIZE)
         ]
-        found = contributors(assignment, SIZE, step, SEGMENTS, memory)
+        found = contributors(assignment, SIZE, step, SEGMENTS)
         for i, parameter in enumerate(module.parameters()):
             ranks = found[i // 4]
             parameter.grad = sum(gradients[r][i] for r in ranks) / len(ranks) if ranks else None

@@ -35,7 +35,7 @@ from lightning_decentral.gossip import (
     Travel,
     Tree,
 )
-from lightning_decentral.partial import AutoFreeze, Staircase
+from lightning_decentral.partial import Staircase, Temporal
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.loop import Loop
 from tests.gossip.test_lightning import Inspect, seen
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[int, type[Strategy], dict[str, Any]]] = {
     "compressed to four bits": (4, CompressedStrategy, {"codec": Int4()}),
     "ddp": (2, DDPStrategy, {}),
     "partial backprop": (2, PartialBackpropStrategy, {"cuts": ["second", "head"], "depth": Staircase()}),
-    "frozen for a while": (2, PartialBackpropStrategy, {"cuts": ["second"], "depth": AutoFreeze(every=2)}),
+    "partial backprop, in turn": (2, PartialBackpropStrategy, {"cuts": ["second"], "depth": Temporal(warm_up=2)}),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.codec.counter_rng import shorts
+from lightning_decentral.shared.compute.codec.counter_rng import dither
 from lightning_decentral.shared.compute.device import AsyncRead
 from tests import simulated
 from tests.simulated import CUDA, streams
@@ -204,6 +204,6 @@ def test_random_numbers_of_one_stream_are_not_those_that_another_still_makes(see
     with simulated.device(seed):
         side = cuda.Stream(CUDA)
         with cuda.on(side):
-            shorts(9, 3, CUDA)
-        found = shorts(9, 5, CUDA).cpu()
-    assert torch.equal(found, shorts(9, 5, torch.device("cpu")))
+            dither(9, 3, 4, CUDA)(0, 9, torch.empty(9, device=CUDA))
+        found = dither(9, 5, 4, CUDA)(0, 9, torch.empty(9, device=CUDA)).cpu()
+    assert torch.equal(found, dither(9, 5, 4, torch.device("cpu"))(0, 9, torch.empty(9)))

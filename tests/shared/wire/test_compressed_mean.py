@@ -14,7 +14,6 @@ from lightning_decentral.shared.compute.codec import (
     Int2,
     Int4,
     Int8,
-    MessageLayout,
     Plain,
     TopK,
 )
@@ -39,10 +38,10 @@ def gradients(size: int, steps: int) -> list[list[list[Tensor]]]:
 
 def coded(codec: Codec, x: Tensor, noise: int) -> Tensor:
     """Q(x)"""
-    layout, out = MessageLayout(len(x)), torch.empty_like(x)
-    payload = [torch.empty(p.elements, dtype=p.dtype) for p in codec.parts(layout, x.dtype)]
-    codec.encode(x, payload, Frame(layout, noise))
-    codec.decode(payload, out, Frame(layout))
+    out = torch.empty_like(x)
+    payload = [torch.empty(p.elements, dtype=p.dtype) for p in codec.parts(len(x), x.dtype)]
+    codec.encode(x, payload, Frame(noise))
+    codec.decode(payload, out, Frame())
     return out
 
 
@@ -184,7 +183,7 @@ def test_bytes_are_those_of_an_all_reduce_of_codes() -> None:
         mean.start(torch.ones(length), 0).wait()
 
     world(size, worker)
-    codes = sum(p.bytes for p in Int8().parts(MessageLayout(length), torch.float32))
+    codes = sum(p.bytes for p in Int8().parts(length, torch.float32))
     assert sum(sent) / size == pytest.approx(2 * (size - 1) / size * codes)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.shared.compute.codec import BFloat16, Codec, Float32, Int8, LowRank, Plain, TopK
+from lightning_decentral.shared.compute.codec import BFloat16, Codec, Float32, Int8, Plain, TopK
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.owners import by_owners, each_once, row_counts
@@ -47,7 +47,7 @@ def check(codec: Codec, seed: int) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("codec", [Int8(), BFloat16(), TopK(fraction=0.25, block=16), LowRank(rank=1)], ids=str)
+@pytest.mark.parametrize("codec", [Int8(), BFloat16(), TopK(fraction=0.25, block=16)], ids=str)
 def test_the_compressed_mean_of_devices_is_the_formula(codec: Codec) -> None:
     check(codec, seed=0)
 

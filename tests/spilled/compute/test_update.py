@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_decentral import SpilledStrategy
-from lightning_decentral.optim import AccumAdamW, Muon, QuasiGlobalAdam
+from lightning_decentral.optim import AccumAdamW, Muon
 from lightning_decentral.spilled import OnDevice, OnHost
 from lightning_decentral.spilled import strategy as strategy_module
 from lightning_decentral.spilled.compute.memory_ledger import Counting
@@ -156,6 +156,20 @@ def test_trying_draws_no_numbers_and_leaves_no_state() -> None:
     assert same_states(spilled, fit(Made(partial(Noisy, lr=0.1, momentum=0.5)), rows()))
 
 
+class Unit(SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+        return loss
+
+
 class Nested(SGD):
     """Keeps tensors in a list."""
 
@@ -172,11 +186,7 @@ class Nested(SGD):
     [
         (lambda: Curved(), None, r"LBFGS evaluates the loss within its step.*update on the host \(update=OnHost"),
         (lambda: Made(partial(Counted, lr=0.1)), None, "Counted keeps 'taken' for all parameters of a group"),
-        (
-            lambda: Made(partial(QuasiGlobalAdam, lr=0.1)),
-            None,
-            "QuasiGlobalAdam updates a parameter with what it knows of",
-        ),
+        (lambda: Made(partial(Unit, lr=0.1)), None, "Unit updates a parameter with what it knows of"),
         (lambda: Made(partial(Nested, lr=0.1)), None, "the optimizer keeps tensors within 'past'"),
         (lambda: Chain(), 5 * LAYER, r"parameter layers.0.weight needs \d+ bytes to be updated on the device"),
     ],

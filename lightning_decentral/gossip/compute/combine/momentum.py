@@ -24,8 +24,7 @@ class QuasiGlobalMomentum(Combine):
 
     m follows the displacement after mixing, which is nearly the same on all workers, where the momentum of an optimizer
     follows a worker's own gradients. With SGD without momentum of its own this is QG-DSGDm. With Adam (first beta 0)
-    the same momentum carries Adam's direction. QG-DAdam, whose second moment is one of displacements too, is an
-    optimizer: `optim.QuasiGlobalAdam` under `Gossip()`.
+    the same momentum carries Adam's direction, whose second moment is of the worker's own gradients.
 
     State: x after the last update and m, two copies of the parameters. Bytes: the parameters. A healed worker begins
     with m = 0, as all did: its momentum is back after 1 / (1 - mu) steps.

@@ -162,10 +162,10 @@ class PseudoGradient(OuterNesterov):
     without the buffer that the source keeps for it beside x_i = anchor. What it loses on the way back, f, the owner of
     a part keeps (`shared.compute.codec.coded_parts`): all decode the same d, so that their anchors are one, bit for
     bit. All workers must hear all with equal weights. With messages as they are it is `OuterNesterov`. A codec that
-    sends a part of a way, the rest later (`TopK`, `LowRank`), bears lr / (1 - momentum) up to 1.5: a longer step
+    sends a part of a way, the rest later (`TopK`), bears lr / (1 - momentum) up to 1.5: a longer step
     overshoots before the rest has come.
 
-    Two workers, and codecs that look at matrices or at what was sent before, tell each other: then d is the mean of
+    Two workers, and codecs that look at what was sent before, tell each other: then d is the mean of
     what was sent, and anchors are one up to rounding.
 
     State: as `Outer`, and f, 1 / n of the parameters. Bytes, in every H-th step: 2 (n - 1) / n of the parameters,

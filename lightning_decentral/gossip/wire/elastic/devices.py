@@ -13,7 +13,6 @@ import torch
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.mixer import Flat, Mixer
-from lightning_decentral.shared.compute.buckets import Matrix
 from lightning_decentral.shared.wire.transport import Transport
 
 
@@ -40,7 +39,7 @@ class OtherMixer(Mixer):
         self._over = over
         super().__init__([], combine, exchange, delay)
 
-    def extend(self, buckets: Sequence[Flat], matrices: Sequence[Sequence[Matrix]] | None = None) -> None:
+    def extend(self, buckets: Sequence[Flat]) -> None:
         self.buckets += buckets
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:

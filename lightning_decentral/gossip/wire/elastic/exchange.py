@@ -24,14 +24,14 @@ from lightning_decentral.gossip.plan.weights import Neighbours, Weights
 from lightning_decentral.gossip.wire.elastic.asynchronous import AsynchronousExchange
 from lightning_decentral.gossip.wire.exchange import Exchange, Traffic
 from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessages
-from lightning_decentral.shared.compute.buckets import Matrix, Pool
+from lightning_decentral.shared.compute.buckets import Pool
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.plan.elastic.view import View
 from lightning_decentral.shared.wire.elastic.links import Links
 from lightning_decentral.shared.wire.elastic.worker import ElasticWorker
 
-Admitted = tuple[Sequence[Tensor], Sequence[Sequence[Matrix]], Combine]
+Admitted = tuple[Sequence[Tensor], Combine]
 CPU = torch.device("cpu")
 KEPT_VIEWS = 4
 """Whose rounds may still be under way."""
@@ -117,14 +117,14 @@ class ElasticExchange(Exchange[PeerMessages]):
     def neighbours(self, step: int) -> Neighbours:
         return self._of(step)[0].neighbours(step)
 
-    def admit(self, buckets: Sequence[Tensor], matrices: Sequence[Sequence[Matrix]], combine: Combine) -> None:
+    def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         if reason := combine.tied():
             raise ValueError(f"{type(combine).__name__} doesn't go with elastic: {reason}; use Gossip()")
-        self._admitted.append((buckets, matrices, combine))
+        self._admitted.append((buckets, combine))
         if not self._since:
-            self.coder.admit(buckets, matrices, combine)
+            self.coder.admit(buckets, combine)
         for _, exchange, _ in self._since:
-            exchange.admit(buckets, matrices, combine)
+            exchange.admit(buckets, combine)
 
     def start(self, message: Sequence[Tensor], step: int, first: int = 0) -> PeerMessages:
         return self._of(step)[0].start(message, step, first)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute import cuda
-from lightning_decentral.shared.compute.buckets import Bucket, Matrix
+from lightning_decentral.shared.compute.buckets import Bucket
 from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.wire.fsdp import is_sharded, like, local, rows_of
 from lightning_decentral.shared.wire.transport import Message, Transport
@@ -120,12 +120,6 @@ class WholeBucket(Bucket):
 
     def lies(self, parameter: nn.Parameter) -> Place:
         return Place.row_major(parameter)
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """As those of a bucket whose parameters aren't sharded: rows are what is sharded."""
-        pairs = [(p, o) for p, o in self._pairs() if p.dim() > 1 and not p.is_complex()]
-        return tuple(Matrix(offset, len(p), p.numel() // len(p)) for p, offset in pairs)
 
     def adopt(self) -> None:
         self._wholes.gather([local(p) for p in self.parameters], self.wholes())

@@ -14,7 +14,7 @@ from lightning_decentral.partial.compute.search import CutPlan, search
 from lightning_decentral.partial.dry_run import refuse_unserved, run_of
 from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import DepthController
-from lightning_decentral.partial.wire.reducer import Rank, Reducer, norms
+from lightning_decentral.partial.wire.reducer import Rank, Reducer
 from lightning_decentral.planner.rehearsal.members.member import Member, Place
 from lightning_decentral.shared.nonfinite import GradientCheck
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
@@ -89,9 +89,6 @@ class Cutting(Member):
         settle(self._strategy.absent, self._optimizer, self._driver.absent(self._step))
 
     def mix(self) -> None:
-        driver = self._driver
-        assert driver is not None
-        driver.observe(self._step, lambda: norms(driver.segments), self._place.broadcast)
         # Once an epoch, look which further buffers have changed, as the strategy does.
         look, self._epoch = self._epoch != self._module.current_epoch, self._module.current_epoch
         self._buffers.share(look)

@@ -1,4 +1,4 @@
-"""Message compression: quantization, sparsification, low rank, difference compression and its error feedback.
+"""Message compression: quantization, sparsification, difference compression and its error feedback.
 
 `codec` says what a codec is; the one to copy is `Int8` in `quantize`. What a worker's ends of its links remember stands
 in `gossip/compute`.
@@ -12,12 +12,10 @@ from lightning_decentral.shared import lazy_exports
 if TYPE_CHECKING:
     from lightning_decentral.shared.compute.codec.codec import Codec as Codec
     from lightning_decentral.shared.compute.codec.codec import Frame as Frame
-    from lightning_decentral.shared.compute.codec.codec import MessageLayout as MessageLayout
     from lightning_decentral.shared.compute.codec.codec import Payload as Payload
     from lightning_decentral.shared.compute.codec.codec import PayloadPart as PayloadPart
     from lightning_decentral.shared.compute.codec.difference import DifferenceCompression as DifferenceCompression
     from lightning_decentral.shared.compute.codec.difference import TopK as TopK
-    from lightning_decentral.shared.compute.codec.low_rank import LowRank as LowRank
     from lightning_decentral.shared.compute.codec.packed import Int2 as Int2
     from lightning_decentral.shared.compute.codec.packed import Int4 as Int4
     from lightning_decentral.shared.compute.codec.quantize import BFloat16 as BFloat16

@@ -12,13 +12,10 @@ the faces and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages a
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-
-from lightning_decentral.shared.compute.buckets import Matrix
 
 Payload = Sequence[Tensor]
 
@@ -34,20 +31,6 @@ class PayloadPart(NamedTuple):
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class MessageLayout:
-    """A message of `length` numbers, some of which form matrices: message[offset : offset + rows * columns]."""
-
-    length: int
-    matrices: tuple[Matrix, ...] = ()
-
-    @classmethod
-    def of(cls, length: int, matrices: Sequence[Matrix], bucket: int) -> "MessageLayout":
-        """Of a message that holds the bucket's `bucket` elements, or several such pieces one behind the other."""
-        starts = range(0, length - length % bucket, bucket)
-        return cls(length, tuple(m._replace(offset=start + m.offset) for start in starts for m in matrices))
-
-
 class Frame(NamedTuple):
     """What encoding and decoding may use beside the message.
 
@@ -55,7 +38,6 @@ class Frame(NamedTuple):
     remember.
     """
 
-    layout: MessageLayout
     key: int = 0
     estimate: Tensor | None = None
 
@@ -77,12 +59,9 @@ class Codec(ABC):
     whole: ClassVar[bool] = True
     """Whether each element of a message arrives in each round, if coarse. Where not, the rest comes rounds later."""
 
-    of_matrices: ClassVar[bool] = False
-    """Whether it looks at the matrices of a message, which parts for several owners would cut."""
-
     @abstractmethod
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        """The tensors of the payload of a message with this layout and type."""
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        """The tensors of the payload of a message of `length` numbers of this type."""
 
     @abstractmethod
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
@@ -103,11 +82,11 @@ class Codec(ABC):
         self.replace(decoded, payload, frame)
         message.sub_(decoded)
 
-    def bytes(self, layout: MessageLayout, dtype: torch.dtype) -> int:
+    def bytes(self, length: int, dtype: torch.dtype) -> int:
         """Bytes of a payload on the wire; errors as `checked_parts`."""
-        return sum(part.bytes for part in self.checked_parts(layout, dtype))
+        return sum(part.bytes for part in self.checked_parts(length, dtype))
 
-    def checked_parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+    def checked_parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         """`parts`.
 
         Raises:
@@ -115,4 +94,4 @@ class Codec(ABC):
         """
         if not dtype.is_floating_point:
             raise ValueError(f"{type(self).__name__} encodes real floating-point numbers, got {dtype}: use Plain()")
-        return self.parts(layout, dtype)
+        return self.parts(length, dtype)

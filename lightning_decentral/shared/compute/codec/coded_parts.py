@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.buckets import Pool
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload
 from lightning_decentral.shared.compute.codec.counter_rng import key
 
 Encode = Callable[[Tensor, Payload, Frame], None]
@@ -53,7 +53,7 @@ class CodedParts:
 
     def payload(self, length: int, like: Tensor) -> list[Tensor]:
         """Buffers for the codes of a part of this length."""
-        parts = self.codec.checked_parts(MessageLayout(length), like.dtype)
+        parts = self.codec.checked_parts(length, like.dtype)
         return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
 
     def to_owners(self, message: Tensor, encode: Encode, *noise: int) -> dict[int, list[Tensor]]:
@@ -102,14 +102,14 @@ class CodedParts:
         return {j: self.payload(length, message) for j, length in lengths.items() if length}
 
     def decode(self, codes: Sequence[Tensor], out: Tensor) -> None:
-        self.codec.decode(codes, out, Frame(MessageLayout(out.numel())))
+        self.codec.decode(codes, out, Frame())
 
     def _others(self) -> Iterable[int]:
         return (j for j in range(self.size) if j != self.rank)
 
     def _coded(self, message: Tensor, encode: Encode, *noise: int) -> list[Tensor]:
         payload = self.payload(message.numel(), message)
-        encode(message, payload, Frame(MessageLayout(message.numel()), key(self.rank, *noise)))
+        encode(message, payload, Frame(key(self.rank, *noise)))
         return payload
 
 

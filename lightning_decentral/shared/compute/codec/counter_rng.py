@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 MIDPOINTS = 2**16
-PAIRS = 2**15  # on a host: 2^16 numbers at a time, which stay in the cache
-PAIRS_ON_DEVICE = 2**23
 _GOLDEN, _FIRST, _SECOND = -0x61C88647, 0x7FEB352D, -0x7B935975  # as signed 32-bit numbers
 
 
@@ -21,23 +19,6 @@ def key(*numbers: int) -> int:
         state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state >> 1
-
-
-def longest(device: torch.device) -> int:
-    """Numbers that one call of `shorts` gives at most."""
-    return 2 * (PAIRS if device.type == "cpu" else PAIRS_ON_DEVICE)
-
-
-def shorts(number: int, key: int, device: torch.device) -> Tensor:
-    """[number] of int16, uniform on -32768 .. 32767: the halves of a 32-bit hash of key + place.
-
-    (v + 1/2) / 65536 is uniform on (-1/2, 1/2) with mean zero. About 0.7 ns each on one core, a third of torch.rand.
-    Hash: Mueller and Wellons, "lowbias32".
-    """
-    pairs = (number + 1) // 2
-    # A device makes them anew: what one stream makes and keeps, another could read before it is there.
-    places = _places()[:pairs] if device.type == "cpu" else _golden(pairs, device)
-    return _hashed(places + (key & 0x7FFFFFFF)).view(torch.int16)[:number]
 
 
 def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int, Tensor], Tensor]:
@@ -56,16 +37,8 @@ def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[
     return partial(_copied, table, first, piece)
 
 
-def uniform(rows: int, columns: int, key: int, like: Tensor) -> Tensor:
-    """[rows, columns], uniform on (-1/2, 1/2), of the type and on the device of `like`."""
-    chunk = longest(like.device)
-    count = rows * columns
-    pieces = [shorts(min(chunk, count - s), key + 31 * s, like.device) for s in range(0, count, chunk)]
-    return torch.cat(pieces).to(like.dtype).add_(0.5).div_(65536).view(rows, columns)
-
-
 def _hashed(x: Tensor) -> Tensor:
-    """In place; a bijection of 32-bit numbers."""
+    """In place; a bijection of 32-bit numbers. Source: Mueller and Wellons, "lowbias32"."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)  # the mask makes an arithmetic shift a logical one
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
@@ -107,9 +80,3 @@ def midpoints(device: torch.device) -> Tensor:
 def _golden(number: int, device: torch.device) -> Tensor:
     """0, g, 2g, ... with the golden ratio of 2^32, wrapped: neighbours are far apart before they are hashed."""
     return torch.arange(number, dtype=torch.int32, device=device).mul_(_GOLDEN)
-
-
-@lru_cache(maxsize=1)
-def _places() -> Tensor:
-    """The most that a host asks for."""
-    return _golden(PAIRS, torch.device("cpu"))

@@ -7,7 +7,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.quantize import LARGEST_BLOCK, check_block, pieces
 from lightning_decentral.shared.plan.arguments import checked
 
@@ -39,9 +39,9 @@ class TopK(Codec):
             raise ValueError(f"TopK's fraction must be in (0, 1], got {self.fraction}: 0.1 sends every tenth element")
         check_block(self.block, "4096 is fast to search")
 
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
         """(values, places as pairs of bytes)."""
-        whole, rest = divmod(layout.length, self.block)
+        whole, rest = divmod(length, self.block)
         kept = whole * self._kept(self.block) + (self._kept(rest) if rest else 0)
         # Bytes: neither gloo nor NCCL sends integers of 16 bits.
         return PayloadPart(kept, dtype), PayloadPart(2 * kept, torch.uint8)
@@ -101,8 +101,8 @@ class DifferenceCompression(Codec):
         if self.inner.remembers:
             raise ValueError(f"DifferenceCompression's inner codec remembers by itself, got {self.inner}: unwrap it")
 
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return self.inner.parts(layout, dtype)
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        return self.inner.parts(length, dtype)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         assert frame.estimate is not None

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
 from lightning_decentral.shared.compute.codec.quantize import check_block, divisor, piece_length, pieces, scratch
 from lightning_decentral.shared.plan.arguments import checked
@@ -33,10 +33,10 @@ class Packed(Codec):
     def __post_init__(self) -> None:
         check_block(self.block, "128 is usual")
 
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        whole, rest = divmod(layout.length, self.block)
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        whole, rest = divmod(length, self.block)
         packed = whole * self._stride(self.block) + self._stride(rest)
-        return PayloadPart(packed, torch.uint8), PayloadPart(ceil(layout.length / self.block), torch.float32)
+        return PayloadPart(packed, torch.uint8), PayloadPart(ceil(length / self.block), torch.float32)
 
     def _stride(self, numbers: int) -> int:
         """Bytes of a block."""

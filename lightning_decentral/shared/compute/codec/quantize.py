@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_decentral.shared.compute.codec.codec import Codec, Frame, MessageLayout, Payload, PayloadPart
+from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.counter_rng import dither
 from lightning_decentral.shared.compute.fused import operator
 from lightning_decentral.shared.plan.arguments import checked
@@ -38,8 +38,8 @@ class Int8(Codec):
     def __post_init__(self) -> None:
         check_block(self.block, "256 makes messages 3.94 times smaller than float32")
 
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return PayloadPart(layout.length, torch.int8), PayloadPart(ceil(layout.length / self.block), torch.float32)
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        return PayloadPart(length, torch.int8), PayloadPart(ceil(length / self.block), torch.float32)
 
     def encode(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         self._encode(message, payload, frame, False)
@@ -130,8 +130,8 @@ class Plain(_Copied):
 
     encodes = False
 
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return (PayloadPart(layout.length, dtype),)
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        return (PayloadPart(length, dtype),)
 
     # Integers and complex numbers travel, too.
     checked_parts = parts
@@ -142,8 +142,8 @@ class _Cast(_Copied):
 
     narrow: ClassVar[torch.dtype]
 
-    def parts(self, layout: MessageLayout, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
-        return (PayloadPart(layout.length, self.narrow if self.narrow.itemsize < dtype.itemsize else dtype),)
+    def parts(self, length: int, dtype: torch.dtype) -> tuple[PayloadPart, ...]:
+        return (PayloadPart(length, self.narrow if self.narrow.itemsize < dtype.itemsize else dtype),)
 
 
 @dataclass(frozen=True)

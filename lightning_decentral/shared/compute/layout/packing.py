@@ -15,7 +15,7 @@ DEVICE_BUCKET_BYTES = 2**30  # a device lands none of a round before all have co
 BUCKETS = 8
 SHORT = 16  # a last bucket of at most one part in so many may overlap with the next round
 TAIL = 2 * SHORT
-"""A long last bucket ends in a tail of one part in so many or, as rows and parameters end, up to one in `SHORT`."""
+"""A long last bucket ends in a tail of one part in so many or, as parameters end, up to one in `SHORT`."""
 LEAST_CUT_BYTES = 2**20  # smaller models aren't cut: another message would take as long as it saves
 
 

@@ -16,7 +16,6 @@ from lightning_decentral.gossip import (
     Every,
     Gossip,
     LearningRatePower,
-    MessageLayout,
     MetropolisHastings,
     Outer,
     OuterNesterov,
@@ -89,7 +88,7 @@ def test_it_is_a_fixed_world(codec: Codec, rule: Rule, topology: Topology, size:
 
 
 def _bytes(codec: Codec, length: int) -> int:
-    return codec.bytes(MessageLayout(length), torch.float64)
+    return codec.bytes(length, torch.float64)
 
 
 @pytest.mark.parametrize("codec", STATELESS, ids=str)
@@ -110,7 +109,7 @@ def test_a_message_that_breaks_off_is_the_own_one(codec: Codec, kept: int) -> No
         before = mixers[0].buckets[0].flat.clone()
         mixers[0].step()
         thread.join(10)
-        whole = kept > len(codec.parts(MessageLayout(40), torch.float64))
+        whole = kept > len(codec.parts(40, torch.float64))
         assert torch.equal(before, mixers[0].buckets[0].flat) is not whole
         assert (mixers[0].exchange.lost > 0) is not whole  # type: ignore[attr-defined]
 

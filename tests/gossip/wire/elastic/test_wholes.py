@@ -90,7 +90,7 @@ class Packed(Callback):
 
 
 def looks(bucket: Bucket | BucketSpan) -> Any:
-    return bucket.flat.numel(), bucket.flat.dtype, bucket.matrices
+    return bucket.flat.numel(), bucket.flat.dtype
 
 
 def fit(folder: Path) -> None:

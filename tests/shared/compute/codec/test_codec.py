@@ -17,21 +17,16 @@ from lightning_decentral.gossip import (
     Int2,
     Int4,
     Int8,
-    LowRank,
     Plain,
     TopK,
 )
-from lightning_decentral.shared.compute.buckets import Bucket, Matrix
-from lightning_decentral.shared.compute.codec import Frame, MessageLayout
+from lightning_decentral.shared.compute.codec import Frame
 from lightning_decentral.shared.compute.codec.counter_rng import (
     MIDPOINTS,
     _gathered,
     dither,
     key,
-    longest,
     midpoints,
-    shorts,
-    uniform,
 )
 from tests import simulated
 from tests.gossip.codecs import instances, payload, round_trip
@@ -39,7 +34,6 @@ from tests.simulated import CUDA
 
 CPU = torch.device("cpu")
 TYPES = [torch.float64, torch.float32, torch.bfloat16]
-MATRICES = (Matrix(3, 12, 10), Matrix(130, 2, 3), Matrix(140, 6, 9))
 
 
 def message(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,9 +42,9 @@ def message(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def formula(codec: Codec, n: int, itemsize: int) -> int:
-    """The bytes that the docstrings promise for n elements without matrices."""
+    """The bytes that the docstrings promise for n elements."""
     match codec:
-        case Plain() | LowRank():
+        case Plain():
             return n * itemsize
         case Float32() | BFloat16() | Float16():
             return n * min(4 if codec == Float32() else 2, itemsize)
@@ -71,27 +65,18 @@ def formula(codec: Codec, n: int, itemsize: int) -> int:
 @pytest.mark.parametrize("n", [1, 8, 1000, 300_001])
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_bytes_follow_the_formula_and_the_payload(codec: Codec, n: int, dtype: torch.dtype) -> None:
-    assert codec.bytes(MessageLayout(n), dtype) == formula(codec, n, dtype.itemsize)
-    assert codec.bytes(MessageLayout(n), dtype) == sum(
-        t.numel() * t.element_size() for t in payload(codec, MessageLayout(n), dtype)
-    )
-
-
-def test_low_rank_bytes_with_matrices() -> None:
-    """12 x 10 and 6 x 9 shrink at rank 2 to 44 and 30 elements; 2 x 3 would grow and stays."""
-    assert LowRank(rank=2).bytes(MessageLayout(200, MATRICES), torch.float32) == 4 * (44 + 30 + 200 - 120 - 54)
+    assert codec.bytes(n, dtype) == formula(codec, n, dtype.itemsize)
+    assert codec.bytes(n, dtype) == sum(t.numel() * t.element_size() for t in payload(codec, n, dtype))
 
 
 def test_int8_is_at_least_3_9_times_smaller_than_float32() -> None:
-    assert (
-        Plain().bytes(MessageLayout(10_000), torch.float32) / Int8().bytes(MessageLayout(10_000), torch.float32) >= 3.9
-    )
+    assert Plain().bytes(10_000, torch.float32) / Int8().bytes(10_000, torch.float32) >= 3.9
 
 
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_the_message_is_left_alone_and_the_payload_filled(codec: Codec) -> None:
     sent = message(200)
-    first, second = (round_trip(codec, sent, MessageLayout(200, MATRICES), key=5) for _ in range(2))
+    first, second = (round_trip(codec, sent, key=5) for _ in range(2))
     assert torch.equal(sent, message(200))
     assert torch.equal(first, second)
     assert bool(torch.isfinite(first).all())
@@ -112,8 +97,8 @@ def test_casts_are_torchs(codec: Codec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "block"), [(1000, 256), (300_001, 256), (50, 7), (3, 256), (140_000, 65536)])
 def test_int8_against_numpy(n: int, block: int, dtype: torch.dtype) -> None:
     sent = message(n, dtype=dtype)
-    quantized, scales = payload(Int8(block=block), MessageLayout(n), dtype)
-    Int8(block=block).encode(sent, (quantized, scales), Frame(MessageLayout(n), 3))
+    quantized, scales = payload(Int8(block=block), n, dtype)
+    Int8(block=block).encode(sent, (quantized, scales), Frame(3))
     x = sent.double().numpy()
     for b in range(ceil(n / block)):
         part, q = x[b * block : (b + 1) * block], quantized[b * block : (b + 1) * block].double().numpy()
@@ -147,8 +132,8 @@ LEVELS: dict[type[Codec], tuple[float, float]] = {Int4: (7, 8), Int2: (1.5, 1.5)
 def test_packed_against_numpy(kind: type[Codec], n: int, block: int, dtype: torch.dtype) -> None:
     """Bits taken out of the bytes one number at a time; every level between those beside the number."""
     codec, sent, (largest, middle) = kind(block=block), message(n, dtype=dtype), LEVELS[kind]
-    packed, scales = payload(codec, MessageLayout(n), dtype)
-    codec.encode(sent, (packed, scales), Frame(MessageLayout(n), 3))
+    packed, scales = payload(codec, n, dtype)
+    codec.encode(sent, (packed, scales), Frame(3))
     x, bits, stride = sent.double().numpy(), codec.bits, ceil(block * codec.bits / 8)
     decoded = round_trip(codec, sent, key=3).double().numpy()
     for b in range(ceil(n / block)):
@@ -218,59 +203,19 @@ def test_top_k_places_reach_the_end_of_the_largest_block() -> None:
     assert torch.equal(round_trip(TopK(fraction=1e-4, block=65536), sent), sent)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_low_rank_is_a_projection_of_each_matrix(dtype: torch.dtype) -> None:
-    """P P^T M: the error is orthogonal to it, a matrix of that rank is reproduced, what is in no matrix is exact."""
-    layout, sent = MessageLayout(200, MATRICES), message(200, dtype=dtype)
-    left, right = message(24, 1, dtype).view(12, 2), message(20, 2, dtype).view(2, 10)
-    sent[140:194] = message(54, 3, dtype)
-    decoded = round_trip(LowRank(rank=2), sent, layout)
-    error, tolerance = (sent - decoded).double(), 0.05 if dtype == torch.bfloat16 else 1e-5
-    for offset, rows, columns in (MATRICES[0], MATRICES[2]):
-        part = slice(offset, offset + rows * columns)
-        assert float(error[part] @ decoded[part].double()) == pytest.approx(0, abs=tolerance)
-        singular = torch.linalg.svdvals(sent[part].double().view(rows, columns))
-        assert float(error[part].norm()) >= float(singular[2:].norm()) * (1 - tolerance)
-        assert 0 < float(error[part].norm()) < float(sent[part].double().norm())
-    outside = torch.tensor([i for i in range(200) if not 3 <= i < 123 and not 140 <= i < 194])
-    assert torch.equal(decoded[outside], sent[outside])
-    sent[3:123] = (left @ right).view(-1)
-    torch.testing.assert_close(
-        round_trip(LowRank(rank=2), sent, layout)[3:123], sent[3:123], rtol=tolerance, atol=tolerance
-    )
-
-
-def test_buckets_know_their_matrices() -> None:
-    """Rows are the slowest dimension in memory, so that channels_last kernels and transposed weights stay matrices."""
-    parameters = [
-        torch.nn.Parameter(torch.randn(3)),
-        torch.nn.Parameter(torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)),
-        torch.nn.Parameter(torch.randn(5, 7).T),
-        torch.nn.Parameter(torch.randn(2, 2, dtype=torch.float32)),
-    ]
-    bucket = Bucket(parameters)
-    assert [(m.rows, m.columns) for m in bucket.matrices] == [(4, 18), (5, 7), (2, 2)]
-    kernel, transposed, last = (
-        bucket.flat[m.offset : m.offset + m.rows * m.columns].view(m.rows, m.columns) for m in bucket.matrices
-    )
-    assert torch.equal(kernel, parameters[1].permute(0, 2, 3, 1).reshape(4, 18))
-    assert torch.equal(transposed, parameters[2].T)
-    assert torch.equal(last, parameters[3])
-
-
 @pytest.mark.parametrize(
     "inner",
-    [Int8(block=8), Int4(block=8), Int2(block=8), TopK(fraction=0.1, block=50), LowRank(rank=1), BFloat16()],
+    [Int8(block=8), Int4(block=8), Int2(block=8), TopK(fraction=0.1, block=50), BFloat16()],
     ids=str,
 )
 def test_differences_vanish(inner: Codec) -> None:
     """The hearer of a message that stays gets to know it to rounding."""
-    codec, layout, sent = DifferenceCompression(inner), MessageLayout(200, MATRICES), message(200, dtype=torch.float64)
+    codec, sent = DifferenceCompression(inner), message(200, dtype=torch.float64)
     estimate, decoded = torch.zeros_like(sent), torch.empty_like(sent)
     errors = []
     for step in range(60):
-        frame = Frame(layout, key(step), estimate)
-        parts = payload(codec, layout, sent.dtype)
+        frame = Frame(key(step), estimate)
+        parts = payload(codec, 200, sent.dtype)
         codec.encode(sent, parts, frame)
         codec.decode(parts, decoded, frame)
         estimate.copy_(decoded)
@@ -285,27 +230,14 @@ def test_differences_vanish(inner: Codec) -> None:
 @pytest.mark.parametrize("place", [0, 5, 130, 131, 199])
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_what_is_not_finite_decodes_to_what_is_not_finite(codec: Codec, place: int, bad: float) -> None:
-    """Small integers, chosen places and factors hide nothing."""
+    """Small integers and chosen places hide nothing."""
     sent = message(200)
     sent[place] = bad
-    assert not bool(torch.isfinite(round_trip(codec, sent, MessageLayout(200, MATRICES))).all())
+    assert not bool(torch.isfinite(round_trip(codec, sent)).all())
 
 
-def test_noise_is_uniform_and_a_function_of_key_and_place() -> None:
-    n = longest(CPU)
-    first, again, other = shorts(n, key(1), CPU), shorts(n, key(1), CPU), shorts(n, key(2), CPU)
-    assert torch.equal(first, again)
-    assert torch.equal(first[:100], shorts(100, key(1), CPU))
-    counts = torch.histc(first.double(), 256, -32768, 32767)
-    chi_squared = float(((counts - n / 256).square() / (n / 256)).sum())
-    assert 150 < chi_squared < 380  # 255 degrees of freedom: beyond by less than 1e-5 on either side
-    for a, b in ((first, other), (first[1:], first[:-1]), (first[2:], first[:-2]), (first[256:], first[:-256])):
-        assert abs(float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])) < 5 / n**0.5
+def test_keys_of_different_numbers_differ() -> None:
     assert len({key(a, b) for a in range(50) for b in range(50)}) == 2500
-    wide = uniform(300, 500, key(3), torch.zeros((), dtype=torch.float64))
-    assert wide.shape == (300, 500)
-    assert float(wide.abs().max()) < 0.5
-    assert len(torch.unique(wide[:, :10])) > 2900
 
 
 def test_dither_is_uniform_and_a_function_of_key_and_place() -> None:
@@ -370,16 +302,16 @@ def test_the_dither_does_not_follow_the_default_type(default: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch.dtype, n: int) -> None:
-    sent, layout = message(n, dtype=dtype), MessageLayout(n)
+    sent = message(n, dtype=dtype)
     estimate = message(n, dtype=dtype).flip(0) if codec.remembers else None
-    one, two = payload(codec, layout, dtype), payload(codec, layout, dtype)
+    one, two = payload(codec, n, dtype), payload(codec, n, dtype)
     replaced, left, decoded = sent.clone(), sent.clone(), torch.empty_like(sent)
-    codec.encode(sent, one, Frame(layout, 3, estimate))
-    codec.decode(one, decoded, Frame(layout, 0, estimate))
-    codec.replace(replaced, two, Frame(layout, 3, estimate))
+    codec.encode(sent, one, Frame(3, estimate))
+    codec.decode(one, decoded, Frame(0, estimate))
+    codec.replace(replaced, two, Frame(3, estimate))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert torch.equal(replaced, decoded)
-    codec.residual(left, two, Frame(layout, 3, estimate))
+    codec.residual(left, two, Frame(3, estimate))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert torch.equal(left, sent - decoded)
 
@@ -394,7 +326,6 @@ def test_what_replaces_the_message_is_what_is_decoded(codec: Codec, dtype: torch
         (lambda: Int8(block=0), r"block must be in 1 .. 65536, got 0: 256"),
         (lambda: Int8(block=65537), r"block must be in 1 .. 65536, got 65537"),
         (lambda: Int4(block=0), r"block must be in 1 .. 65536, got 0: 128"),
-        (lambda: LowRank(rank=0), r"rank must be at least 1, got 0"),
         (lambda: DifferenceCompression(DifferenceCompression(Int8())), r"remembers by itself.*unwrap"),
     ],
 )
@@ -408,8 +339,8 @@ def test_bad_options_are_refused_in_one_line(build: object, text: str) -> None:
 @pytest.mark.parametrize("codec", instances(), ids=str)
 def test_only_plain_takes_what_is_not_real_floating_point(codec: Codec, dtype: torch.dtype) -> None:
     if codec == Plain():
-        assert codec.bytes(MessageLayout(10), dtype) == 10 * dtype.itemsize
+        assert codec.bytes(10, dtype) == 10 * dtype.itemsize
         return
     said = rf"{type(codec).__name__} encodes real floating-point numbers, got {dtype}: use Plain\(\)"
     with pytest.raises(ValueError, match=said):
-        codec.bytes(MessageLayout(10), dtype)
+        codec.bytes(10, dtype)
