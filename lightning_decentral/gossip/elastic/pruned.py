@@ -11,7 +11,10 @@ from torch.nn.utils import prune
 from lightning_decentral.shared.compute.around.redirect import Redirected
 from lightning_decentral.shared.evaluation import callbacks_of
 
-WHY = "doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune before or after the fit"
+WHY = (
+    "doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune before or after the "
+    "fit"
+)
 
 
 def refuse_pruning(trainer: Trainer) -> None:

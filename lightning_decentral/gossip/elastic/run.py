@@ -263,8 +263,9 @@ class ElasticRun(WatchedProcess):
         assert self._member.calendar is not None
         loops.refuse_combined(self._module.trainer, self._member.calendar)
         self._updates = Updates(self) if self.wire is None else None  # an island's devices have theirs
-        for watched in [Unpruned(self._module), *([self._updates] if self._updates else [])]:
-            self._watched.callback(watched.close)
+        self._watched.callback(Unpruned(self._module).close)
+        if self._updates is not None:
+            self._watched.callback(self._updates.close)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         member = self._member
