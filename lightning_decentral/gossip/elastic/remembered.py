@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_decentral.shared.evaluation import callbacks_of
 from lightning_decentral.shared.plan.described import constructed
 from lightning_decentral.shared.settings import PLACES
 
@@ -34,7 +35,7 @@ def remember(trainer: Trainer, given: dict[str, dict[str, Any]]) -> None:
 
 
 def _savers(trainer: Trainer) -> list[Callback]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
 
 
 def _of(callback: Callback) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class KeepsNothing(DummyLogger):
     def save_dir(self) -> str:
         return self._folder
 
-    root_dir = log_dir = save_dir  # type: ignore[assignment]
+    root_dir = log_dir = save_dir
 
 
 class Worker:
