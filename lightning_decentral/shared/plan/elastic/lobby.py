@@ -265,8 +265,7 @@ class Lobby:
 
     def paused(self, now: float) -> str:
         """Why the members wait, or those of whom a run is made; empty: they go on."""
-        there = len(self._newcomers(now))
-        if self.view is None and not self.seen and there < self.bounds.least:
+        if self.view is None and not self.seen and (there := len(self._newcomers(now))) < self.bounds.least:
             return f"{there} of the {self.bounds.least} workers are there that a run begins with: start the others"
         (stay, size), most = self._counted(now), self.bounds.most
         wanted = min(stay + len(self.ready(now)), most)
