@@ -165,8 +165,7 @@ class TokenPipelineStrategy(WorkersStrategy):
 
     def place(self, fitting: bool) -> None:
         module = self._module
-        wire = self._attendance.join_groups()
-        if wire is not None:
+        if (wire := self._attendance.join_groups()) is not None:
             self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
             built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
@@ -197,9 +196,9 @@ class TokenPipelineStrategy(WorkersStrategy):
             super().setup_optimizers(trainer)
 
     def prepare(self, wire: Wire | None) -> None:
-        stage, self._updates = self._stage, 0
-        assert stage is not None
-        self._totals = StageTotals(stage.pipe, stage.holdings, self._module, self.precision_plugin)
+        assert self._stage is not None
+        self._updates = 0
+        self._totals = StageTotals(self._stage.pipe, self._stage.holdings, self._module, self.precision_plugin)
         if self._groups is not None and self.layout.pipelines > 1:
             self.bond = self._groups.bond(self.replicas)
             self.bond.prepare(self.optimizers, self._module, partial(self._attendance.layouts, every=self.num_stages))

@@ -69,7 +69,8 @@ def test_what_it_recommends_composes() -> None:
     assert len(words) > 8
     for line in words:
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
-            said = line.split() if line[:9] != "optimizer" else ["strategy=ddp", *line.split()]
+            kind = {"optimizer": ["strategy=ddp"], "strategy/": ["strategy=gossip"]}.get(line[:9], [])
+            said = [*kind, *line.split()]
             instantiate(compose("train", said).strategy, _convert_="all")
 
 

@@ -151,7 +151,14 @@ def test_the_door_is_seen_to_ask() -> None:
 
 
 # What has outgrown the rules, by how much, until it is split: it may not grow further.
-MODULES_IN = {"gossip/wire": 19, "planner/rehearsal": 19, "shared": 15, "shared/compute": 15, "shared/wire": 15}
+MODULES_IN = {
+    "gossip/elastic": 17,
+    "gossip/wire": 19,
+    "planner/rehearsal": 19,
+    "shared": 15,
+    "shared/compute": 15,
+    "shared/wire": 15,
+}
 LINES_OF = {
     "lightning_decentral.shared.workers": 302,
     "lightning_decentral.gossip.elastic.run": 335,

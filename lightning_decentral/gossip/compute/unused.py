@@ -1,12 +1,11 @@
 """Parameters under FSDP2 that a step of one device uses and one of another doesn't."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 
 class Used:
@@ -14,10 +13,13 @@ class Used:
 
     FSDP reduces a module's gradients in one message, which has another size where a device lacks some. It gets zeros
     for them here. One that no device used has no gradient, as under ddp with find_unused_parameters.
+
+    Args:
+        groups: FSDP's, of parameters that are gathered and reduced together.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._groups = [group for part in module.modules() if isinstance(part, FSDPModule) for group in _groups(part)]
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = groups
         self._used, self._filled = set[nn.Parameter](), set[nn.Parameter]()
         for group in self._groups:
             group.post_backward = partial(self._fill, group, group.post_backward)
@@ -48,9 +50,3 @@ class Used:
             if not devices and parameter in self._filled:
                 parameter.grad = None
         self._used, self._filled = set(), set()
-
-
-def _groups(part: FSDPModule) -> list[Any]:
-    state = part._get_fsdp_state()
-    several = vars(state).get("_fsdp_param_groups")  # an older torch has one
-    return [group for group in (several or [state._fsdp_param_group]) if group is not None]

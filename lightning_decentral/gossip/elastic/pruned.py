@@ -1,4 +1,7 @@
-"""Masks that each elastic worker would choose by itself: refused where torch makes them, whoever asks for them."""
+"""Masks that each elastic worker would choose by itself: refused where torch makes them, whoever asks for them.
+
+Short, as it is one rule.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +14,7 @@ from torch.nn.utils import prune
 from lightning_decentral.shared.compute.around.redirect import Redirected
 from lightning_decentral.shared.evaluation import callbacks_of
 
-WHY = (
-    "doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune before or after the "
-    "fit"
-)
+WHY = "doesn't go with elastic: each worker would have masks of its own, a newcomer none; prune before or after the fit"
 
 
 def refuse_pruning(trainer: Trainer) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_decentral.gossip.compute.unused import Used
 from lightning_decentral.gossip.wire.exchange import Exchange
 from lightning_decentral.gossip.wire.hierarchical import GatherExchange
 from lightning_decentral.gossip.wire.overlap import overlapped
@@ -181,7 +180,7 @@ class Sharding(IslandMember):
         assert across is not None
         self._across, self._hosts = across, inside(wire.hosts, wire.world.size, devices)
         self._sharded: Sharded | None = None
-        self._used: Used | None = None
+        self._used: Any = None
 
     def pack(self, parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[Bucket]:
         return pack(parameters, bucket_bytes and bucket_bytes * self.devices, ShardBucket)
@@ -201,7 +200,9 @@ class Sharding(IslandMember):
                     "the model torch.contiguous_format, or use AllReduce"
                 )
         self._sharded = Sharded(module, self._inside, self._device, self._compute)
-        self._used = Used(module)
+        from lightning_decentral.gossip.compute.unused import Used  # no other run reads it
+
+        self._used = Used(self._sharded.groups)
 
     def train(self, module: nn.Module, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         self.rest()

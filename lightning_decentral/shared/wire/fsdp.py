@@ -101,6 +101,14 @@ class Sharded:
                     whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 part._parameters[name] = whole[id(parameter)]
 
+    @property
+    def groups(self) -> list[Any]:
+        """FSDP's groups of parameters that are gathered and reduced together."""
+        states = [vars(part._get_fsdp_state()) for part in self.module.modules() if isinstance(part, FSDPModule)]
+        # An older torch has one group in a module.
+        several = [state.get("_fsdp_param_groups") or [state.get("_fsdp_param_group")] for state in states]
+        return [group for groups in several for group in groups if group is not None]
+
     def changed(self) -> str:
         """The first parameter that wasn't there when they were laid out; empty: all were."""
         return next((name for name, _ in self.module.named_parameters() if name not in self._laid_out), "")
