@@ -173,8 +173,8 @@ class ReplicaHealth:
             for rank, row in rows.items():
                 if found := first_difference(row, rows[first], sign=" "):
                     raise RuntimeError(
-                        f"worker {rank} has {found[0]} where worker {first} has {found[1]}, and all take the same "
-                        "updates: set it alike, and let ReduceLROnPlateau monitor what is logged with sync_dist=True"
+                        f"worker {rank} has {found[0]} where worker {first} has {found[1]}, and all must take the same "
+                        "updates: set it alike on all workers (for ReduceLROnPlateau log with sync_dist=True)"
                     )
 
     def gathers(self, gradients: bool) -> bool:

@@ -1,7 +1,4 @@
-"""Masks that each elastic worker would choose by itself: refused where torch makes them, whoever asks for them.
-
-Short, as it is one rule.
-"""
+"""Masks that each elastic worker would choose by itself: refused where torch makes them, whoever asks for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +11,14 @@ from torch.nn.utils import prune
 from lightning_decentral.shared.compute.around.redirect import Redirected
 from lightning_decentral.shared.evaluation import callbacks_of
 
-WHY = "doesn't go with elastic: each worker would have masks of its own, a newcomer none; prune before or after the fit"
-
 
 def refuse_pruning(trainer: Trainer) -> None:
     """ValueError for Lightning's callback, before it comes to prune."""
     if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
-        raise ValueError(f"ModelPruning {WHY}")
+        raise ValueError(
+            "ModelPruning doesn't go with elastic: each worker would prune its own, and a newcomer has no masks; prune "
+            "before or after the fit"
+        )
 
 
 class Unpruned:
@@ -33,7 +31,10 @@ class Unpruned:
 
     def _apply(self, original: Callable[..., Any], cls: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module in self._parts:
-            raise RuntimeError(f"pruning {type(module).__name__} while training {WHY}")
+            raise RuntimeError(
+                f"pruning {type(module).__name__} while training doesn't go with elastic: each worker would prune its "
+                "own, and a newcomer has no masks; prune before or after the fit"
+            )
         return original(cls, module, *args, **kwargs)
 
     def close(self) -> None:
