@@ -1,4 +1,7 @@
-"""Masks that each elastic worker would choose by itself: refused where torch makes them, whoever asks for them."""
+"""Masks that each elastic worker would choose by itself: refused where torch makes them, whoever asks for them.
+
+Short, as it is one rule.
+"""
 
 from collections.abc import Callable
 from typing import Any
