@@ -24,7 +24,7 @@ from lightning_decentral.shared.compute.layout import model
 from lightning_decentral.shared.compute.layout.place import Place
 from lightning_decentral.shared.nonfinite import BeforeUpdate
 from lightning_decentral.shared.replica_health import ReplicaHealth
-from lightning_decentral.shared.wire import health
+from lightning_decentral.shared.wire import health, pipeline_replicas
 from lightning_decentral.shared.wire.averaging import gradient_average, residuals
 from lightning_decentral.shared.wire.running_buffers import RunningBuffers
 from lightning_decentral.spilled.compute import spill
@@ -199,6 +199,14 @@ def devices_of_shards_reduce_what_they_used() -> None:
     _set(Used, "_fill", lambda self, group, post_backward, *args: post_backward(*args))
 
 
+def statistics_of_pipelines_are_their_own() -> None:
+    _set(pipeline_replicas._Replicated, "updated", pipeline_replicas.Bond.updated)
+
+
+def feedback_of_pipelines_is_in_no_file() -> None:
+    _set(pipeline_replicas._CompressedAveraging, "keeps", False)
+
+
 PLANTED: list[tuple[Callable[[], None], str]] = [
     (layout_of_the_moment, f'{{{OUTER}, "gradient": "still", "events": [["apart", 2, 0], ["layout", 5, 0]]}}'),
     (strides_not_compared, '{"topology": "Complete()", "delay": "0", "layout": "one alone"}'),
@@ -258,6 +266,14 @@ PLANTED: list[tuple[Callable[[], None], str]] = [
     ),
     (thawed_on_its_stage_alone, '{"method": "pipeline", "events": [["refit", 11, 0], ["thaw before backward", 9, 1]]}'),
     (devices_of_shards_reduce_what_they_used, '{"island": "FullyShard", "shape": "experts"}'),
+    (
+        statistics_of_pipelines_are_their_own,
+        '{"method": "pipeline", "workers": "4", "events": [["late buffer", 8, 0]]}',
+    ),
+    (
+        feedback_of_pipelines_is_in_no_file,
+        '{"method": "pipeline", "workers": "4", "codec": "Int4(block=7)", "events": [["resume", 8, 0]]}',
+    ),
     (feedback_of_the_unused_is_lost, '{"method": "compressed", "codec": "Int2(block=7)", "shape": "experts"}'),
 ]
 """(what puts the fault back, the smallest run that shows it)"""
