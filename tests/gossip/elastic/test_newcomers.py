@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral.gossip import Complete, Elastic, GossipStrategy
@@ -43,6 +43,9 @@ class Two(LightningModule):
 
 CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "thaw": lambda trainer, module: module.late.requires_grad_(True),
+    "prune": lambda trainer, module: prune.custom_from_mask(
+        module.first, "weight", (torch.arange(module.first.weight.numel()) % 3 > 0).view_as(module.first.weight)
+    ),
     "reparametrize": lambda trainer, module: parametrizations.weight_norm(module.first),
     "group": lambda trainer, module: trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
 }
@@ -104,7 +107,7 @@ class There(Callback):
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "named"),
-    [("thaw", ""), ("reparametrize", "original0"), ("group", "group 1 of")],
+    [("thaw", ""), ("prune", "weight_orig"), ("reparametrize", "original0"), ("group", "group 1 of")],
 )
 def test_a_newcomer_trains_as_the_members_or_ends_alone(tmp_path: Path, change: str, named: str) -> None:
     """All average in each step: whoever takes part has what all have."""
