@@ -3,7 +3,9 @@
 Short, as it is one rule.
 """
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -24,8 +26,17 @@ def refuse_pruning(trainer: Trainer) -> None:
         )
 
 
+def _chosen_globally(frame: FrameType | None) -> bool:
+    """Whether torch gives a mask that it has just chosen over several tensors."""
+    while frame is not None:
+        if frame.f_globals is vars(prune) and frame.f_code.co_name == prune.global_unstructured.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Unpruned:
-    """Until `close`, `torch.nn.utils.prune` makes no mask for any part of the module: a RuntimeError says why."""
+    """Until `close`, `torch.nn.utils.prune` chooses no mask for any part of the module: a RuntimeError says why."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = set(module.modules())
@@ -33,7 +44,9 @@ class Unpruned:
         self._redirected = Redirected(prune.BasePruningMethod.apply.__func__, self._apply)  # type: ignore[attr-defined]
 
     def _apply(self, original: Callable[..., Any], cls: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module in self._parts:
+        # A mask that is given is the same on all; any other is made of this worker's own numbers, or drawn.
+        given = issubclass(cls, prune.CustomFromMask) and not _chosen_globally(sys._getframe(1))
+        if module in self._parts and not given:
             raise RuntimeError(
                 f"pruning {type(module).__name__} while training doesn't go with elastic: each worker would prune its "
                 "own, and a newcomer has no masks; prune before or after the fit"

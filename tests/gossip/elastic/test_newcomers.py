@@ -44,7 +44,9 @@ class Two(LightningModule):
 
 CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "thaw": lambda trainer, module: module.late.requires_grad_(True),
-    "prune": lambda trainer, module: prune.l1_unstructured(module.first, "weight", 0.3),
+    "prune": lambda trainer, module: prune.custom_from_mask(
+        module.first, "weight", (torch.arange(module.first.weight.numel()) % 3 > 0).view_as(module.first.weight)
+    ),
     "reparametrize": lambda trainer, module: parametrizations.weight_norm(module.first),
     "group": lambda trainer, module: trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
 }

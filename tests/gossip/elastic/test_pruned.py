@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.utils import prune
@@ -43,6 +44,16 @@ def test_every_way_of_torchs_is_refused_until_the_end(way: str) -> None:
     finally:
         unpruned.close()
     WAYS[way](module)
+    assert prune.is_pruned(module)
+
+
+def test_a_mask_that_is_given_is_the_same_on_all() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    unpruned = Unpruned(module)
+    try:
+        prune.custom_from_mask(module[0], "weight", torch.eye(4))
+    finally:
+        unpruned.close()
     assert prune.is_pruned(module)
 
 
