@@ -178,7 +178,7 @@ def codecs(device: torch.device) -> Iterator[Row]:
     # Passes over the message: an encoding is decoded, too, as its hearers will. Of other codecs nobody counted them.
     passes = {("copy", "send"): 2.0, (repr(Int8()), "send"): 3.5, (repr(Int8()), "hear"): 1.25}
     rate = copy_rate(device) / 1e9
-    found = codec.measure(sizes(device, 2**27) // codec.SIDE**2 * codec.SIDE**2 or codec.SIDE**2, 5, device)
+    found = codec.measure(sizes(device, 2**27), 5, device)
     for name, parts in found["seconds"].items():
         for part, seconds in parts.items():
             if seconds:

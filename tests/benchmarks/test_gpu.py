@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import codec
 import gpu
 import pytest
 import torch
@@ -37,7 +36,7 @@ def test_hidden_is_one_where_the_longer_one_covers_the_shorter() -> None:
 @pytest.mark.thorough
 @pytest.mark.threads  # the exchange of messages that are staged has a group in this process
 def test_every_part_runs_and_is_reported(tmp_path: Path) -> None:
-    result = gpu.measure(SMALL, turns=1, steps=2, elements=codec.SIDE**2, side=16, device=CPU)
+    result = gpu.measure(SMALL, turns=1, steps=2, elements=2**18, side=16, device=CPU)
     assert set(result["binding"]) == set(SMALL)
     for row in result["binding"].values():
         assert row["ratio"] == pytest.approx(row["seconds"]["gossip"][0] / row["seconds"]["plain"][0])
@@ -45,7 +44,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path) -> None:
     assert set(rates) == {*map(repr, CODECS), "copy"}
     assert all(rate > 0 for parts in rates.values() for rate in parts.values())
     staged = result["staging"]
-    assert staged["message bytes"] == 4 * codec.SIDE**2
+    assert staged["message bytes"] == 4 * 2**18
     assert staged["copies"] == 0, "nobody counts on the CPU"
     page = report(json.loads(json.dumps(result)))
     assert "| gpt | " in page
@@ -54,5 +53,5 @@ def test_every_part_runs_and_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_message_in_flight_holds_no_more_than_what_is_heard() -> None:
-    staged = gpu.staging(codec.SIDE**2, 2, 256, torch.device("cuda", 0))
+    staged = gpu.staging(2**18, 2, 256, torch.device("cuda", 0))
     assert 0.9 < staged["copies"] < 1.2

@@ -202,8 +202,11 @@ META = torch.device("meta")
 def test_a_stage_closes_its_micro_batch_without_waiting():
     output = torch.zeros(6, 3, device=META, requires_grad=True)
     targets = torch.zeros(6, dtype=torch.int64, device=META)
-    network = SimpleNamespace()
-    module = SimpleNamespace(training_step=lambda part: functional.cross_entropy(network.forward(part), targets))
+    network = SimpleNamespace(parameters=list)
+    module = SimpleNamespace(
+        parameters=network.parameters,
+        training_step=lambda part: functional.cross_entropy(network.forward(part), targets),
+    )
     reading = {"read": lambda args, kwargs: Call(args[0]), "answer": lambda call, output: output}
     model = SimpleNamespace(module=network, **reading)
     pipe = SimpleNamespace(model=model, place=StagePlace(0, 1, True, True), device=CPU)

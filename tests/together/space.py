@@ -361,8 +361,8 @@ def served(case: Case, kinds: Sequence[str]) -> list[str]:
 
 
 def _serves(case: Case, kind: str) -> bool:
-    if case["method"] == "elastic" and kind in ("resume", "stop", "nan", "refit", "prune"):
-        return False  # a run of its own each (tests/gossip/test_elastic*.py), or refused when it happens
+    if case["method"] == "elastic" and kind in ("resume", "stop", "nan", "refit"):
+        return False  # a run of its own each (tests/gossip/test_elastic*.py)
     if case.stages > 1 and kind in ("prune", "reparametrize", "nan", *(("replace",) if case.gossips else ())):
         return False  # refused when it happens (tests/pipeline); nobody heals pipelines
     if case["island"] == "FullyShard" and kind in ("prune", "reparametrize"):

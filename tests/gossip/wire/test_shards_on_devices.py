@@ -37,6 +37,7 @@ from lightning_decentral.shared.wire import owners
 from lightning_decentral.shared.wire.fsdp import ShardBucket, full_tensor, local, mapped
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.owners import each_once
+from lightning_decentral.shared.wire.transport import Transport
 from tests.simulated import CUDA, Engine, fsdp
 from tests.simulated.streams import Event, Stream
 from tests.simulated.wire import Make, device_world, sent_overwritten, without_waiting
@@ -80,12 +81,27 @@ def muon(model: nn.Module) -> Optimizer:
     return Muon(muon_groups(model), lr=0.05, dtype="float64")
 
 
+class InIsland:
+    """Sums between the hosts of one island's devices, by a group of all hosts."""
+
+    def __init__(self, hosts: Transport) -> None:
+        self._hosts, first = hosts, hosts.rank // DEVICES * DEVICES
+        self._own = slice(first, first + DEVICES)
+
+    def all_reduce(self, flags: Tensor) -> Any:
+        pending, rows = self._hosts.all_gather(flags)
+        pending.wait()
+        flags.copy_(torch.stack(rows[self._own]).sum(0))
+        return SimpleNamespace(wait=lambda: None)
+
+
 class Worker:
     """One device's part in its island: shards, their updates, rounds."""
 
     def __init__(self, make: Make, delay: int, dtype: torch.dtype, optimize: Optimize) -> None:
         self.delay, self.worker = delay, make.hosts.rank // DEVICES
-        self.wire: Any = SimpleNamespace(world=make.group(None), group=make.group)
+        hosts: Any = InIsland(make.hosts)
+        self.wire: Any = SimpleNamespace(world=make.group(None), group=make.group, hosts=lambda groups: hosts)
         self.model = copy.deepcopy(MODEL).to(dtype)
         self.member = Sharding(self.wire, DEVICES, CUDA, lambda call: call(), None)
         self.member.arrange(self.model)
@@ -107,6 +123,7 @@ class Worker:
             with nullcontext() if number == accumulated else self.member.blocked():
                 loss = self.member.train(self.model, None, lambda part=part: self.model(part).square().mean())  # type: ignore[arg-type,misc]
                 (loss / accumulated).backward()
+                self.member.after()
         self.optimizer.step()
         self.mixers.step(self.optimizer)
         return loss.detach()
