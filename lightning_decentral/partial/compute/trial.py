@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_decentral.partial.compute.verify import Judged, judge
 from lightning_decentral.shared.compute.block_cost import Run, measure
@@ -63,10 +63,13 @@ def trial_copy(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: it can't be copied.
     """
+    attributes = [value for part in module.modules() for value in vars(part).values()]
+    # What pruning has computed from mask and parameter, which torch doesn't copy; a forward computes it anew.
+    computed = {id(v): v.detach().clone() for v in attributes if isinstance(v, Tensor) and not v.is_leaf}
     # A LightningModule leaves its trainer out of copies, but not its Fabric.
-    around = [vars(part).get("_fabric") for part in module.modules()]
+    around = {id(fabric): fabric for fabric in (vars(part).get("_fabric") for part in module.modules())}
     try:
-        trial = copy.deepcopy(module, {id(fabric): fabric for fabric in around})
+        trial = copy.deepcopy(module, {**computed, **around})
     except (RuntimeError, TypeError) as error:
         reason = str(error).split(". ")[0]
         raise ValueError(
