@@ -169,7 +169,7 @@ class GossipStrategy(ReplicaStrategy):
             self._mixers.adopt(optimizer)
 
     def mixed(self) -> list[Mixed]:
-        return self._mixers.mixed()
+        return [(of.mixer.steps, [p for bucket in of.buckets for p in bucket.parameters]) for of in self._mixers]
 
     def replaced(self) -> None:
         self.island.refuse(self.optimizers)

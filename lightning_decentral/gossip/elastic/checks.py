@@ -99,6 +99,9 @@ def _is_own(name: str) -> bool:
     return any(f"{name}.".startswith(f"{own}.") for own in OF_ONE_MEMBER)
 
 
+Part = dict[str, dict[str, Any]]
+
+
 class Given:
     """What one worker was given, compared with what the run's were before it takes part.
 
@@ -110,24 +113,37 @@ class Given:
     Args:
         settings: as `settings_of`.
         model: as `layout.described`, of the whole model before anything was made of it.
-        present: as `present`, where this worker begins.
+        present: as `present`, where this device begins.
+        part: number of this device's part of the model among the worker's: a stage.
     """
 
     def __init__(
-        self, settings: Mapping[str, str], model: Mapping[str, str], present: Mapping[str, str] | None = None
+        self,
+        settings: Mapping[str, str],
+        model: Mapping[str, str],
+        present: Mapping[str, str] | None = None,
+        part: int = 0,
     ) -> None:
         self._settings, self._model, self._present = dict(settings), dict(model), dict(present or {})
+        self._part = part
 
-    def sent(self, present: Mapping[str, str] | None = None) -> Tensor:
-        """For a newcomer, with what is `present` now: bytes, since the text of a large model is longer than a frame may
-        be."""
-        text = json.dumps([self._settings, self._model, self._present if present is None else dict(present)])
+    def sent(self, present: Sequence[Mapping[str, str]] | None = None) -> Tensor:
+        """For a newcomer, with what is `present` now in each part.
+
+        Bytes, since the text of a large model is longer than a frame may be.
+        """
+        text = json.dumps([self._settings, self._model, list(present or [self._present])])
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
-    def now(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """What a newcomer's model must be, and which of its parameters are trained."""
-        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-        return {"given": self.sent(present(module, optimizers)), "trained": trained}
+    def now(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """What a newcomer's model must be, and which of its parameters are trained, by the parts of a member's."""
+        return {"given": self.sent([part["present"] for part in parts]), "trained": [part["trained"] for part in parts]}
+
+    def thaw(self, module: nn.Module, value: Mapping[str, Any]) -> None:
+        """Parameters are trained, or frozen, as in this part of the member's that gives the value."""
+        trained = value["trained"][self._part]
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
     def refuse(self, value: Mapping[str, Any]) -> None:
         """ValueError where this worker can't take what a member gives."""
@@ -136,7 +152,8 @@ class Given:
 
     def refuses(self, value: Mapping[str, Any]) -> str:
         """Why this worker can't take what a member gives; empty: it can."""
-        settings, model, now = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, {})
+        settings, model, parts = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, [])
+        now = parts[self._part] if self._part < len(parts) else {}
         if found := first_difference(self._settings, settings):
             return f"this worker has {found[0]}, the run has {found[1]}: give every worker the same"
         if found := first_difference(self._model, model, sign=" "):
@@ -157,7 +174,7 @@ def present(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str
     return found | {f"group {n} of the optimizer": f"of {len(g['params'])} parameters" for n, g in enumerate(groups)}
 
 
-def thaw(module: nn.Module, trained: Mapping[str, bool]) -> None:
-    """Parameters of these names are trained, or frozen, as the run's are."""
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+def part_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Part:
+    """What this device has of the model now: the form of each tensor, and whether a parameter is trained."""
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    return {"present": present(module, optimizers), "trained": trained}

@@ -22,11 +22,12 @@ from lightning_decentral.gossip.compute.combine.consensus_control import Consens
 from lightning_decentral.gossip.elastic import loops
 from lightning_decentral.gossip.elastic.checks import (
     Given,
+    Part,
     elastic_rule,
+    part_of,
     present,
     refuse_remembering,
     settings_of,
-    thaw,
 )
 from lightning_decentral.gossip.elastic.elastic import Elastic
 from lightning_decentral.gossip.elastic.holding import Holding, mean_and_bytes
@@ -110,6 +111,13 @@ class ElasticRun(WatchedProcess):
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint for a newcomer, on the first device, of each one's own. Collective in this worker."""
 
+    part = 0
+    """Number of this device's part of the model among the worker's."""
+
+    def parts(self, own: Part) -> Sequence[Part]:
+        """What each part of this worker has; devices with shards, or all, have the same. Collective in this worker."""
+        return [own]
+
     def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """What computes those of an update."""
         return closure
@@ -139,7 +147,8 @@ class ElasticRun(WatchedProcess):
             raise ValueError(f"elastic runs have one optimizer, this module has {len(self.optimizers)}")
         if self._planned:
             trainer.fit_loop._combined_loader = None  # Lightning gets it anew, when it is known who trains
-        self._given = Given(settings_of(self, trainer), self._described, present(self._module, self.optimizers))
+        own = present(self._module, self.optimizers)
+        self._given = Given(settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
         plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
         self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
@@ -148,7 +157,7 @@ class ElasticRun(WatchedProcess):
         self._rank_as(int(value is not None or not self._member.leads))
         if value is not None:
             self._take(trainer, value["trainer"])
-            thaw(self._module, value["trained"])
+            self._given.thaw(self._module, value)
         if self._held.mixes:
             self._held.restore(self._mixers, value and value["rule"], self.optimizers)
 
@@ -161,12 +170,12 @@ class ElasticRun(WatchedProcess):
         if not self._held.mixes:
             return {}
         own = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        whole = self.whole(own)
+        whole, parts = self.whole(own), self.parts(part_of(self._module, self.optimizers))
         if not self._member.leads:
             return {}
         rule = self._mixers.state_dict(lambda of: of.mixer.kept())
         own = {"trainer": loops.copied(whole), "rule": loops.copied(rule)}
-        return {**own, **self._given.now(self._module, self.optimizers), "run": self._member.given()}
+        return {**own, **self._given.now(parts), "run": self._member.given()}
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
@@ -238,15 +247,18 @@ class ElasticRun(WatchedProcess):
         member.enter(exchange)
         self._rank_as(member.place if member.leads else 1)
         self._log_as_oldest(trainer)
-        state = member.agreed(lambda: self._state(member, calendar))
+        parts = self.parts(part_of(self._module, self.optimizers))
+        state = member.agreed(lambda: self._state(member, calendar, parts))
         if state is not None:
             member.learn(state["run"])
             loops.restored(trainer, state)
             if "given" in state:  # it may have changed since this worker was healed
                 self._given.refuse(state)
-                thaw(self._module, state["trained"])
+                self._given.thaw(self._module, state)
 
-    def _state(self, member: ElasticMember, calendar: Callable[[], Calendar] | None) -> dict[str, Any]:
+    def _state(
+        self, member: ElasticMember, calendar: Callable[[], Calendar] | None, parts: Sequence[Part]
+    ) -> dict[str, Any]:
         """For those that begin with this view."""
         if member.calendar is None and calendar is not None:
             member.calendar = calendar()
@@ -254,8 +266,7 @@ class ElasticRun(WatchedProcess):
         if first:
             return {**loops.NOTHING, "run": member.given()}
         member.knows()  # it would give on what it has missed
-        now = self._given.now(self._module, self.optimizers)
-        return {**loops.agreed_states(self._module.trainer), **now, "run": member.given()}
+        return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -310,7 +321,8 @@ class ElasticRun(WatchedProcess):
         """`advance` follows."""
 
     def mixed(self) -> list[Mixed]:
-        return self._mixers.mixed()
+        # Of the run: a device may leave its rounds to the worker's first one.
+        return [(self._member.round, self.counted())] if self._member else []
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._held.mean_of(tensors, super().mean_of)

@@ -90,10 +90,6 @@ class Mixers:
         healed = max((mixer.mixer.healing.healed for mixer in self._all), default=0)
         return replace(sum((mixer.traffic() for mixer in self._all), self._past), healed=healed)
 
-    def mixed(self) -> list[tuple[int, Sequence[nn.Parameter]]]:
-        """[(rounds so far, the parameters that they mix)], mixer by mixer."""
-        return [(of.mixer.steps, [p for bucket in of.buckets for p in bucket.parameters]) for of in self]
-
     def _timed(self) -> Making:
         """With the exact steps that the first one had, or those of the run that is resumed."""
         # A share of a run that is made longer would grow, and a rule that has begun mustn't end.

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from lightning_decentral.partial import Blocks, SavedBytes
 from lightning_decentral.partial.compute.bypass import Bypass
 from lightning_decentral.partial.compute.cut import Cutter
 from lightning_decentral.partial.compute.search import CutPlan, joints, search
+from lightning_decentral.partial.compute.trial import trial_copy
 from lightning_decentral.partial.compute.verify import gradients
 from tests.partial.towers import LABELS, Network
 
@@ -179,3 +181,14 @@ def test_gradients_flow_through_what_is_bypassed_and_it_keeps_less() -> None:
 
 def test_joints_are_those_of_the_student() -> None:
     assert joints(Twins(graph=False), seeded(symbols))[0] == "student.blocks.0"
+
+
+def test_a_pruned_module_is_copied_with_its_masks() -> None:
+    """Pruning leaves a product with a history in the module, which torch's deepcopy refuses."""
+    layer = nn.Linear(4, 3)
+    prune.random_unstructured(layer, "weight", amount=0.5)
+    x = torch.randn(2, 4)
+    copied = trial_copy(layer)
+    assert torch.equal(copied(x), layer(x))
+    copied(x).sum().backward()
+    assert layer.weight_orig.grad is None

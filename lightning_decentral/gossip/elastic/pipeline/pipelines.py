@@ -3,7 +3,7 @@
 The pipeline's own strategy stays what it is, with an elastic run in front of it: neither folder knows the other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.elastic.checkpoints import ElasticCheckpoints
+from lightning_decentral.gossip.elastic.checks import Part
 from lightning_decentral.gossip.elastic.holding import Holding
 from lightning_decentral.gossip.elastic.member import ElasticMember
 from lightning_decentral.gossip.elastic.pipeline.stages import Stages
@@ -25,7 +26,7 @@ from lightning_decentral.shared.compute.codec.quantize import Plain
 from lightning_decentral.shared.compute.layout.model import ModelLayout, lay_states, refuse_shared
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
-from lightning_decentral.shared.wire.objects import broadcast_world, collect_objects
+from lightning_decentral.shared.wire.objects import broadcast_world, collect_objects, gather_objects
 from lightning_decentral.shared.wire.transport import Wire
 
 OWN = ("state_dict", "optimizer_states")
@@ -125,6 +126,13 @@ class ElasticPipeline(ElasticRun):
         return (
             broadcast_world(obj, src) if self._member is None and self._early is None else super().broadcast(obj, src)
         )
+
+    @property
+    def part(self) -> int:  # type: ignore[override]
+        return self.stage
+
+    def parts(self, own: Part) -> Sequence[Part]:
+        return [own] if self.wire is None else gather_objects(self.wire.roll, own)
 
     def place(self, fitting: bool) -> None:
         self._beneath.place(fitting)
