@@ -161,7 +161,7 @@ MODULES_IN = {
 }
 LINES_OF = {
     "lightning_decentral.shared.workers": 302,
-    "lightning_decentral.gossip.elastic.run": 344,
+    "lightning_decentral.gossip.elastic.run": 345,
 }
 
 
