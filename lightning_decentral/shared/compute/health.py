@@ -106,9 +106,8 @@ Look = tuple[int, float, float, float]
 """What is compared of one tensor: fingerprint, smallest, largest and mean element."""
 
 
-@torch.no_grad()
 def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """{"lr of group 0 of optimizer 0": value, ...}: numbers of all groups, by which an update is made."""
+    """Numbers by which updates are made: {"lr of group 0 of optimizer 0": its text, ...}."""
     found = {}
     for place, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
@@ -119,6 +118,7 @@ def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     return found
 
 
+@torch.no_grad()
 def bits(named: Mapping[str, Tensor]) -> str:
     """One digest for names, types, shapes and every bit of these tensors."""
     return digest({name: [t.dtype, list(t.shape), int(fingerprint(t))] for name, t in named.items()})
