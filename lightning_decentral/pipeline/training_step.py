@@ -120,7 +120,7 @@ class TrainingStep:
         return weighed(loss, weight) * self._scale
 
     def _seen(self) -> list[tuple[object, ...]]:
-        """What the step changes on this stage alone, where it goes on behind its call."""
+        """State of the parameters that a step may change behind its call, on the last stage alone."""
         inside = set(self._pipe.model.module.parameters())
         return [(p.requires_grad, *((p.data_ptr(), p._version) if p in inside else ()))
                 for p in self._module.parameters()]  # fmt: skip

@@ -220,7 +220,7 @@ class Attendance:
         self._fits += 1
 
     def layouts(self, layout: Callable[[], Layout], every: int = 1) -> Layouts | Unasked:
-        """By which workers see that they go on training the same; of those whose ranks are as far apart as `every`."""
+        """Comparison of what workers train, for those of every `every`-th rank."""
         if self._notices is None or self._presence is None:
             return Unasked()
         own, name = self._notices.rank % every, f"layouts-{self._fits}"

@@ -4,6 +4,7 @@ happen."""
 import math
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,16 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-class Part(nn.Module):
+class Part(nn.Module, ABC):
     """Some of the tensors; a block to `partial_backprop`, which wants blocks of one class in a row."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.gradient = case["gradient"]
 
+    @abstractmethod
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
         """{name: tensor}, of those that this row of a batch uses, as a user's forward would read them."""
-        raise NotImplementedError
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(rows, 4) of (total, worker, epoch, index) -> the same with the terms of this part added to the totals."""

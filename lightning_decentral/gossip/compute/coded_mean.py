@@ -15,7 +15,7 @@ from lightning_decentral.shared.compute.norms import squared_norm
 
 @dataclass
 class CodedMean:
-    """What a worker keeps of the means of a mixer's buckets: an exchange's `coder`.
+    """State that a worker keeps for the means of a mixer's buckets: an exchange's `coder`.
 
     Attributes:
         owned: of each bucket, what the last mean of the own part was rounded by.
@@ -36,7 +36,7 @@ class CodedMean:
             self.bytes += self.parts.codec.bytes(bucket.numel(), bucket.dtype)
 
     def encode(self, message: Sequence[Tensor], step: int, first: int) -> list[dict[int, Buffers]]:
-        """For each bucket {owner: codes of its part};  message <- what was sent."""
+        """Encode each bucket to {owner: codes of its part};  message <- what was sent."""
         watched = [m.clone() for m in message] if measured(step) else []
         codec, numbers = self.parts.codec, [real_numbers(m) for m in message]
         codes = [self.parts.to_owners(x, codec.replace, step, place) for place, x in enumerate(numbers, first)]

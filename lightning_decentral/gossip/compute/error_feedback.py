@@ -142,7 +142,7 @@ def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
 
 
 def measured(step: int) -> bool:
-    """Whether the error is measured in this round, 0, 1, 2, 4, 8 and so on: it costs a copy of the message, which
+    """True in rounds 0, 1, 2, 4, 8 and so on, where the error is measured: it costs a copy of the message, which
     encoding overwrites."""
     return step & (step - 1) == 0
 

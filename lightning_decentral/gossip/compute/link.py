@@ -117,9 +117,12 @@ class Direct(Coder):
 def cliques_of(
     codec: Codec, combine: Combine | ConsensusControl, topology: Topology, weights: Weights, size: int
 ) -> Cliques:
-    """How cliques exchange. Owners of parts add up codes where in each step that talks all hear all with equal weights,
-    and there are more than two; these are codes of differences: what their mean loses, encoded once more, is sent later
-    (`shared.compute.codec.coded_parts`). Other codes go from each worker to all who hear it."""
+    """The way in which cliques exchange.
+
+    Owners of parts add up codes where in each step with messages all workers receive all with equal weights, and there
+    are more than two; these are codes of differences: what their mean loses, encoded once more, is sent later
+    (`shared.compute.codec.coded_parts`). Other codes go from each worker to all who receive it.
+    """
     if not codec.encodes:
         return Cliques.RING
     cuts = not codec.remembers and combine.of_differences and combine.copies == 1
@@ -167,7 +170,7 @@ class CodecError:
 
 
 class Remembers(Protocol):
-    """What has a state."""
+    """An object with a state to be saved."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -25,15 +25,15 @@ class Used:
             group.post_backward = partial(self._fill, group, group.post_backward)
 
     def _fill(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-        """In front of what reduces a module's gradients."""
+        """Add zeros for unused parameters, then reduce the module's gradients."""
         gathered = [p for p in group.fsdp_params if "_unsharded_param" in vars(p) and p._unsharded_param.requires_grad]
-        for of in gathered:
-            if of.unsharded_accumulated_grad is not None or of._unsharded_param.grad is not None:
-                self._used.add(of.sharded_param)
-            elif group.reduce_grads:
-                of._unsharded_param.grad = torch.zeros_like(of._unsharded_param)
-                if of.sharded_param.grad is None:
-                    self._filled.add(of.sharded_param)
+        for parameter in gathered:
+            if parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None:
+                self._used.add(parameter.sharded_param)
+            elif group.reduce_grads:  # not while gradients are only accumulated: the next backward may use it
+                parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+                if parameter.sharded_param.grad is None:
+                    self._filled.add(parameter.sharded_param)
         post_backward(*args)
 
     def settle(self, summed: Callable[[Tensor], Tensor]) -> None:
@@ -44,7 +44,7 @@ class Used:
         """
         if not all(group.reduce_grads for group in self._groups):
             return  # gradients are only accumulated
-        every = [of.sharded_param for group in self._groups for of in group.fsdp_params]
+        every = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
         flags = torch.tensor([parameter in self._used for parameter in every], dtype=torch.int32)
         for parameter, devices in zip(every, summed(flags).tolist(), strict=True):
             if not devices and parameter in self._filled:

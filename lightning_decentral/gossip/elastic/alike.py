@@ -25,7 +25,7 @@ class Unlike(RuntimeError):
 
 
 def named(value: Any, made: Callable[[Sequence[Any]], Any]) -> str:
-    """What a member meets for: `made` of what its devices give, of each (`of_each`) or of the first."""
+    """Name of the operation that a member asks for: `made` of the values of all its devices, or of the first one's."""
     each = getattr(made, "__wrapped__", None)
     call, own = (made, value) if each is None else (each, value[0])
     kind = call.func if isinstance(call, partial) else call

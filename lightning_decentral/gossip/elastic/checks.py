@@ -103,7 +103,7 @@ Part = dict[str, dict[str, Any]]
 
 
 class Given:
-    """What one worker was given, compared with what the run's were before it takes part.
+    """Settings and model of one worker, compared with the run's before it takes part.
 
         donor     its settings and model, as text, beside everything else that a newcomer takes
         newcomer  the first difference: it takes nothing, and its `fit` ends with that line
@@ -128,7 +128,7 @@ class Given:
         self._part = part
 
     def sent(self, present: Sequence[Mapping[str, str]] | None = None) -> Tensor:
-        """For a newcomer, with what is `present` now in each part.
+        """The message to a newcomer: settings, model, and what is `present` now in each part.
 
         Bytes, since the text of a large model is longer than a frame may be.
         """
@@ -136,7 +136,7 @@ class Given:
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     def now(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What a newcomer's model must be, and which of its parameters are trained, by the parts of a member's."""
+        """The model that a newcomer must have, and which parameters are trained, part by part of a member's model."""
         return {"given": self.sent([part["present"] for part in parts]), "trained": [part["trained"] for part in parts]}
 
     def thaw(self, module: nn.Module, value: Mapping[str, Any]) -> None:
@@ -175,6 +175,6 @@ def present(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str
 
 
 def part_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Part:
-    """What this device has of the model now: the form of each tensor, and whether a parameter is trained."""
+    """This device's part of the model: the form of each tensor, and whether a parameter is trained."""
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     return {"present": present(module, optimizers), "trained": trained}

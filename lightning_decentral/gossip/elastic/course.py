@@ -46,7 +46,7 @@ class Course:
         self._given_until = 0
 
     def given(self) -> dict[str, Any]:
-        """For a newcomer, now. For one that begins to take part, `knows` comes first."""
+        """The history that a newcomer is given. Call `knows` before where it begins to take part."""
         self._listen()
         return {
             "views": [dict(vars(view)) for view in self._views.values()],

@@ -27,7 +27,7 @@ def refuse_pruning(trainer: Trainer) -> None:
 
 
 def _chosen_globally(frame: FrameType | None) -> bool:
-    """Whether torch gives a mask that it has just chosen over several tensors."""
+    """True where `global_unstructured` passes on a mask that it has just chosen over several tensors."""
     while frame is not None:
         if frame.f_globals is vars(prune) and frame.f_code.co_name == prune.global_unstructured.__name__:
             return True
@@ -36,7 +36,7 @@ def _chosen_globally(frame: FrameType | None) -> bool:
 
 
 class Unpruned:
-    """Until `close`, `torch.nn.utils.prune` chooses no mask for any part of the module: a RuntimeError says why."""
+    """Refuse, until `close`, masks that `torch.nn.utils.prune` would choose for a part of the module: RuntimeError."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = set(module.modules())

@@ -19,13 +19,13 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def remembered(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Of this member, for newcomers: metrics by their names, and callbacks that save by their places among these."""
+    """The value for a newcomer: metrics by name, attributes of callbacks that save by their place among these."""
     metrics = apply_to_collection(dict(trainer.callback_metrics), Tensor, lambda one: one.detach().to("cpu", copy=True))
     return {"metrics": metrics, "savers": {str(place): of for place, of in enumerate(map(_of, _savers(trainer)))}}
 
 
 def remember(trainer: Trainer, given: dict[str, dict[str, Any]]) -> None:
-    """What a member has given: metrics that aren't logged here yet, and what callbacks are to know."""
+    """Take from a member's value metrics that aren't logged here yet, and the attributes of callbacks that save."""
     known = trainer._logger_connector._callback_metrics
     for name, metric in given["metrics"].items():
         known.setdefault(name, metric.to(trainer.strategy.root_device) if isinstance(metric, Tensor) else metric)

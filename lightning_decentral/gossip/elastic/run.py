@@ -115,7 +115,7 @@ class ElasticRun(WatchedProcess):
     """Number of this device's part of the model among the worker's."""
 
     def parts(self, own: Part) -> Sequence[Part]:
-        """What each part of this worker has; devices with shards, or all, have the same. Collective in this worker."""
+        """The parts of this worker's model: one for each stage of a pipeline, else one. Collective in it."""
         return [own]
 
     def gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:

@@ -72,7 +72,7 @@ class Ownership:
 
     @property
     def counted(self) -> list[nn.Parameter]:
-        """Those that a sum over the stages takes from this one."""
+        """Parameters that a sum over the stages takes from this one."""
         return [p for p in self._counted if p.requires_grad]
 
     def flags(self) -> Tensor:

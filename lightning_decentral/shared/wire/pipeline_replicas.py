@@ -40,7 +40,7 @@ def unasked(_: Callable[[], Layout]) -> Unasked:
 
 
 class Skips(Protocol):
-    """Who may leave an update out."""
+    """A check that may skip updates."""
 
     nonfinite: str
     skipped: int
@@ -66,7 +66,7 @@ class Bond:
         """
 
     def guard(self, check: Skips, scaler: Any) -> None:
-        """From now on updates are skipped where `check` says so, or by a loss scaler; None: there is none."""
+        """Skip updates from now on where `check` counts one, or by a loss scaler; None: there is none."""
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
         """After each update of an optimizer, or where it was skipped; on all replicas equally often. Collective."""
@@ -160,7 +160,7 @@ class _Replicated(Bond):
         self._layouts = layouts(Trained(module, lambda: optimizers))
 
     def _tell(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Pending]:
-        """Of each gradient how many have it, once the sum is there. Collective."""
+        """Count, for each gradient, the replicas that have it; known once the sum is there. Collective."""
         before, self._trained = self._trained, list(parameters)
         if before and not same(before, self._trained):
             self._layouts.changed()

@@ -202,7 +202,7 @@ class PseudoGradient(OuterNesterov):
         return "a way that some have heard of a worker that died, and others not, parts their anchors for good"
 
     def encoded(self, x: Tensor, state: State) -> None:
-        """What a codec loses stays in x."""
+        """Leave x as it is: the loss of a codec stays in it."""
 
     def message(self, x: Tensor, state: State) -> Tensor:
         return x.detach() - state["anchor"]

@@ -52,7 +52,7 @@ class Trained:
 
 
 class Alike(Protocol):
-    """What is asked where gradients are averaged."""
+    """Protocol of a comparison that averages of gradients ask."""
 
     def changed(self) -> None:
         """This worker trains something else from the next average on: return when all do. Collective, in effect.
@@ -69,7 +69,7 @@ class Alike(Protocol):
 
 
 class Unasked:
-    """Of those that have nobody to ask."""
+    """Comparison without other workers."""
 
     def changed(self) -> None:
         """Nobody has to follow."""
@@ -147,7 +147,7 @@ class Layouts:
         return layout
 
     def _look(self) -> bool:
-        """In a thread: answer for a worker that has begun without the change; True while it may still come to it."""
+        """Answer, in a thread, for a worker that began without the change; True while it may still come to it."""
         change: str | None = self._notices.read(f"{self._name}/asked", _change)
         if change is None or change == self._last:
             return False
