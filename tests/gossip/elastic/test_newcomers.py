@@ -84,7 +84,7 @@ def member(folder: Path, lobby: str, change: str) -> dict[int, tuple[int, list[f
         **QUIET,
         strategy=strategy,
         devices=1,
-        max_epochs=4,
+        max_epochs=12,
         val_check_interval=3,
         callbacks=[happens, There(folder, rank)],
     )
